@@ -1,0 +1,96 @@
+"""Every error and warning of opfuse. The class is the category; the text says where, what was wanted, what came, and the cure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OpfuseError(Exception):
+    """Base of every opfuse error.
+
+    Subclasses also derive from the builtin exception a PyTorch user would expect (``ValueError``, ``TypeError`` …).
+    """
+
+
+class RecipeError(OpfuseError, ValueError):
+    """A recipe field holds a value it cannot hold, or two fields contradict each other."""
+
+
+class ShapeError(OpfuseError, ValueError):
+    """A tensor has a shape that an op or a format cannot take."""
+
+
+class DtypeError(OpfuseError, TypeError, ValueError):
+    """A tensor has a dtype that an op or a format cannot take."""
+
+
+class QuantizerError(OpfuseError, ValueError):
+    """A quantizer was built or asked for something its format does not have."""
+
+
+class MissingPlaneError(OpfuseError, RuntimeError):
+    """Data was asked of a plane that was not made; the text says why it was not."""
+
+
+class GemmError(OpfuseError, ValueError):
+    """Two operands cannot meet in one matrix product: formats, shapes or layouts."""
+
+
+class SpecError(OpfuseError, AttributeError, ValueError):
+    """A hyper-parameter of an op is out of range, or was assigned after construction."""
+
+
+class PipelineError(OpfuseError, ValueError):
+    """Ops, extra tensors or channels do not fit together."""
+
+
+class ChannelError(PipelineError, RuntimeError):
+    """A channel was changed after a pipeline captured it."""
+
+
+class FusionError(OpfuseError, RuntimeError):
+    """A fusion rule or function returned something that does not cover the pipeline."""
+
+
+class PlanMissError(OpfuseError, RuntimeError):
+    """A plan had to be made where the caller forbade it (``on_miss="error"``, graph capture)."""
+
+
+class KeyValueError(OpfuseError, TypeError):
+    """A value without value identity was put in a key."""
+
+
+class SavedTensorError(OpfuseError, RuntimeError):
+    """An op saved other names than it declared, or saved data changed between forward and backward."""
+
+
+class QuantizedTensorError(OpfuseError, RuntimeError):
+    """An operation on a quantized tensor that would silently lose data."""
+
+
+class ConfigError(OpfuseError, ValueError):
+    """One or more findings in a configuration file."""
+
+
+class UnsupportedError(OpfuseError, RuntimeError):
+    """This machine, or this version, cannot do it; the text names what can."""
+
+
+class OpfuseWarning(UserWarning):
+    """Something the user should know and that opfuse could handle."""
+
+
+def describe(where: str, *, wanted: object, got: object, cure: str) -> str:
+    """The one sentence every error of opfuse is made of.
+
+    >>> describe("Linear(4, 8) input", wanted="last dimension 4", got=5, cure="pass a tensor of shape (..., 4)")
+    'Linear(4, 8) input: wants last dimension 4, got 5. Cure: pass a tensor of shape (..., 4).'
+    """
+    return f"{where}: wants {wanted}, got {got}. Cure: {cure.rstrip('.')}."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'gelu'?"`` for the known name closest to ``name``, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""

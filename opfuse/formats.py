@@ -1,0 +1,104 @@
+"""The number formats: one table of facts that quantizers, kernels, products and documents read.
+
+An *element* is the encoding of one stored value. A *format* adds how values share scales and how the two planes of a
+matrix are laid out. A matrix ``x`` of logical shape (M, K) has a *rowwise* plane, whose blocks run along K, and a
+*columnwise* plane, whose blocks run along M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+ROWWISE = "rowwise"
+COLUMNWISE = "columnwise"
+USAGES = (ROWWISE, COLUMNWISE)
+Usage = Literal["rowwise", "columnwise"]
+
+SCALE_TILE = (128, 4)
+"""Rows and columns of one 512-byte tile of block scales in the layout that matrix products read."""
+
+
+@dataclass(frozen=True)
+class Element:
+    """Encoding of one stored value.
+
+    ``max`` is the largest finite magnitude, ``max_code`` its byte, ``nan_code`` the canonical NaN byte (None: the
+    encoding has no NaN), ``dtype`` the torch dtype of the same encoding (packed encodings use uint8).
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    max_code: int
+    nan_code: int | None
+    dtype: torch.dtype
+
+
+E4M3 = Element("e4m3", 8, 4, 3, 7, 448.0, 0x7E, 0x7F, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 8, 5, 2, 15, 57344.0, 0x7B, 0x7F, torch.float8_e5m2)
+E2M1 = Element("e2m1", 4, 2, 1, 1, 6.0, 0x7, None, torch.uint8)
+
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
+FP8_ELEMENTS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix is encoded.
+
+    ``block`` is (rows, columns) that share one scale in the rowwise plane, mirrored in the columnwise plane; None means the
+    whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise data is
+    stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` says that the
+    columnwise plane holds the signed Hadamard rotation of the data along M. ``per_row`` says that the global amax is
+    one per row (columnwise: per column).
+    """
+
+    name: str
+    family: Literal["identity", "tensor", "block", "mx", "nv"]
+    element: Element | None
+    block: tuple[int, int] | None
+    scale: Literal["none", "fp32", "e8m0", "e4m3"]
+    transposed: bool
+    encode_max: int = 0
+    rht: bool = False
+    per_row: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What the blocked dimension must be a multiple of (1: anything)."""
+        return {"mx": 32, "nv": 16}.get(self.family, 1)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def replace(self, **changes: object) -> Format:
+        """The same format with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+IDENTITY = Format("identity", "identity", None, None, "none", transposed=False)
+
+
+def fp8_tensor(element: Element) -> Format:
+    """One fp32 scale for the whole tensor; the columnwise plane is the byte transpose of the rowwise one."""
+    return Format(f"fp8_tensor_{element.name}", "tensor", element, None, "fp32", transposed=True)
+
+
+def fp8_block(element: Element, dims: int) -> Format:
+    """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``)."""
+    return Format(f"fp8_block_{dims}d_{element.name}", "block", element, (1, 128) if dims == 1 else (128, 128), "fp32", transposed=True)
+
+
+def mxfp8(element: Element) -> Format:
+    """E8M0 scales over 1x32 blocks; columnwise data keeps the shape (M, K). A 2D cast stores the same layout."""
+    return Format(f"mxfp8_{element.name}", "mx", element, (1, 32), "e8m0", transposed=False)
+
+
+NVFP4 = Format("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=448)
+"""E4M3 scales over 1x16 blocks under one fp32 amax for the tensor; two values a byte, low nibble first."""

@@ -1,0 +1,124 @@
+"""Records of quantized data: a plane is one direction of a matrix, a storage holds up to two planes of one tensor.
+
+A storage describes itself: it is dequantized from its own fields, whatever became of the quantizer that made it. Structure is
+frozen; the bytes of a plane may be rewritten in place (optimizers, gathers), which bumps their autograd version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from opfuse.errors import MissingPlaneError
+from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, USAGES, Format
+from opfuse.kernels import dequantize as kernels
+
+_TENSOR_FIELDS = ("data", "scale", "amax")
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """One direction of a quantized matrix of logical shape ``shape`` = (M, K).
+
+    data: bytes in the layout of ``format`` (identity: the caller's tensor itself, of any shape with M * K elements).
+    scale: decode scale, what dequantize multiplies by (fp32, or E8M0 / E4M3 bytes in a padded array), or None.
+    amax: fp32 global amax of NVFP4, shape (1,), or one per row or column; else None.
+    swizzled: whether ``scale`` is in the 128x4 tile layout that matrix products read.
+    """
+
+    usage: str
+    format: Format
+    shape: tuple[int, int]
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    swizzled: bool = False
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of this plane, in a fixed order."""
+        return tuple(t for name in _TENSOR_FIELDS if (t := getattr(self, name)) is not None)
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
+        """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
+        source = iter(tensors)
+        return replace(self, **{name: next(source) for name in _TENSOR_FIELDS if getattr(self, name) is not None})
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The (M, K) matrix in ``dtype``. Identity data of that dtype is returned as it is, only reshaped."""
+        if self.format.family == "identity":
+            return self.data.reshape(self.shape).to(dtype)
+        return kernels.dequantize(self, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedStorage:
+    """A tensor of logical ``shape`` and nominal ``dtype`` as quantized planes; ``why`` says why a plane is missing."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rowwise: Plane | None
+    columnwise: Plane | None
+    why: str = "it was not asked for"
+
+    @property
+    def usages(self) -> tuple[str, ...]:
+        """The directions that hold data."""
+        return tuple(usage for usage in USAGES if getattr(self, usage) is not None)
+
+    @property
+    def format(self) -> Format:
+        """The rowwise format, or the columnwise one if only that exists."""
+        return (self.rowwise or self.plane(COLUMNWISE)).format
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.tensors()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes, counting a tensor that two planes share once."""
+        return sum({id(t): t.nbytes for t in self.tensors()}.values())
+
+    def plane(self, usage: str) -> Plane:
+        """The plane of ``usage``; MissingPlaneError says why it was not made."""
+        plane: Plane | None = getattr(self, usage)
+        if plane is None:
+            other = ROWWISE if usage == COLUMNWISE else COLUMNWISE
+            raise MissingPlaneError(f"{usage} data of a {tuple(self.shape)} tensor was not made: {self.why}. "
+                                    f"Cure: quantize with {usage}=True, or read the {other} plane.")
+        return plane
+
+    def only(self, *usages: str, why: str) -> QuantizedStorage:
+        """The same storage with only the planes of ``usages``."""
+        kept = {usage: self.plane(usage) if usage in usages else None for usage in USAGES}
+        return replace(self, **kept, why=why)
+
+    def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
+        """High-precision values in the logical shape; from the rowwise plane unless ``usage`` says otherwise."""
+        plane = self.plane(usage or (ROWWISE if self.rowwise is not None else COLUMNWISE))
+        if plane.data.shape == self.shape and plane.format is IDENTITY:
+            return plane.data.to(dtype or self.dtype)
+        return plane.dequantize(dtype or self.dtype).reshape(self.shape)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, rowwise first; what autograd saves and what a checkpoint holds."""
+        return tuple(t for usage in self.usages for t in self.plane(usage).tensors())
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
+        """The same storage over other tensors, in the order of :meth:`tensors`."""
+        source = iter(tensors)
+        return replace(self, **{usage: self.plane(usage).with_tensors(source) for usage in self.usages})
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(M, K): leading dimensions flattened."""
+        return matrix_shape(self.shape)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, K) of a tensor: leading dimensions flattened; a vector is one row."""
+    return math.prod(shape[:-1]), shape[-1]

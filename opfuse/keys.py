@@ -1,0 +1,194 @@
+"""Keys: values that can be compared, told apart by type, and explained.
+
+A key is a tree of frozen dataclasses, named tuples and plain values. Three questions are answered here, and nowhere else:
+does a value have an identity (:func:`digest` refuses what has none), where do two keys differ (:func:`diff`), and which
+entry of a cache came closest to the one that was missed (:class:`Cache`).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from opfuse.errors import KeyValueError
+
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType)
+
+_tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_names: dict[str, int] = {}
+
+
+def token(thing: object) -> str:
+    """A name for an object whose identity is itself (a class, a function, a process group).
+
+    The first object of a name is ``module:qualname``; another object of the same name (a redefinition) gets ``#2`` and so on.
+    """
+    name = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    try:
+        number = _tokens.get(thing)
+        if number is None:
+            number = _names[name] = _names.get(name, 0) + 1
+            _tokens[thing] = number
+    except TypeError as error:
+        raise KeyValueError(f"{name}: has no identity that outlives it; use a frozen dataclass or a module-level function") from error
+    return name if number == 1 else f"{name}#{number}"
+
+
+def key_fields(value: object) -> dict[str, Any] | None:
+    """Named parts of a composite value: compared dataclass fields or named-tuple fields; None for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
+    names = getattr(value, "_fields", None)
+    return dict(zip(names, value)) if isinstance(value, tuple) and names else None
+
+
+def _canonical(value: object, path: str) -> Iterator[str]:
+    kind = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        yield f"{kind}.{value.name};"
+    elif isinstance(value, float):
+        yield f"float:{value.hex()};"
+    elif isinstance(value, _PLAIN):
+        yield f"{kind}:{value!r};"
+    elif isinstance(value, _CALLABLES):
+        yield f"object:{token(value)};"
+    elif (parts := key_fields(value)) is not None:
+        if is_dataclass(value) and not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise KeyValueError(f"{path}: {kind} is a mutable dataclass; use @dataclass(frozen=True)")
+        yield f"{token(type(value))}("
+        for name, part in parts.items():
+            yield f"{name}="
+            yield from _canonical(part, f"{path}.{name}")
+        yield ")"
+    elif isinstance(value, (tuple, frozenset, Mapping)):
+        yield f"{kind}["
+        yield from _canonical_items(value, path)
+        yield "]"
+    else:
+        raise KeyValueError(f"{path}: {kind} object has no value identity; use a frozen dataclass")
+
+
+def _canonical_items(value: tuple[Any, ...] | frozenset[Any] | Mapping[Any, Any], path: str) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            yield from _canonical(part, f"{path}[{i}]")
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=repr):
+            yield from _canonical(name, path)
+            yield from _canonical(value[name], f"{path}[{name!r}]")
+    else:
+        yield from sorted("".join(_canonical(part, path)) for part in value)
+
+
+def digest(value: object) -> str:
+    """32 hex digits that are equal exactly for equal values of equal types.
+
+    ``True``, ``1`` and ``1.0`` differ; nan equals itself; classes and functions count by identity. KeyValueError names the
+    path of a part that has no value identity.
+    """
+    return hashlib.blake2b("".join(_canonical(value, "key")).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One leaf in which two keys differ."""
+
+    path: str
+    old: object
+    new: object
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old!r} -> {self.new!r}"
+
+
+def _same(old: object, new: object) -> bool:
+    return old is new or (type(old) is type(new) and (old == new or (old != old and new != new)))
+
+
+def diff(old: object, new: object, path: str = "") -> Iterator[Difference]:
+    """The leaves in which ``new`` differs from ``old``, with dotted paths."""
+    if old is new:
+        return
+    old_parts, new_parts = key_fields(old), key_fields(new)
+    if old_parts is not None and new_parts is not None and type(old) is type(new):
+        for name in old_parts:
+            yield from diff(old_parts[name], new_parts[name], f"{path}.{name}".lstrip("."))
+    elif type(old) is tuple and type(new) is tuple and len(old) == len(new):
+        for i, (left, right) in enumerate(zip(old, new)):
+            yield from diff(left, right, f"{path}[{i}]")
+    elif not _same(old, new):
+        yield Difference(path, old, new)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a key was not found: the nearest live entry and every field in which it differs (none: the cache was empty)."""
+
+    key: object
+    nearest: object | None
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        if self.nearest is None:
+            return "first plan: the cache was empty"
+        return "; ".join(map(str, self.differences))
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Cache(Generic[K, V]):
+    """A dictionary of plans, least recently used dropped beyond ``size``, that counts hits and explains misses."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.hits = 0
+        self.misses = 0
+        self.last_miss: Miss | None = None
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The entry of ``key``, counted as a hit, or None."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.hits += 1
+            self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: K, entry: V) -> None:
+        """Insert after a miss, whose reason is recorded first."""
+        digest(key)
+        self.misses += 1
+        self.last_miss = self.why(key)
+        self._entries[key] = entry
+        if len(self._entries) > self.size:
+            self._entries.popitem(last=False)
+
+    def why(self, key: K) -> Miss:
+        """The nearest live entry to ``key`` and the fields in which it differs."""
+        found = [(tuple(diff(other, key)), other) for other in reversed(self._entries)]
+        if not found:
+            return Miss(key, None, ())
+        differences, nearest = min(found, key=lambda pair: len(pair[0]))
+        return Miss(key, nearest, differences)
+
+    def items(self) -> tuple[tuple[K, V], ...]:
+        """Live entries, least recently used first."""
+        return tuple(self._entries.items())
+
+    def clear(self) -> None:
+        """Drop every entry; counters stay."""
+        self._entries.clear()

@@ -1,0 +1,130 @@
+"""Conversions of single values: fp32 to the codes of an element, E8M0 scales, two E2M1 codes a byte.
+
+Every rule is written on the bits, so that it holds on each device and torch version; nothing here relies on torch's own
+rounding or overflow in a cast to an 8-bit type.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from opfuse.formats import E4M3, Element
+
+MAGNITUDE = 0x7FFFFFFF
+MANTISSA = 0x007FFFFF
+INF_BITS = 0x7F800000
+NAN_BITS = 0x7FC00000
+FLT_MAX = float(np.finfo(np.float32).max)
+
+E8M0_NAN = 255
+_SUBNORMAL_HALF = 0x00400000  # 2^-127, half of the smallest normal fp32
+
+
+def fl32(value: float) -> float:
+    """``value`` rounded to fp32, as a Python float."""
+    return float(np.float32(value))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The int32 bits of an fp32 tensor (a view)."""
+    return x.view(torch.int32)
+
+
+def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
+    """The int32 bits of ``|x|`` for an fp32 tensor; they order as the magnitudes do, with inf and then NaN on top."""
+    return bits(x) & MAGNITUDE
+
+
+def encode(x: torch.Tensor, element: Element) -> torch.Tensor:
+    """fp32 values to one ``element`` code per uint8, rounded to nearest even and saturated to ``element.max``.
+
+    The sign of zero is kept; inf saturates; NaN becomes ``nan_code`` without a sign, or the largest positive code of an
+    element that has no NaN. 4-bit codes are not packed: see :func:`pack_e2m1`.
+    """
+    magnitude = magnitude_bits(x)
+    code = _round_magnitude(magnitude, element).clamp_(max=element.max_code)
+    code |= (bits(x) >> (32 - element.bits)) & (1 << (element.bits - 1))
+    nan_code = element.max_code if element.nan_code is None else element.nan_code
+    return code.masked_fill_(magnitude > INF_BITS, nan_code).to(torch.uint8)
+
+
+def _round_magnitude(magnitude: torch.Tensor, element: Element) -> torch.Tensor:
+    """Codes of magnitudes given as fp32 bits, rounded to nearest even, without an upper limit."""
+    shift = 23 - element.mantissa_bits
+    odd = (magnitude >> shift) & 1
+    normal = (magnitude + ((1 << (shift - 1)) - 1) + odd >> shift) - ((127 - element.bias) << element.mantissa_bits)
+    # Below the smallest normal value the codes are equally spaced. Adding the power of two whose last place is one code
+    # makes the fp32 addition itself round to nearest even, and leaves the code in the low bits of the sum.
+    aligner = 2.0 ** (23 + 1 - element.bias - element.mantissa_bits)
+    aligned = magnitude.view(torch.float32) + aligner
+    subnormal = bits(aligned) & MANTISSA
+    smallest_normal = (128 - element.bias) << 23
+    return torch.where(magnitude < smallest_normal, subnormal, normal)
+
+
+def encode_nonfinite(x: torch.Tensor, element: Element) -> torch.Tensor:
+    """8-bit codes that show a non-finite fp32 ``x`` as it is: ±inf where the element has it, NaN otherwise.
+
+    Finite ``x`` give NaN too: choose with ``torch.isfinite``.
+    """
+    inf_code = element.max_code + 1
+    if inf_code == element.nan_code:
+        return torch.full_like(x, inf_code, dtype=torch.uint8)
+    infinity = (torch.signbit(x).to(torch.uint8) << 7) | inf_code
+    return infinity.masked_fill(~torch.isinf(x), element.nan_code)
+
+
+def decode(codes: torch.Tensor, element: Element) -> torch.Tensor:
+    """uint8 codes, one per byte, to their exact fp32 values."""
+    if element.bits == 8:
+        return codes.view(element.dtype).to(torch.float32)
+    # E2M1 bits spread over the fields of E4M3 name the same number, 2^6 times smaller, subnormal values included.
+    spread = ((codes & 0x8) << 4) | ((codes & 0x7) << 2)
+    return decode(spread, E4M3) * 2.0 ** (E4M3.bias - element.bias)
+
+
+def encode_e8m0(v: torch.Tensor) -> torch.Tensor:
+    """The E8M0 code of the smallest power of two that is not below the fp32 ``v`` >= 0.
+
+    inf becomes 254 and NaN 255; zero, and all up to 2^-127, becomes 0. The largest code for a finite value is 254.
+    """
+    magnitude = magnitude_bits(v)
+    exponent = magnitude >> 23
+    up = ((magnitude & MANTISSA) > 0) & (exponent < 254) & (magnitude > _SUBNORMAL_HALF)
+    code = exponent + up
+    code = code.masked_fill_(magnitude == INF_BITS, 254).masked_fill_(magnitude > INF_BITS, E8M0_NAN)
+    return code.to(torch.uint8)
+
+
+def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(code - 127); code 0 is the subnormal 2^-127 and 255 is NaN."""
+    return _power_of_two(codes.to(torch.int32))
+
+
+def e8m0_multiplier(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(127 - code), what a quantize multiplies by; code 254 is the subnormal 2^-127 and 255 is NaN."""
+    return _power_of_two(torch.where(codes == E8M0_NAN, E8M0_NAN, 254 - codes.to(torch.int32)))
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(exponent - 127) for int32 0…254, NaN for 255, from integer bits: no arithmetic that could flush a subnormal."""
+    word = (exponent << 23).masked_fill_(exponent == 0, _SUBNORMAL_HALF).masked_fill_(exponent == E8M0_NAN, NAN_BITS)
+    return word.view(torch.float32)
+
+
+def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes (..., n) to bytes (..., n / 2), n even; the low nibble is the even index."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes (..., n) to 4-bit codes (..., 2 n), one per byte."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def exponent_of_max(element: Element) -> int:
+    """The exponent of the largest finite value: 8 for E4M3, 15 for E5M2, 2 for E2M1."""
+    return math.frexp(element.max)[1] - 1

@@ -29,6 +29,10 @@ class QuantizerError(OpfuseError, ValueError):
     """A quantizer was built or asked for something its format does not have."""
 
 
+class QuantizerTypeError(QuantizerError, TypeError):
+    """Something that is not a quantizer was given where one is wanted."""
+
+
 class MissingPlaneError(OpfuseError, RuntimeError):
     """Data was asked of a plane that was not made; the text says why it was not."""
 

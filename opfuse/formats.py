@@ -54,8 +54,8 @@ class Format:
 
     ``block`` is (rows, columns) that share one scale in the rowwise plane, mirrored in the columnwise plane; None means the
     whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise data is
-    stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` says that the
-    columnwise plane holds the signed Hadamard rotation of the data along M. ``per_row`` says that the global amax is
+    stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` holds the 16 signs of
+    the Hadamard rotation that the data went through along its blocks; empty: none. ``per_row`` says that the global amax is
     one per row (columnwise: per column).
     """
 
@@ -66,7 +66,7 @@ class Format:
     scale: Literal["none", "fp32", "e8m0", "e4m3"]
     transposed: bool
     encode_max: int = 0
-    rht: bool = False
+    rht: tuple[int, ...] = ()
     per_row: bool = False
 
     @property

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from opfuse.formats import E4M3, Element
+from opfuse.formats import E2M1, E4M3, Element
 
 MAGNITUDE = 0x7FFFFFFF
 MANTISSA = 0x007FFFFF
@@ -20,6 +20,7 @@ NAN_BITS = 0x7FC00000
 FLT_MAX = float(np.finfo(np.float32).max)
 
 E8M0_NAN = 255
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SUBNORMAL_HALF = 0x00400000  # 2^-127, half of the smallest normal fp32
 
 
@@ -75,6 +76,22 @@ def encode_nonfinite(x: torch.Tensor, element: Element) -> torch.Tensor:
         return torch.full_like(x, inf_code, dtype=torch.uint8)
     infinity = (torch.signbit(x).to(torch.uint8) << 7) | inf_code
     return infinity.masked_fill(~torch.isinf(x), element.nan_code)
+
+
+def encode_e2m1_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """fp32 values to E2M1 codes, one per uint8, rounded up with a probability that is their distance in 256ths of a step.
+
+    ``random`` holds integers 0…255. |x| + random/256 * step(|x|), in fp32, is cut to the grid, with step 0.5 below 2, 1
+    below 4 and 2 above. Saturates at 6, keeps the sign also of what becomes zero; NaN becomes +6.
+    """
+    magnitude = x.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    lifted = magnitude + random.to(torch.float32) * (1 / 256) * step
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for value in _E2M1_VALUES[1:]:
+        code += lifted >= value
+    code |= torch.signbit(x).to(torch.uint8) << 3
+    return code.masked_fill_(torch.isnan(x), E2M1.max_code)
 
 
 def decode(codes: torch.Tensor, element: Element) -> torch.Tensor:

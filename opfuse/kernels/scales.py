@@ -43,6 +43,16 @@ def amax(x: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tenso
     return magnitude.amax(dim=dims).view(torch.float32)
 
 
+def divide(x: torch.Tensor, value: float) -> torch.Tensor:
+    """``x / value`` with one rounding: torch may multiply by a rounded reciprocal when the divisor is a Python number."""
+    return x / torch.full_like(x, value)
+
+
+def reciprocal(x: torch.Tensor) -> torch.Tensor:
+    """1 / x, correctly rounded."""
+    return torch.ones_like(x) / x
+
+
 def scale_from_amax(
     amax: torch.Tensor, fp8_max: float, *, eps: float = 0.0, pow2: bool = False, inf_value: float = FLT_MAX
 ) -> torch.Tensor:
@@ -59,7 +69,7 @@ def scale_from_amax(
 
 def decode_scale(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """fp32 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it."""
-    return (torch.ones_like(scale) / scale).masked_fill(~torch.isfinite(amax), torch.nan)
+    return reciprocal(scale).masked_fill(~torch.isfinite(amax), torch.nan)
 
 
 def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: Rounding = "ceil") -> torch.Tensor:
@@ -98,5 +108,5 @@ def nvfp4_multiplier(block_scale: torch.Tensor, global_scale: torch.Tensor) -> t
 
     NaN for a NaN block scale, which casts every element of the block to the largest code.
     """
-    decoded = decode(block_scale, E4M3) * (torch.ones_like(global_scale) / global_scale)
-    return (torch.ones_like(decoded) / decoded).clamp(max=FLT_MAX)
+    decoded = decode(block_scale, E4M3) * reciprocal(global_scale)
+    return reciprocal(decoded).clamp(max=FLT_MAX)

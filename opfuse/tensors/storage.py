@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from opfuse.errors import MissingPlaneError
-from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, USAGES, Format
-from opfuse.kernels import dequantize as kernels
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
+from opfuse.kernels.dequantize import dequantize
+from opfuse.kernels.layouts import Layout, relayout_scale
 
 _TENSOR_FIELDS = ("data", "scale", "amax")
 
@@ -29,7 +30,7 @@ class Plane:
     swizzled: whether ``scale`` is in the 128x4 tile layout that matrix products read.
     """
 
-    usage: str
+    usage: Usage
     format: Format
     shape: tuple[int, int]
     data: torch.Tensor
@@ -46,11 +47,22 @@ class Plane:
         source = iter(tensors)
         return replace(self, **{name: next(source) for name in _TENSOR_FIELDS if getattr(self, name) is not None})
 
+    @property
+    def layout(self) -> Layout:
+        """Where the bytes lie: shapes, orientation, padding."""
+        return Layout(self.format, self.usage, self.shape, self.swizzled)
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``. Identity data of that dtype is returned as it is, only reshaped."""
-        if self.format.family == "identity":
+        if self.scale is None:
             return self.data.reshape(self.shape).to(dtype)
-        return kernels.dequantize(self, dtype)
+        return dequantize(self.data, self.scale, self.amax, layout=self.layout, dtype=dtype)
+
+    def with_swizzle(self, *, swizzled: bool) -> Plane:
+        """The same values with scales in the tile layout or compact; itself if they are so, or if the format has no tiles."""
+        if swizzled == self.swizzled or not self.layout.tiled or self.scale is None:
+            return self
+        return replace(self, scale=relayout_scale(self.scale, self.layout, swizzled=swizzled), swizzled=swizzled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +100,10 @@ class QuantizedStorage:
         plane: Plane | None = getattr(self, usage)
         if plane is None:
             other = ROWWISE if usage == COLUMNWISE else COLUMNWISE
-            raise MissingPlaneError(f"{usage} data of a {tuple(self.shape)} tensor was not made: {self.why}. "
-                                    f"Cure: quantize with {usage}=True, or read the {other} plane.")
+            raise MissingPlaneError(
+                f"{usage} data of a {tuple(self.shape)} tensor was not made: {self.why}. "
+                f"Cure: quantize with {usage}=True, or read the {other} plane."
+            )
         return plane
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
@@ -100,7 +114,7 @@ class QuantizedStorage:
     def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
         """High-precision values in the logical shape; from the rowwise plane unless ``usage`` says otherwise."""
         plane = self.plane(usage or (ROWWISE if self.rowwise is not None else COLUMNWISE))
-        if plane.data.shape == self.shape and plane.format is IDENTITY:
+        if plane.format.family == "identity" and plane.data.shape == self.shape:
             return plane.data.to(dtype or self.dtype)
         return plane.dequantize(dtype or self.dtype).reshape(self.shape)
 

@@ -1,0 +1,166 @@
+"""Where the bytes of one plane lie: shapes of data, scales and amax, padding, tile order.
+
+Scale blocks run along *lines*: the rows of the matrix in a rowwise plane, its columns in a columnwise plane. Every cast is
+written for lines; this module turns lines into stored arrays and back, so that no cast knows a layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from opfuse.formats import COLUMNWISE, SCALE_TILE, Format, Usage
+from opfuse.kernels.scalars import pack_e2m1, unpack_e2m1
+from opfuse.kernels.swizzle import swizzle, unswizzle
+
+SCALE_DTYPES = {"none": None, "fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
+_FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
+
+
+def ceil_div(n: int, d: int) -> int:
+    """n / d rounded up."""
+    return -(-n // d)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple of ``multiple`` at or above n."""
+    return ceil_div(n, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plane ``usage`` of an (M, K) matrix ``shape`` in ``format``, with compact or swizzled scales."""
+
+    format: Format
+    usage: Usage
+    shape: tuple[int, int]
+    swizzled: bool = False
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """(number of lines, their length)."""
+        return self.shape[::-1] if self.usage == COLUMNWISE else self.shape
+
+    @property
+    def across(self) -> bool:
+        """Whether data and compact scales are stored with lines as columns (columnwise MXFP8)."""
+        return self.usage == COLUMNWISE and not self.format.transposed
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the format has a swizzled layout: one byte a scale, in arrays padded to whole tiles."""
+        return SCALE_DTYPES[self.format.scale] is torch.uint8
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(rows, columns) of the array of scales that differ, for lines as rows."""
+        rows, cols = self.format.block or self.lines
+        return ceil_div(self.lines[0], rows), ceil_div(self.lines[1], cols)
+
+    @property
+    def data_shape(self) -> tuple[int, int]:
+        """Shape of the uint8 data."""
+        lines, length = self.lines
+        if self.across:
+            return length, lines
+        return lines, length * (self.format.element.bits if self.format.element else 8) // 8
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """Shape of the stored scales with their padding; the same for compact and swizzled."""
+        match self.format.family:
+            case "identity":
+                return None
+            case "tensor":
+                return (1,)
+            case "block":
+                rows, cols = self.blocks
+                if self.format.block == (1, 128):
+                    rows, cols = cols, rows
+                return rows, round_up(cols, _FP32_SCALE_ALIGNMENT)
+        return self.tiled_shape[::-1] if self.across else self.tiled_shape
+
+    @property
+    def tiled_shape(self) -> tuple[int, int]:
+        """Lines by blocks, padded to whole tiles: the array whose tile order is the swizzled layout."""
+        return round_up(self.blocks[0], SCALE_TILE[0]), round_up(self.blocks[1], SCALE_TILE[1])
+
+    @property
+    def amax_shape(self) -> tuple[int] | None:
+        """Shape of the stored fp32 amax, for a format that has one."""
+        if self.format.family != "nv":
+            return None
+        return (self.lines[0],) if self.format.per_row else (1,)
+
+    def replace(self, **changes: object) -> Layout:
+        """The same layout with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:
+    """The (M, K) matrix with the lines of a plane as rows; a view. It is its own inverse."""
+    return x.t() if usage == COLUMNWISE else x
+
+
+def store_data(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Codes, one a byte, ``layout.lines`` as rows, to the data that a plane stores."""
+    if layout.format.element is not None and layout.format.element.bits == 4:
+        return pack_e2m1(codes)
+    return (codes.t() if layout.across else codes).contiguous()
+
+
+def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The inverse of :func:`store_data`."""
+    if layout.format.element is not None and layout.format.element.bits == 4:
+        return unpack_e2m1(data)
+    return data.t() if layout.across else data
+
+
+def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Scales ``layout.blocks``, lines as rows, to the array that a plane stores; its padding is 0."""
+    shape = layout.scale_shape
+    if layout.format.family == "block":
+        return _pad(scale.t() if layout.format.block == (1, 128) else scale, shape)
+    tiled = _pad(scale, layout.tiled_shape)
+    if layout.swizzled:
+        return swizzle(tiled).reshape(shape)
+    return tiled.t().contiguous() if layout.across else tiled
+
+
+def load_scale(stored: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The inverse of :func:`store_scale`: scales ``layout.blocks``, whatever the padding holds."""
+    if layout.format.family == "block":
+        scale = stored.t() if layout.format.block == (1, 128) else stored
+    elif layout.swizzled:
+        scale = unswizzle(stored, layout.tiled_shape)
+    else:
+        scale = stored.t() if layout.across else stored
+    rows, cols = layout.blocks
+    return scale[:rows, :cols]
+
+
+def relayout_scale(stored: torch.Tensor, layout: Layout, *, swizzled: bool) -> torch.Tensor:
+    """Stored E8M0 or E4M3 scales in the compact or the swizzled layout, with zero padding."""
+    return store_scale(load_scale(stored, layout), layout.replace(swizzled=swizzled))
+
+
+def to_tiles(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(M, K) to (row blocks, rows, column blocks, columns), edge blocks filled with 0."""
+    (m, k), (rows, cols) = x.shape, block
+    padded = F.pad(x, (0, -k % cols, 0, -m % rows)) if k % cols or m % rows else x
+    return padded.reshape(ceil_div(m, rows), rows, ceil_div(k, cols), cols)
+
+
+def from_tiles(tiles: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The inverse of :func:`to_tiles`, cropped to ``shape``."""
+    a, rows, b, cols = tiles.shape
+    return tiles.reshape(a * rows, b * cols)[: shape[0], : shape[1]]
+
+
+def _pad(x: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    """``x`` in the top left corner of a new zeroed array of ``shape``."""
+    out = x.new_zeros(shape)
+    out[: x.shape[0], : x.shape[1]] = x
+    return out

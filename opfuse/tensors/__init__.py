@@ -1,0 +1,1 @@
+"""Values that carry quantized data: storages, the quantizers that make them."""

@@ -1,0 +1,17 @@
+"""Quantizers: frozen values that say how future casts are made. What they made describes itself (see storage.py)."""
+
+from opfuse.tensors.quantizers.base import Quantizer
+from opfuse.tensors.quantizers.composite import HybridQuantizer, IdentityQuantizer
+from opfuse.tensors.quantizers.fp8 import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
+from opfuse.tensors.quantizers.microscaled import MXFP8Quantizer, NVFP4Quantizer
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+]

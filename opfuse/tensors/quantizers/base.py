@@ -1,0 +1,223 @@
+"""What every quantizer does: check the input, cast the directions asked for, rewrite an existing storage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+
+from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
+from opfuse.formats import FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, round_up
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer(ABC):
+    """How a tensor is cast: its formats, the directions to make, the layout of scales.
+
+    Quantizers are equal when all their settings are; tensors and process groups that they hold are not compared.
+
+    Args:
+        rowwise: make the plane whose blocks run along the last dimension.
+        columnwise: make the plane whose blocks run along all the other dimensions.
+        optimize_for_gemm: store scales in the tile layout that matrix products read, in formats that have one.
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+    optimize_for_gemm: bool = False
+
+    wrap: ClassVar[Callable[[QuantizedStorage, Quantizer], Any]] = staticmethod(lambda storage, quantizer: storage)
+    """What calling a quantizer returns for the storage it made. The tensor module sets it to its wrapper once, at import."""
+
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[Format, Format]:
+        """The rowwise and the columnwise format, whether or not the direction is asked for."""
+
+    @abstractmethod
+    def _planes(self, x: torch.Tensor) -> list[Plane]:
+        """The planes asked for, of an input that has passed all checks."""
+
+    @abstractmethod
+    def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
+        """The planes asked for, of a tensor of ``shape``, with every byte 0."""
+
+    @property
+    def usages(self) -> tuple[Usage, ...]:
+        """The directions asked for."""
+        return tuple(usage for usage in USAGES if getattr(self, usage))
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that a cast changes besides its output."""
+        return ()
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """The quantized tensor of ``x``, of any shape with at least one dimension."""
+        return self.wrap(self.quantize(x), self)
+
+    def quantize(self, x: torch.Tensor) -> QuantizedStorage:
+        """The planes of ``x`` (fp32, bf16, fp16), without autograd. ShapeError or DtypeError if the format cannot take it."""
+        self._check(x)
+        return self._storage(x.shape, x.dtype, self._planes(x))
+
+    @torch.no_grad()
+    def update_quantized(
+        self, src: torch.Tensor, dst: QuantizedStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedStorage:
+        """Rewrite in place every plane that ``dst`` holds with the cast of ``src``, and bump the versions that autograd checks.
+
+        A nonzero ``noop_flag`` of one element leaves all bytes and all state as they are, without the host reading it.
+        """
+        self._check_update(src, dst)
+        before = [tensor.clone() for tensor in self.state]
+        made = self.wanting(rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None).quantize(src)
+        planes = [(dst.plane(usage), made.plane(usage)) for usage in dst.usages]
+        pairs = [pair for old, new in planes for pair in zip(old.tensors(), new.with_swizzle(swizzled=old.swizzled).tensors())]
+        if noop_flag is None:
+            for old, new in pairs:
+                old.copy_(new.reshape(old.shape))
+            return dst
+        keep = noop_flag.reshape(()) != 0
+        for old, new in pairs:
+            old.copy_(torch.where(keep, old, new.reshape(old.shape)))
+        for tensor, old in zip(self.state, before):
+            tensor.copy_(torch.where(keep, old, tensor))
+        return dst
+
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> QuantizedStorage:
+        """A storage of this quantizer's planes with every byte 0, to be filled by :meth:`update_quantized`."""
+        self.check(shape)
+        return self._storage(torch.Size(shape), dtype, self._empty_planes(shape, dtype, device))
+
+    def wanting(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """A copy that makes other directions; None keeps what this one makes."""
+        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        return replace(self, **{usage: value for usage, value in wanted.items() if value is not None})
+
+    def copy(self) -> Self:
+        """Another object of equal settings; tensors that it holds are shared."""
+        return replace(self)
+
+    def is_quantizable(self, x: torch.Tensor) -> bool:
+        """Whether :meth:`quantize` takes ``x``."""
+        try:
+            self._check(x)
+        except (ShapeError, DtypeError):
+            return False
+        return True
+
+    def check(self, shape: Sequence[int], *, where: str | None = None) -> None:
+        """ShapeError unless a tensor of ``shape`` has the planes asked for: divisibility is a rule of each plane."""
+        where = where or type(self).__name__
+        if not shape:
+            raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
+        for layout in self._layouts(shape):
+            usage, fmt, (_, size) = layout.usage, layout.format, layout.lines
+            if size % fmt.multiple:
+                axis = "last dimension" if usage == ROWWISE else "product of the leading dimensions"
+                raise ShapeError(
+                    describe(
+                        where,
+                        wanted=f"a {axis} divisible by {fmt.multiple} for {usage} {fmt} data",
+                        got=f"{size} of shape {tuple(shape)}",
+                        cure=f"pad it to {round_up(size, fmt.multiple)}, or do without the {usage} plane",
+                    )
+                )
+
+    def _check(self, x: torch.Tensor) -> None:
+        if not self.usages:
+            raise QuantizerError(
+                describe(type(self).__name__, wanted="a direction", got="none", cure="set rowwise=True or columnwise=True")
+            )
+        self._check_dtype(x.dtype)
+        self.check(x.shape)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        self._want_dtype(dtype, INPUT_DTYPES)
+
+    def _want_dtype(self, dtype: torch.dtype, wanted: Sequence[torch.dtype]) -> None:
+        if dtype not in wanted:
+            names = ", ".join(str(each) for each in wanted)
+            raise DtypeError(describe(type(self).__name__, wanted=names, got=dtype, cure=f"cast the input to {wanted[-1]}"))
+
+    def _check_update(self, src: torch.Tensor, dst: QuantizedStorage) -> None:
+        where = f"{type(self).__name__}.update_quantized"
+        if src.shape != dst.shape:
+            raise ShapeError(describe(where, wanted=tuple(dst.shape), got=tuple(src.shape), cure="pass a source of that shape"))
+        for usage, fmt in zip(USAGES, self.formats):
+            if usage in dst.usages and dst.plane(usage).format != fmt:
+                got, cure = f"{dst.plane(usage).format} in the {usage} plane", "update with the quantizer that made the storage"
+                raise QuantizerError(describe(where, wanted=fmt, got=got, cure=cure))
+
+    def _layouts(self, shape: Sequence[int]) -> list[Layout]:
+        matrix = matrix_shape(shape)
+        layouts = [Layout(fmt, usage, matrix) for usage, fmt in zip(USAGES, self.formats) if usage in self.usages]
+        return [layout.replace(swizzled=self.optimize_for_gemm and layout.tiled) for layout in layouts]
+
+    def _storage(self, shape: torch.Size, dtype: torch.dtype, planes: Sequence[Plane]) -> QuantizedStorage:
+        by_usage = {plane.usage: plane for plane in planes}
+        why = f"{type(self).__name__} was asked for {' and '.join(self.usages) or 'nothing'} data only"
+        return QuantizedStorage(shape, dtype, *(by_usage.get(usage) for usage in USAGES), why=why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastingQuantizer(Quantizer):
+    """A quantizer whose planes are encoded: bytes and scales of a matrix, in the layouts of its formats."""
+
+    @abstractmethod
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        """The planes ``layouts`` of the matrix ``x`` (M, K)."""
+
+    def _planes(self, x: torch.Tensor) -> list[Plane]:
+        return self._cast(x.detach().reshape(matrix_shape(x.shape)), self._layouts(x.shape))
+
+    def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
+        return [zero_plane(layout, device) for layout in self._layouts(shape)]
+
+
+def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:
+    """A plane in ``layout``, of a format that has scales, whose bytes are all 0."""
+    scale = torch.zeros(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)
+    amax = None if layout.amax_shape is None else torch.zeros(layout.amax_shape, dtype=torch.float32, device=device)
+    return plane_of(layout, torch.zeros(layout.data_shape, dtype=torch.uint8, device=device), scale, amax)
+
+
+def plane_of(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None = None) -> Plane:
+    """The plane whose bytes lie in ``layout``."""
+    return Plane(layout.usage, layout.format, layout.shape, data, scale, amax, layout.swizzled)
+
+
+def reduce_amax(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The maximum of ``amax`` over the processes of ``group``; ``amax`` itself outside a distributed run.
+
+    Reduced as integer bits, since a floating-point maximum may lose a NaN.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return amax
+    word = amax.view(torch.int32).clone()
+    dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+    return word.view(torch.float32)
+
+
+def require(value: object, known: Collection[object], where: str) -> None:
+    """QuantizerError unless ``value`` is one of ``known``."""
+    if value not in known:
+        wanted = "one of " + ", ".join(map(str, known))
+        raise QuantizerError(describe(where, wanted=wanted, got=value, cure="pass one of these"))
+
+
+def fp8_element(dtype: torch.dtype, where: str) -> Element:
+    """The element of an FP8 dtype; QuantizerError for any other."""
+    require(dtype, FP8_ELEMENTS, f"{where} fp8_dtype")
+    return FP8_ELEMENTS[dtype]

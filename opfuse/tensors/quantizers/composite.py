@@ -1,0 +1,102 @@
+"""Quantizers made of others, or of nothing: high precision as a format, and a format for each direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from opfuse.errors import QuantizerError, QuantizerTypeError, describe
+from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from opfuse.tensors.quantizers.base import Quantizer, require
+from opfuse.tensors.storage import Plane
+
+ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """Keeps what it is given: the planes hold the caller's tensor itself, or its cast to ``dtype``.
+
+    An update writes into that tensor.
+    """
+
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return IDENTITY, IDENTITY
+
+    def _planes(self, x: torch.Tensor) -> list[Plane]:
+        kept = x if self.dtype is None else x.to(self.dtype)
+        return [Plane(layout.usage, layout.format, layout.shape, kept) for layout in self._layouts(x.shape)]
+
+    def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
+        return self._planes(torch.zeros(tuple(shape), dtype=dtype, device=device))
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Any dtype can be kept."""
+
+
+@dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """One quantizer for each direction; the result is one storage whose planes have different formats.
+
+    Each sub-quantizer is held as a copy that makes its direction only. A direction is cast only if this quantizer asks for it.
+    ``columnwise_source`` is what the columnwise plane is the cast of: the "original" values, or "rowwise_dequantized", what the
+    rowwise plane holds (it is then made, and dropped if not asked for).
+    """
+
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+    columnwise_source: ColumnwiseSource = field(default="original", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            sub = getattr(self, name)
+            if not isinstance(sub, Quantizer):
+                where, got = f"HybridQuantizer {name}", type(sub).__name__
+                raise QuantizerTypeError(describe(where, wanted="a Quantizer", got=got, cure="pass an instance of one"))
+        if self.rowwise_quantizer is self.columnwise_quantizer:
+            wanted, got = "two quantizers", "the same object twice"
+            raise QuantizerError(describe("HybridQuantizer", wanted=wanted, got=got, cure="pass a copy() for one direction"))
+        require(self.columnwise_source, ("original", "rowwise_dequantized"), "HybridQuantizer columnwise_source")
+        self._pin("rowwise_quantizer", rowwise=True, columnwise=False)
+        self._pin("columnwise_quantizer", rowwise=False, columnwise=True)
+
+    def _pin(self, name: str, *, rowwise: bool, columnwise: bool) -> None:
+        sub: Quantizer = getattr(self, name)
+        optimize = sub.optimize_for_gemm or self.optimize_for_gemm
+        pinned = replace(sub, rowwise=rowwise, columnwise=columnwise, optimize_for_gemm=optimize)
+        object.__setattr__(self, name, pinned)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return self.rowwise_quantizer.formats[0], self.columnwise_quantizer.formats[1]
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return self.rowwise_quantizer.state + self.columnwise_quantizer.state
+
+    def _planes(self, x: torch.Tensor) -> list[Plane]:
+        planes = []
+        chained = self.columnwise and self.columnwise_source == "rowwise_dequantized"
+        rowwise = self.rowwise_quantizer.quantize(x) if self.rowwise or chained else None
+        if rowwise is not None and self.rowwise:
+            planes.append(rowwise.plane(ROWWISE))
+        if self.columnwise:
+            source = rowwise.dequantize(x.dtype) if rowwise is not None and chained else x
+            planes.append(self.columnwise_quantizer.quantize(source).plane(COLUMNWISE))
+        return planes
+
+    def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
+        subs = {ROWWISE: self.rowwise_quantizer, COLUMNWISE: self.columnwise_quantizer}
+        return [subs[usage].make_empty(shape, dtype=dtype, device=device).plane(usage) for usage in self.usages]
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if self.rowwise:
+            self.rowwise_quantizer._check_dtype(dtype)
+        if self.columnwise:
+            self.columnwise_quantizer._check_dtype(dtype)

@@ -1,0 +1,115 @@
+"""FP8 quantizers with fp32 scales: delayed and current scaling of a whole tensor, and blocks of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from opfuse.formats import Format, fp8_block, fp8_tensor
+from opfuse.kernels.layouts import Layout
+from opfuse.kernels.quantize import cast_block, cast_delayed, cast_tensor
+from opfuse.kernels.scales import amax, decode_scale, reciprocal, scale_from_amax
+from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
+from opfuse.tensors.storage import Plane
+
+
+@dataclass(frozen=True)
+class Float8Quantizer(CastingQuantizer):
+    """Delayed scaling: casts with a scale found earlier, and records the amax that the next scale will come from.
+
+    Args:
+        scale: fp32 (1,), what values are multiplied by; read at each cast.
+        amax: fp32 (1,), raised in place to the largest magnitude cast.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+    """
+
+    scale: torch.Tensor = field(compare=False, repr=False)
+    amax: torch.Tensor = field(compare=False, repr=False)
+    fp8_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        fp8_element(self.fp8_dtype, type(self).__name__)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
+        return fmt, fmt
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return (self.amax,)
+
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        self.amax.copy_(torch.maximum(self.amax, amax(x)))
+        scale_inv = reciprocal(self.scale)
+        return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_delayed(x, self.scale, layouts))]
+
+
+@dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(CastingQuantizer):
+    """One scale for the whole tensor, from its own amax.
+
+    Args:
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        device: accepted for compatibility; the input says the device.
+        with_amax_reduction: take the largest amax over ``amax_reduction_group`` (None: all processes).
+        force_pow_2_scales: round the scale down to a power of two.
+        amax_epsilon: the least amax to scale for.
+    """
+
+    fp8_dtype: torch.dtype
+    device: torch.device | str | None = field(default=None, compare=False)
+    with_amax_reduction: bool = field(default=False, kw_only=True)
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
+    force_pow_2_scales: bool = field(default=False, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        fp8_element(self.fp8_dtype, type(self).__name__)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
+        return fmt, fmt
+
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        largest = amax(x).reshape(1)
+        if self.with_amax_reduction:
+            largest = reduce_amax(largest, self.amax_reduction_group)
+        fp8_max = fp8_element(self.fp8_dtype, type(self).__name__).max
+        scale = scale_from_amax(largest, fp8_max, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+        scale_inv = decode_scale(scale, largest)
+        return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_tensor(x, scale, layouts))]
+
+
+@dataclass(frozen=True)
+class Float8BlockQuantizer(CastingQuantizer):
+    """One fp32 scale for each 128 elements of a line, or for each 128x128 tile; edge blocks are partial.
+
+    Args:
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        amax_epsilon: the least amax to scale for.
+        force_pow_2_scales: round scales down to powers of two.
+        block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128 tiles.
+    """
+
+    fp8_dtype: torch.dtype
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+    force_pow_2_scales: bool = field(default=True, kw_only=True)
+    block_scaling_dim: int = field(default=2, kw_only=True)
+
+    def __post_init__(self) -> None:
+        fp8_element(self.fp8_dtype, type(self).__name__)
+        require(self.block_scaling_dim, (1, 2), "Float8BlockQuantizer block_scaling_dim")
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        fmt = fp8_block(fp8_element(self.fp8_dtype, type(self).__name__), self.block_scaling_dim)
+        return fmt, fmt
+
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        encoded = cast_block(x, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+        return [plane_of(layout, *planes) for layout, planes in zip(layouts, encoded)]

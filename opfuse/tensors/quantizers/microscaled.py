@@ -1,0 +1,136 @@
+"""Quantizers whose blocks are a few elements and whose scales are a byte: MXFP8 and NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from opfuse.errors import QuantizerError, describe
+from opfuse.formats import COLUMNWISE, NVFP4, Format, mxfp8
+from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
+from opfuse.kernels.layouts import Layout
+from opfuse.kernels.quantize import ErrorMode, amax_nv, cast_mx, cast_nv
+from opfuse.kernels.random import draw_seed
+from opfuse.kernels.scales import Rounding
+from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
+from opfuse.tensors.storage import Plane
+
+_MX_BLOCK = 32
+_NV_BLOCK = 16
+_FOUR_OVER_SIX_MAX = 256  # leaves room above it for the block scales that are 1.5 times as large
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer(CastingQuantizer):
+    """A power-of-two scale for each 32 elements of a line (OCP Microscaling).
+
+    Args:
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        with_2d_quantization: one scale for each 32x32 tile, so that both planes hold the same values.
+        scale_rounding: "ceil", so that nothing saturates, or "floor", the rule of the OCP specification.
+    """
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    with_2d_quantization: bool = field(default=False, kw_only=True)
+    scale_rounding: Rounding = field(default="ceil", kw_only=True)
+
+    def __post_init__(self) -> None:
+        fp8_element(self.fp8_dtype, type(self).__name__)
+        require(self.scale_rounding, ("ceil", "floor"), "MXFP8Quantizer scale_rounding")
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        fmt = mxfp8(fp8_element(self.fp8_dtype, type(self).__name__))
+        return fmt, fmt
+
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        rows = _MX_BLOCK if self.with_2d_quantization else 1
+        encoded = cast_mx(x, layouts, rows=rows, rounding=self.scale_rounding)
+        return [plane_of(layout, *planes) for layout, planes in zip(layouts, encoded)]
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(CastingQuantizer):
+    """An E4M3 scale for each 16 elements of a line, under one fp32 amax of the tensor.
+
+    Args:
+        fp4_dtype: "e2m1".
+        with_amax_reduction: take the largest amax over ``amax_reduction_group`` (None: all processes).
+        with_rht: rotate the columnwise data (bf16 only) before its cast; needs ``with_post_rht_amax``.
+        with_post_rht_amax: the columnwise amax is that of the rotated data.
+        with_2d_quantization: one scale for each 16x16 tile, so that both planes hold the same values.
+        stochastic_rounding: round with bits drawn from torch's default generator of the input's device.
+        with_random_sign_mask: rotate with the fixed random signs; False: with none.
+        row_scaled_nvfp4: one global amax per row (columnwise: per column).
+        nvfp4_use_4over6: for each block, map the largest value to 4 or to 6, whichever errs less.
+        nvfp4_4over6_err_mode: "MAE" or "MSE", the error that decides.
+    """
+
+    fp4_dtype: str = "e2m1"
+    with_amax_reduction: bool = field(default=False, kw_only=True)
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
+    with_rht: bool = field(default=False, kw_only=True)
+    with_post_rht_amax: bool = field(default=False, kw_only=True)
+    with_2d_quantization: bool = field(default=False, kw_only=True)
+    stochastic_rounding: bool = field(default=False, kw_only=True)
+    with_random_sign_mask: bool = field(default=True, kw_only=True)
+    row_scaled_nvfp4: bool = field(default=False, kw_only=True)
+    nvfp4_use_4over6: bool = field(default=False, kw_only=True)
+    nvfp4_4over6_err_mode: ErrorMode = field(default="MAE", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(self.fp4_dtype, ("e2m1",), "NVFP4Quantizer fp4_dtype")
+        require(self.nvfp4_4over6_err_mode, ("MAE", "MSE"), "NVFP4Quantizer nvfp4_4over6_err_mode")
+        for option, excluded in _EXCLUSIONS.items():
+            for other in excluded:
+                if getattr(self, option) and getattr(self, other):
+                    where = f"NVFP4Quantizer({option}=True)"
+                    raise QuantizerError(describe(where, wanted=f"{other}=False", got=True, cure="use one of the two"))
+        if self.with_rht and not self.with_post_rht_amax:
+            # The rotation can raise the largest value fourfold: under the amax of the input it would saturate.
+            where, cure = "NVFP4Quantizer(with_rht=True)", "set with_post_rht_amax=True"
+            raise QuantizerError(describe(where, wanted="with_post_rht_amax=True", got=False, cure=cure))
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        encode_max = _FOUR_OVER_SIX_MAX if self.nvfp4_use_4over6 else NVFP4.encode_max
+        row = NVFP4.replace(encode_max=encode_max, per_row=self.row_scaled_nvfp4)
+        if not self.with_rht:
+            return row, row
+        return row, row.replace(rht=SIGNS if self.with_random_sign_mask else NO_SIGNS)
+
+    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
+        amaxes = self._amaxes(x, layouts)
+        encoded = cast_nv(
+            x,
+            amaxes,
+            layouts,
+            rows=_NV_BLOCK if self.with_2d_quantization else 1,
+            seed=draw_seed(x.device) if self.stochastic_rounding else None,
+            error=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+        )
+        return [plane_of(layout, *planes, amax) for layout, planes, amax in zip(layouts, encoded, amaxes)]
+
+    def _amaxes(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """The global amax of each plane: one tensor for both, unless they hold rotated or row-scaled data."""
+        own = self.with_rht or self.row_scaled_nvfp4
+        amaxes = [amax_nv(x, layout) for layout in (layouts if own else layouts[:1])]
+        if self.with_amax_reduction:
+            amaxes = [reduce_amax(amax, self.amax_reduction_group) for amax in amaxes]
+        return amaxes if own else amaxes * len(layouts)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        super()._check_dtype(dtype)
+        if self.with_rht and COLUMNWISE in self.usages:
+            self._want_dtype(dtype, (torch.bfloat16,))
+
+
+_EXCLUSIONS = {
+    "row_scaled_nvfp4": ("with_rht", "with_2d_quantization", "stochastic_rounding", "with_amax_reduction"),
+    "nvfp4_use_4over6": ("with_rht", "stochastic_rounding"),
+    "with_2d_quantization": ("with_rht",),
+}
+"""Options of NVFP4Quantizer that contradict each other: the first needs one global scale, one rounding, or both planes alike."""

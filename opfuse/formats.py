@@ -8,14 +8,14 @@ matrix are laid out. A matrix ``x`` of logical shape (M, K) has a *rowwise* plan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
-ROWWISE = "rowwise"
-COLUMNWISE = "columnwise"
-USAGES = (ROWWISE, COLUMNWISE)
 Usage = Literal["rowwise", "columnwise"]
+ROWWISE: Final = "rowwise"
+COLUMNWISE: Final = "columnwise"
+USAGES: tuple[Usage, Usage] = (ROWWISE, COLUMNWISE)
 
 SCALE_TILE = (128, 4)
 """Rows and columns of one 512-byte tile of block scales in the layout that matrix products read."""
@@ -92,7 +92,9 @@ def fp8_tensor(element: Element) -> Format:
 
 def fp8_block(element: Element, dims: int) -> Format:
     """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``)."""
-    return Format(f"fp8_block_{dims}d_{element.name}", "block", element, (1, 128) if dims == 1 else (128, 128), "fp32", transposed=True)
+    return Format(
+        f"fp8_block_{dims}d_{element.name}", "block", element, (1, 128) if dims == 1 else (128, 128), "fp32", transposed=True
+    )
 
 
 def mxfp8(element: Element) -> Format:

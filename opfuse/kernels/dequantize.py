@@ -20,8 +20,8 @@ def dequantize(
     data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, *, layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor:
     """The (M, K) matrix in ``dtype``, contiguous, of a plane stored in ``layout``; ``amax`` is read by NVFP4 only."""
-    family, element = layout.format.family, layout.format.element
-    lines = _FAMILIES[family](decode(load_data(data, layout), element), scale, amax, layout)
+    q = decode(load_data(data, layout), layout.element)
+    lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
     return lines_of(lines, layout.usage).to(dtype).contiguous()
 
 
@@ -49,7 +49,7 @@ def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout
 
 def _by_block(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Each line element times the scale of its block."""
-    return from_tiles(to_tiles(q, layout.format.block) * scale[:, None, :, None], q.shape)
+    return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
 
 
 _FAMILIES: dict[str, Callable[..., torch.Tensor]] = {"tensor": _tensor, "block": _block, "mx": _mx, "nv": _nv}

@@ -30,13 +30,13 @@ def unrotate(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (x.shape[-1] // SIZE, SIZE))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // SIZE, SIZE)
 
 
 def _hadamard(chunks: torch.Tensor) -> torch.Tensor:
     """(..., 16) fp32 times H: butterfly stages of distance 1, 2, 4 and 8, each (a, b) -> (a + b, a - b)."""
     for distance in (1, 2, 4, 8):
-        a, b = chunks.unflatten(-1, (SIZE // (2 * distance), 2, distance)).unbind(-2)
+        a, b = chunks.reshape(*chunks.shape[:-1], SIZE // (2 * distance), 2, distance).unbind(-2)
         chunks = torch.stack((a + b, a - b), dim=-2).flatten(-3)
     return chunks
 

@@ -6,16 +6,18 @@ written for lines; this module turns lines into stored arrays and back, so that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from opfuse.formats import COLUMNWISE, SCALE_TILE, Format, Usage
+from opfuse.errors import QuantizerError
+from opfuse.formats import COLUMNWISE, SCALE_TILE, Element, Format, Usage
 from opfuse.kernels.scalars import pack_e2m1, unpack_e2m1
 from opfuse.kernels.swizzle import swizzle, unswizzle
 
-SCALE_DTYPES = {"none": None, "fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
+SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
 
 
@@ -49,14 +51,26 @@ class Layout:
         return self.usage == COLUMNWISE and not self.format.transposed
 
     @property
+    def element(self) -> Element:
+        """The element of the format; QuantizerError for identity, whose data is not encoded."""
+        if self.format.element is None:
+            raise QuantizerError(f"{self.format} data is the caller's own tensor: it has no codes and no scales.")
+        return self.format.element
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of lines that share a scale."""
+        return self.format.block or self.lines
+
+    @property
     def tiled(self) -> bool:
         """Whether the format has a swizzled layout: one byte a scale, in arrays padded to whole tiles."""
-        return SCALE_DTYPES[self.format.scale] is torch.uint8
+        return SCALE_DTYPES.get(self.format.scale) is torch.uint8
 
     @property
     def blocks(self) -> tuple[int, int]:
         """(rows, columns) of the array of scales that differ, for lines as rows."""
-        rows, cols = self.format.block or self.lines
+        rows, cols = self.block
         return ceil_div(self.lines[0], rows), ceil_div(self.lines[1], cols)
 
     @property
@@ -65,22 +79,22 @@ class Layout:
         lines, length = self.lines
         if self.across:
             return length, lines
-        return lines, length * (self.format.element.bits if self.format.element else 8) // 8
+        return lines, length * self.element.bits // 8
 
     @property
-    def scale_shape(self) -> tuple[int, ...] | None:
+    def scale_shape(self) -> tuple[int, ...]:
         """Shape of the stored scales with their padding; the same for compact and swizzled."""
-        match self.format.family:
-            case "identity":
-                return None
-            case "tensor":
-                return (1,)
-            case "block":
-                rows, cols = self.blocks
-                if self.format.block == (1, 128):
-                    rows, cols = cols, rows
-                return rows, round_up(cols, _FP32_SCALE_ALIGNMENT)
+        if self.format.family == "tensor":
+            return (1,)
+        if self.format.family == "block":
+            rows, cols = self.blocks[::-1] if self.scale_across else self.blocks
+            return rows, round_up(cols, _FP32_SCALE_ALIGNMENT)
         return self.tiled_shape[::-1] if self.across else self.tiled_shape
+
+    @property
+    def scale_across(self) -> bool:
+        """Whether scales are stored with lines as columns although data is not (1x128 FP8 blocks)."""
+        return self.format.family == "block" and self.block[0] == 1
 
     @property
     def tiled_shape(self) -> tuple[int, int]:
@@ -106,14 +120,14 @@ def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:
 
 def store_data(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Codes, one a byte, ``layout.lines`` as rows, to the data that a plane stores."""
-    if layout.format.element is not None and layout.format.element.bits == 4:
+    if layout.element.bits == 4:
         return pack_e2m1(codes)
     return (codes.t() if layout.across else codes).contiguous()
 
 
 def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of :func:`store_data`."""
-    if layout.format.element is not None and layout.format.element.bits == 4:
+    if layout.element.bits == 4:
         return unpack_e2m1(data)
     return data.t() if layout.across else data
 
@@ -122,7 +136,7 @@ def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Scales ``layout.blocks``, lines as rows, to the array that a plane stores; its padding is 0."""
     shape = layout.scale_shape
     if layout.format.family == "block":
-        return _pad(scale.t() if layout.format.block == (1, 128) else scale, shape)
+        return _pad(scale.t() if layout.scale_across else scale, shape)
     tiled = _pad(scale, layout.tiled_shape)
     if layout.swizzled:
         return swizzle(tiled).reshape(shape)
@@ -132,7 +146,7 @@ def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
 def load_scale(stored: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of :func:`store_scale`: scales ``layout.blocks``, whatever the padding holds."""
     if layout.format.family == "block":
-        scale = stored.t() if layout.format.block == (1, 128) else stored
+        scale = stored.t() if layout.scale_across else stored
     elif layout.swizzled:
         scale = unswizzle(stored, layout.tiled_shape)
     else:
@@ -153,13 +167,13 @@ def to_tiles(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return padded.reshape(ceil_div(m, rows), rows, ceil_div(k, cols), cols)
 
 
-def from_tiles(tiles: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def from_tiles(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of :func:`to_tiles`, cropped to ``shape``."""
     a, rows, b, cols = tiles.shape
     return tiles.reshape(a * rows, b * cols)[: shape[0], : shape[1]]
 
 
-def _pad(x: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+def _pad(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """``x`` in the top left corner of a new zeroed array of ``shape``."""
     out = x.new_zeros(shape)
     out[: x.shape[0], : x.shape[1]] = x

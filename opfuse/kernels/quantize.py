@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Element, Usage
 from opfuse.kernels.hadamard import rotate
 from opfuse.kernels.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
@@ -47,7 +46,7 @@ _EXPAND_TO_4 = 1.5  # a block scale 6/4 times as large maps the block's largest 
 
 def cast_tensor(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
     """Data of per-tensor planes: saturated ``x * scale``, with fp32 ``scale`` (1,). The planes hold the same bytes."""
-    element = _element(layouts[0])
+    element = layouts[0].element
     codes = encode(x.to(torch.float32) * scale, element)
     return [store_data(lines_of(codes, layout.usage), layout) for layout in layouts]
 
@@ -57,7 +56,7 @@ def cast_delayed(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout]
 
     It becomes NaN in E4M3, and ±inf or NaN in E5M2; finite elements saturate.
     """
-    element = _element(layouts[0])
+    element = layouts[0].element
     wide = x.to(torch.float32)
     codes = torch.where(torch.isfinite(wide), encode(wide * scale, element), encode_nonfinite(wide, element))
     return [store_data(lines_of(codes, layout.usage), layout) for layout in layouts]
@@ -71,13 +70,13 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
     inf_value = min(torch.finfo(x.dtype).max, FLT_MAX)
 
     def plane(layout: Layout) -> Encoded:
-        element = _element(layout)
+        element = layout.element
 
         def scales(block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scale = scale_from_amax(block_amax, element.max, eps=eps, pow2=pow2, inf_value=inf_value)
             return scale, decode_scale(scale, block_amax)
 
-        codes, stored = _cast_tiles(lines_of(x, layout.usage), _block(layout), element, scales)
+        codes, stored = _cast_tiles(lines_of(x, layout.usage), layout.block, element, scales)
         return store_data(codes, layout), store_scale(stored, layout)
 
     return [plane(layout) for layout in layouts]
@@ -90,13 +89,13 @@ def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, roundi
     """
 
     def plane(layout: Layout) -> Encoded:
-        element = _element(layout)
+        element = layout.element
 
         def scales(block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             code = e8m0_from_amax(block_amax, element, rounding)
             return e8m0_multiplier(code), code
 
-        codes, stored = _cast_tiles(lines_of(x, layout.usage), (rows, _block(layout)[1]), element, scales)
+        codes, stored = _cast_tiles(lines_of(x, layout.usage), (rows, layout.block[1]), element, scales)
         return store_data(codes, layout), store_scale(_repeat(stored, rows, layout), layout)
 
     return [plane(layout) for layout in layouts]
@@ -128,7 +127,7 @@ def cast_nv(
     def plane(layout: Layout, global_amax: torch.Tensor) -> Encoded:
         turned = rows > 1 and layout.usage == COLUMNWISE
         lines = x if turned else _nv_lines(x, layout)
-        tiles = to_tiles(lines.to(torch.float32), (rows, _block(layout)[1]))
+        tiles = to_tiles(lines.to(torch.float32), (rows, layout.block[1]))
         random = None if seed is None else _random_tiles(seed, lines, tiles, ROWWISE if turned else layout.usage)
         level = _Level(global_amax.reshape(-1, 1), layout.format.encode_max)
         codes, scale = _map_to_six(tiles, level, random) if error is None else _map_to_four_or_six(tiles, level, error)
@@ -214,14 +213,3 @@ def _cast_tiles(
 def _repeat(scale: torch.Tensor, rows: int, layout: Layout) -> torch.Tensor:
     """The scale of each tile for each of its lines."""
     return scale if rows == 1 else scale.repeat_interleave(rows, dim=0)[: layout.lines[0]]
-
-
-def _element(layout: Layout) -> Element:
-    """The element of a format that has one; identity planes are never cast."""
-    if layout.format.element is None:
-        raise QuantizerError(f"{layout.format} data is kept as it is and cannot be cast")
-    return layout.format.element
-
-
-def _block(layout: Layout) -> tuple[int, int]:
-    return layout.format.block or layout.lines

@@ -7,6 +7,7 @@ rounding or overflow in a cast to an 8-bit type.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def _round_magnitude(magnitude: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def encode_nonfinite(x: torch.Tensor, element: Element) -> torch.Tensor:
-    """8-bit codes that show a non-finite fp32 ``x`` as it is: ±inf where the element has it, NaN otherwise.
+    """FP8 codes that show a non-finite fp32 ``x`` as it is: ±inf where the element has it, NaN otherwise.
 
     Finite ``x`` give NaN too: choose with ``torch.isfinite``.
     """
@@ -75,7 +76,7 @@ def encode_nonfinite(x: torch.Tensor, element: Element) -> torch.Tensor:
     if inf_code == element.nan_code:
         return torch.full_like(x, inf_code, dtype=torch.uint8)
     infinity = (torch.signbit(x).to(torch.uint8) << 7) | inf_code
-    return infinity.masked_fill(~torch.isinf(x), element.nan_code)
+    return infinity.masked_fill(~torch.isinf(x), cast(int, element.nan_code))
 
 
 def encode_e2m1_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

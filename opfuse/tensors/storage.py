@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ class Plane:
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
         """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
         source = iter(tensors)
-        return replace(self, **{name: next(source) for name in _TENSOR_FIELDS if getattr(self, name) is not None})
+        changes: dict[str, Any] = {name: next(source) for name in _TENSOR_FIELDS if getattr(self, name) is not None}
+        return replace(self, **changes)
 
     @property
     def layout(self) -> Layout:
@@ -108,7 +110,7 @@ class QuantizedStorage:
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """The same storage with only the planes of ``usages``."""
-        kept = {usage: self.plane(usage) if usage in usages else None for usage in USAGES}
+        kept: dict[str, Any] = {usage: self.plane(usage) if usage in usages else None for usage in USAGES}
         return replace(self, **kept, why=why)
 
     def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
@@ -125,7 +127,8 @@ class QuantizedStorage:
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """The same storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
-        return replace(self, **{usage: self.plane(usage).with_tensors(source) for usage in self.usages})
+        planes: dict[str, Any] = {usage: self.plane(usage).with_tensors(source) for usage in self.usages}
+        return replace(self, **planes)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
-from opfuse.formats import FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
+from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, round_up
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Quantizer(ABC):
     """How a tensor is cast: its formats, the directions to make, the layout of scales.
 
@@ -60,9 +60,14 @@ class Quantizer(ABC):
         """Tensors that a cast changes besides its output."""
         return ()
 
+    def __repr__(self) -> str:
+        """The class and the settings that differ from their defaults."""
+        told = [f for f in fields(self) if f.repr and (f.default is MISSING or getattr(self, f.name) != f.default)]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in told)})"
+
     def __call__(self, x: torch.Tensor) -> Any:
         """The quantized tensor of ``x``, of any shape with at least one dimension."""
-        return self.wrap(self.quantize(x), self)
+        return type(self).wrap(self.quantize(x), self)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         """The planes of ``x`` (fp32, bf16, fp16), without autograd. ShapeError or DtypeError if the format cannot take it."""
@@ -168,10 +173,10 @@ class Quantizer(ABC):
     def _storage(self, shape: torch.Size, dtype: torch.dtype, planes: Sequence[Plane]) -> QuantizedStorage:
         by_usage = {plane.usage: plane for plane in planes}
         why = f"{type(self).__name__} was asked for {' and '.join(self.usages) or 'nothing'} data only"
-        return QuantizedStorage(shape, dtype, *(by_usage.get(usage) for usage in USAGES), why=why)
+        return QuantizedStorage(shape, dtype, by_usage.get(ROWWISE), by_usage.get(COLUMNWISE), why)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CastingQuantizer(Quantizer):
     """A quantizer whose planes are encoded: bytes and scales of a matrix, in the layouts of its formats."""
 

@@ -16,7 +16,7 @@ from opfuse.tensors.storage import Plane
 ColumnwiseSource = Literal["original", "rowwise_dequantized"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IdentityQuantizer(Quantizer):
     """Keeps what it is given: the planes hold the caller's tensor itself, or its cast to ``dtype``.
 
@@ -40,7 +40,7 @@ class IdentityQuantizer(Quantizer):
         """Any dtype can be kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HybridQuantizer(Quantizer):
     """One quantizer for each direction; the result is one storage whose planes have different formats.
 

@@ -16,7 +16,7 @@ from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_
 from opfuse.tensors.storage import Plane
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8Quantizer(CastingQuantizer):
     """Delayed scaling: casts with a scale found earlier, and records the amax that the next scale will come from.
 
@@ -48,7 +48,7 @@ class Float8Quantizer(CastingQuantizer):
         return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_delayed(x, self.scale, layouts))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScalingQuantizer(CastingQuantizer):
     """One scale for the whole tensor, from its own amax.
 
@@ -85,7 +85,7 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
         return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_tensor(x, scale, layouts))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockQuantizer(CastingQuantizer):
     """One fp32 scale for each 128 elements of a line, or for each 128x128 tile; edge blocks are partial.
 

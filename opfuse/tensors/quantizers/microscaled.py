@@ -23,7 +23,7 @@ _NV_BLOCK = 16
 _FOUR_OVER_SIX_MAX = 256  # leaves room above it for the block scales that are 1.5 times as large
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8Quantizer(CastingQuantizer):
     """A power-of-two scale for each 32 elements of a line (OCP Microscaling).
 
@@ -52,7 +52,7 @@ class MXFP8Quantizer(CastingQuantizer):
         return [plane_of(layout, *planes) for layout, planes in zip(layouts, encoded)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NVFP4Quantizer(CastingQuantizer):
     """An E4M3 scale for each 16 elements of a line, under one fp32 amax of the tensor.
 

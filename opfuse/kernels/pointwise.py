@@ -116,19 +116,9 @@ class Pointwise:
             if kind not in get_args(OperandKind):
                 yield f"operand {name}", get_args(OperandKind), kind, "say how the operand broadcasts"
         if not isinstance(self.backward, tuple) or len(self.backward) != len(self.inputs):
-            yield (
-                "backward",
-                f"a tuple with one expression for each of {self.inputs}",
-                self.backward,
-                "give every input a gradient",
-            )
+            yield "backward", f"a tuple, one for each of {self.inputs}", self.backward, "give every input a gradient"
         if not set(self.operand_backward) <= set(self.operands):
-            yield (
-                "operand_backward",
-                f"names of operands {tuple(self.operands)}",
-                tuple(self.operand_backward),
-                "declare the operand",
-            )
+            yield "operand_backward", f"only {tuple(self.operands)}", tuple(self.operand_backward), "declare the operand"
         if bool(self.operand_backward) != (self.operand_grad is not None):
             yield (
                 "operand_grad",

@@ -1,0 +1,69 @@
+"""Recipes: in which formats a model computes, where that is in force, and what delayed scaling remembers."""
+
+from opfuse.recipes.autocast import (
+    ModelInit,
+    autocast,
+    current_amax_group,
+    current_model_init,
+    current_recipe,
+    quantized_model_init,
+)
+from opfuse.recipes.availability import (
+    Support,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    support,
+    support_matrix,
+)
+from opfuse.recipes.builtin import (
+    RECIPES,
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    recipe_of,
+)
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, Snapshot, touch_backward, touch_forward
+from opfuse.recipes.recipe import TENSOR_TYPES, BackwardOverride, Format, QuantizerRole, Recipe
+from opfuse.recipes.settings import UnknownFieldError
+from opfuse.recipes.transformer_engine import as_recipe
+
+__all__ = [
+    "RECIPES",
+    "TENSOR_TYPES",
+    "BackwardOverride",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingState",
+    "DelayedScalingStates",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "ModelInit",
+    "NVFP4BlockScaling",
+    "QuantizerRole",
+    "Recipe",
+    "Snapshot",
+    "Support",
+    "UnknownFieldError",
+    "as_recipe",
+    "autocast",
+    "current_amax_group",
+    "current_model_init",
+    "current_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+    "recipe_of",
+    "support",
+    "support_matrix",
+    "touch_backward",
+    "touch_forward",
+]

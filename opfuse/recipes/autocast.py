@@ -1,0 +1,125 @@
+"""Regions of code in which a recipe is active.
+
+The active region lives in a context variable: threads and asynchronous tasks do not see each other's. A region is a frozen
+record that knows the one around it, so one ``autocast`` object can be entered again, nested, or shared between threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self, TypeVar, cast
+
+from opfuse.errors import RecipeError, describe
+from opfuse.recipes.builtin import Float8CurrentScaling
+from opfuse.recipes.recipe import Recipe
+from opfuse.recipes.transformer_engine import as_recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Hook = TypeVar("Hook", bound=Callable[[], None])
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """One ``with`` block: its recipe and group, the block around it, what runs when the outermost block ends."""
+
+    recipe: Recipe | None
+    group: ProcessGroup | None
+    outer: _Region | None
+    hooks: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelInit:
+    """How parameters are created inside :func:`quantized_model_init`."""
+
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+_REGION: ContextVar[_Region | None] = ContextVar("opfuse_autocast", default=None)
+_MODEL_INIT: ContextVar[ModelInit | None] = ContextVar("opfuse_model_init", default=None)
+
+
+def _chosen(enabled: bool, recipe: object) -> Recipe | None:
+    if not enabled:
+        return None
+    return Float8CurrentScaling() if recipe is None else as_recipe(recipe)
+
+
+class autocast(contextlib.ContextDecorator):
+    """Compute under ``recipe``: a context manager, and a decorator of functions.
+
+    recipe: an opfuse recipe, or a TransformerEngine one, which is converted. None is ``Float8CurrentScaling()``, which has no
+    state, takes any shape and is native on most hardware. amax_reduction_group: the ranks that share delayed-scaling amaxes;
+    None is the default group. ``enabled=False`` computes in high precision whatever the recipe says, also inside
+    another region. The innermost region counts; delayed-scaling states are updated when the outermost one ends
+    without an exception.
+    """
+
+    def __init__(self, *, enabled: bool = True, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
+        self.recipe = _chosen(enabled, recipe)
+        self.amax_reduction_group = amax_reduction_group
+
+    def __enter__(self) -> Self:
+        outer = _REGION.get()
+        hooks = {} if outer is None else outer.hooks
+        _REGION.set(_Region(self.recipe, self.amax_reduction_group, outer, hooks))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        region = cast(_Region, _REGION.get())
+        _REGION.set(region.outer)
+        if region.outer is None and kind is None:
+            for hook in region.hooks.values():
+                hook()
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe of the innermost enabled region; None outside, and where the innermost region is disabled."""
+    region = _REGION.get()
+    return None if region is None else region.recipe
+
+
+def current_amax_group() -> ProcessGroup | None:
+    """The amax reduction group of the innermost region; None is torch's default group."""
+    region = _REGION.get()
+    return None if region is None else region.group
+
+
+def at_outermost_exit(key: Hashable, make: Callable[[], Hook]) -> Hook:
+    """The hook of ``key`` that runs when the outermost region ends, made by ``make`` when there is none yet.
+
+    RecipeError outside any region.
+    """
+    region = _REGION.get()
+    if region is None:
+        raise RecipeError(
+            describe(str(key), wanted="an active autocast region", got=None, cure="call it inside opfuse.autocast(...)")
+        )
+    return cast(Hook, region.hooks.setdefault(key, make()))
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    *, enabled: bool = True, recipe: object = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[ModelInit | None]:
+    """Create parameters quantized under ``recipe`` (None: ``Float8CurrentScaling()``).
+
+    preserve_high_precision_init_val: keep the initial value in high precision as well, for an optimizer's master weights.
+    """
+    chosen = _chosen(enabled, recipe)
+    token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen, preserve_high_precision_init_val))
+    try:
+        yield _MODEL_INIT.get()
+    finally:
+        _MODEL_INIT.reset(token)
+
+
+def current_model_init() -> ModelInit | None:
+    """What :func:`quantized_model_init` asks of parameters that are created now; None: ordinary parameters."""
+    return _MODEL_INIT.get()

@@ -1,0 +1,148 @@
+"""What this machine runs natively, what it emulates, and why.
+
+Every recipe runs everywhere: a cast is exact on each backend, and a product without native hardware is emulated from the same
+quantized operands. *Native* means that the hardware has the product and that this package calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from opfuse.errors import RecipeError, describe, nearest
+from opfuse.recipes.builtin import RECIPES
+from opfuse.recipes.recipe import Recipe
+
+Arch = tuple[int, int]
+"""CUDA compute capability; (0, 0) is the CPU."""
+
+ARCHS: tuple[Arch, ...] = ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+class Gate(NamedTuple):
+    """Hardware that has a product: compute capabilities from ``since`` up to, not including, ``below``, and a CUDA version."""
+
+    since: Arch
+    below: Arch = (999, 0)
+    cuda: Arch = (0, 0)
+
+    def miss(self, arch: Arch, cuda: Arch | None) -> str:
+        """Why the gate is closed, or an empty string. ``cuda`` None is a torch without CUDA: its version is not asked."""
+        if arch == (0, 0):
+            return "the CPU has no product of this format"
+        if not self.since <= arch < self.below:
+            upper = "" if self.below == Gate((0, 0)).below else f" and < {_dotted(self.below)}"
+            return f"compute capability: wants >= {_dotted(self.since)}{upper}, got {_dotted(arch)}"
+        if cuda is not None and cuda < self.cuda:
+            return f"CUDA: wants >= {_dotted(self.cuda)}, got {_dotted(cuda)}"
+        return ""
+
+
+GATES = {
+    "delayed": Gate(since=(8, 9)),
+    "fp8_current": Gate(since=(8, 9)),
+    "fp8_block": Gate(since=(9, 0), cuda=(12, 9)),
+    "mxfp8": Gate(since=(10, 0), below=(12, 0)),
+    "nvfp4": Gate(since=(10, 0)),
+}
+"""Which hardware multiplies operands of each kind of recipe."""
+
+
+class NativeGemm(NamedTuple):
+    """A matrix product of this package that runs on the hardware's own units."""
+
+    kind: str
+    name: str
+    since: Arch
+    below: Arch
+
+
+NATIVE_GEMMS: tuple[NativeGemm, ...] = ()
+"""Products the package calls natively; a kind of recipe without a row here is emulated everywhere."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a recipe runs: ``native``, ``emulated``, or ``refused`` (nothing is, today), and why."""
+
+    status: Literal["native", "emulated", "refused"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.reason}"
+
+
+class SupportRow(NamedTuple):
+    """One cell of the support matrix, as a row."""
+
+    kind: str
+    arch: Arch
+    status: str
+    reason: str
+
+
+def _dotted(version: Arch) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def device_arch() -> Arch:
+    """Compute capability of the current CUDA device, (0, 0) when there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def _cuda_version() -> Arch | None:
+    if torch.version.cuda is None:
+        return None
+    major, minor, *_ = torch.version.cuda.split(".")
+    return int(major), int(minor)
+
+
+def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
+    """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine)."""
+    kind = recipe.kind if isinstance(recipe, Recipe) else recipe
+    arch = device_arch() if arch is None else arch
+    if kind == "custom":
+        return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for their kinds")
+    if kind not in GATES:
+        cure = f"use one of {', '.join(RECIPES)}"
+        raise RecipeError(describe("support", wanted="a recipe or its kind", got=f"{kind!r}{nearest(kind, GATES)}", cure=cure))
+    if closed := GATES[kind].miss(arch, _cuda_version()):
+        return Support("emulated", closed)
+    found = next((gemm for gemm in NATIVE_GEMMS if gemm.kind == kind and gemm.since <= arch < gemm.below), None)
+    if found is None:
+        return Support("emulated", f"compute capability {_dotted(arch)} has the product, this package does not call it yet")
+    return Support("native", found.name)
+
+
+def support_matrix(archs: tuple[Arch, ...] = ARCHS) -> tuple[SupportRow, ...]:
+    """One row per kind of recipe and compute capability."""
+    found = ((kind, arch, support(kind, arch)) for kind in RECIPES for arch in archs)
+    return tuple(SupportRow(kind, arch, row.status, row.reason) for kind, arch, row in found)
+
+
+def _available(kind: str, *, return_reason: bool, native: bool) -> bool | tuple[bool, str]:
+    found = support(kind)
+    answer = found.status == "native" if native else found.status != "refused"
+    return (answer, str(found)) if return_reason else answer
+
+
+def is_fp8_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
+    """Whether per-tensor FP8 recipes run here; with ``native``, whether they do without emulation."""
+    return _available("fp8_current", return_reason=return_reason, native=native)
+
+
+def is_fp8_block_scaling_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
+    """Whether FP8 block scaling runs here; with ``native``, whether it does without emulation."""
+    return _available("fp8_block", return_reason=return_reason, native=native)
+
+
+def is_mxfp8_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
+    """Whether MXFP8 runs here; with ``native``, whether it does without emulation."""
+    return _available("mxfp8", return_reason=return_reason, native=native)
+
+
+def is_nvfp4_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
+    """Whether NVFP4 runs here; with ``native``, whether it does without emulation."""
+    return _available("nvfp4", return_reason=return_reason, native=native)

@@ -1,0 +1,252 @@
+"""The built-in recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+
+from opfuse.errors import RecipeError, describe, nearest
+from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
+from opfuse.recipes.settings import BOOLEAN, INTEGER, NON_NEGATIVE, Domain, at_least, one_of, setting
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+if TYPE_CHECKING:
+    from opfuse.recipes.delayed import DelayedScalingState
+
+Scope = Literal["weights", "activations", "all"] | None
+
+
+def _trainable_format(value: Any) -> Format:
+    found = Format.__members__.get(value) if isinstance(value, str) else value
+    if not isinstance(found, Format) or found is Format.E5M2:
+        raise ValueError
+    return found
+
+
+FP8_FORMAT = Domain("Format.E4M3 or Format.HYBRID (E5M2 is for gradients only)", _trainable_format)
+_HYBRID, _E4M3 = setting(Format.HYBRID, FP8_FORMAT), setting(Format.E4M3, FP8_FORMAT)
+
+SCOPE = one_of(None, "weights", "activations", "all", renamed={"none": None})
+_SCOPE = setting(cast(Scope, None), SCOPE, "NVTE_NVFP4_4OVER6")
+
+
+def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Any]) -> Any:
+    """The entry of a table over TENSOR_TYPES."""
+    if role.tensor_type not in table:
+        cure = f"use {', '.join(table)}, or a CustomRecipe"
+        where = f"{type(recipe).__name__}.quantizer"
+        raise RecipeError(
+            describe(where, wanted="a known tensor_type", got=f"{role}{nearest(role.tensor_type, table)}", cure=cure)
+        )
+    return table[role.tensor_type]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Float8Recipe(Recipe):
+    """A recipe whose elements are FP8."""
+
+    fp8_format: Format = _HYBRID
+
+    def fp8_dtype(self, role: QuantizerRole) -> torch.dtype:
+        """The element's dtype for ``role``; RecipeError for a tensor type this recipe does not know."""
+        return _row(self, role, dict.fromkeys(TENSOR_TYPES, self.fp8_format.element(role).dtype))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DelayedScaling(_Float8Recipe):
+    """One scale per tensor, computed from the amaxes of earlier steps (see :mod:`opfuse.recipes.delayed`).
+
+    margin: the scale is divided by 2^margin. amax_history_len: steps remembered. amax_compute_algo: the largest amax of the
+    history or the most recent one. reduce_amax: take the maximum over the amax reduction group.
+    Takes no backward_override: the scale of a dequantized operand would be one step old.
+    """
+
+    kind: ClassVar[str] = "delayed"
+    takes_backward_override: ClassVar[bool] = False
+
+    margin: int = setting(0, INTEGER)
+    amax_history_len: int = setting(1024, at_least(1))
+    amax_compute_algo: Literal["max", "most_recent"] = setting("max", one_of("max", "most_recent"))
+    reduce_amax: bool = setting(True, BOOLEAN)
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        if state is None:
+            cure = "pass the state that the op keeps for this role"
+            raise RecipeError(describe(f"DelayedScaling.quantizer({role})", wanted="a DelayedScalingState", got=None, cure=cure))
+        dtype = self.fp8_dtype(role)
+        state.resize(self.amax_history_len)
+        return state.quantizer(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Float8CurrentScaling(_Float8Recipe):
+    """One scale per tensor, from the amax of the tensor itself. amax_epsilon: a floor for the amax."""
+
+    kind: ClassVar[str] = "fp8_current"
+
+    use_power_2_scales: bool = setting(False, BOOLEAN, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    amax_epsilon: float = setting(0.0, NON_NEGATIVE)
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        return Float8CurrentScalingQuantizer(
+            self.fp8_dtype(role), force_pow_2_scales=self.use_power_2_scales, amax_epsilon=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Float8BlockScaling(_Float8Recipe):
+    """fp32 scales over 1x128 blocks (dim 1) or 128x128 tiles (dim 2), powers of two unless use_f32_scales."""
+
+    kind: ClassVar[str] = "fp8_block"
+
+    fp8_format: Format = _E4M3
+    use_f32_scales: bool = setting(False, BOOLEAN, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    x_block_scaling_dim: Literal[1, 2] = setting(1, one_of(1, 2))
+    w_block_scaling_dim: Literal[1, 2] = setting(2, one_of(1, 2))
+    grad_block_scaling_dim: Literal[1, 2] = setting(1, one_of(1, 2))
+
+    def check(self) -> None:
+        super().check()
+        # Every two of the three operands meet in one product (fprop x·w, dgrad grad·w, wgrad grad·x).
+        if len(tiled := [name for name in _BLOCK_DIMS.values() if getattr(self, name) == 2]) > 1:
+            got = " and ".join(f"{name}=2" for name in tiled)
+            wanted = "at most one operand in 128x128 tiles, as no product takes two"
+            raise RecipeError(describe(type(self).__name__, wanted=wanted, got=got, cure=f"set {tiled[0]}=1"))
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        return Float8BlockQuantizer(
+            self.fp8_dtype(role),
+            force_pow_2_scales=not self.use_f32_scales,
+            block_scaling_dim=getattr(self, _BLOCK_DIMS[role.tensor_type]),
+        )
+
+
+_BLOCK_DIMS = {"input": "x_block_scaling_dim", "weight": "w_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MXFP8BlockScaling(_Float8Recipe):
+    """E8M0 scales over 32 elements. enable_2d_quantization: weights share one scale over 32x32 tiles, so both planes agree.
+
+    scale_rounding: ``"ceil"`` rounds the scale up and never saturates; ``"floor"`` is the rule of the OCP MX specification.
+    """
+
+    kind: ClassVar[str] = "mxfp8"
+
+    fp8_format: Format = _E4M3
+    enable_2d_quantization: bool = setting(False, BOOLEAN)
+    scale_rounding: Literal["ceil", "floor"] = setting("ceil", one_of("ceil", "floor"))
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        return MXFP8Quantizer(
+            self.fp8_dtype(role),
+            with_2d_quantization=self.enable_2d_quantization and role.tensor_type == "weight",
+            scale_rounding=self.scale_rounding,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 in blocks of 16 with E4M3 scales under one fp32 amax.
+
+    By default activations and gradients are rotated (random Hadamard transform, RHT) in their columnwise plane, gradients are
+    rounded stochastically, weights share scales over 16x16 tiles. row_scaled_activation: one global amax per row of an
+    activation, for the forward product only. nvfp4_4over6: scale the blocks of these tensors to 4 or to 6, whichever errs less
+    by nvfp4_4over6_err_mode. The last two exclude the rotation.
+    """
+
+    kind: ClassVar[str] = "nvfp4"
+
+    disable_rht: bool = setting(False, BOOLEAN, "NVTE_NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = setting(False, BOOLEAN, "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = setting(False, BOOLEAN, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = setting(False, BOOLEAN, "NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: Scope = _SCOPE
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = setting("MAE", one_of("MAE", "MSE"), "NVTE_NVFP4_4OVER6_ERR_MODE")
+
+    def check(self) -> None:
+        super().check()
+        unrotated = {
+            f"nvfp4_4over6={self.nvfp4_4over6!r}": self.nvfp4_4over6 in ("activations", "all"),
+            "row_scaled_activation=True": self.row_scaled_activation,
+        }
+        if not self.disable_rht and (got := [text for text, on in unrotated.items() if on]):
+            wanted = "activations that are not rotated (disable_rht=True)"
+            cure = "pass disable_rht=True, or leave the activations' option out"
+            raise RecipeError(describe(type(self).__name__, wanted=wanted, got=f"{got[0]} with disable_rht=False", cure=cure))
+
+    def training_refusal(self) -> str | None:
+        if not self.row_scaled_activation or self.backward_override is not None:
+            return None
+        return describe(
+            type(self).__name__,
+            wanted="a backward pass without row-scaled activations",
+            got="row_scaled_activation=True with backward_override=None",
+            cure="pass backward_override='dequantized' or 'high_precision', or a CustomRecipe of hybrid quantizers",
+        )
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        rotated = {"with_rht": not self.disable_rht, "with_post_rht_amax": not self.disable_rht}
+        scope = self.nvfp4_4over6
+        options: dict[str, dict[str, Any]] = {
+            "input": {
+                **rotated,
+                "row_scaled_nvfp4": self.row_scaled_activation,
+                "nvfp4_use_4over6": scope in ("activations", "all"),
+            },
+            "weight": {
+                "with_2d_quantization": not self.disable_2d_quantization,
+                "nvfp4_use_4over6": scope in ("weights", "all"),
+            },
+            "grad_output": {**rotated, "stochastic_rounding": not self.disable_stochastic_rounding},
+        }
+        return NVFP4Quantizer("e2m1", nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode, **_row(self, role, options))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CustomRecipe(Recipe):
+    """Asks ``qfactory(role)`` for each quantizer. The function's identity is part of the recipe's."""
+
+    kind: ClassVar[str] = "custom"
+
+    qfactory: Callable[[QuantizerRole], Quantizer]
+
+    def check(self) -> None:
+        super().check()
+        if not callable(self.qfactory):
+            cure = "pass a function of a QuantizerRole that returns a quantizer"
+            raise RecipeError(describe("CustomRecipe.qfactory", wanted="a callable", got=repr(self.qfactory), cure=cure))
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        made = self.qfactory(role)
+        if not isinstance(made, Quantizer):
+            cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
+            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted="a Quantizer", got=repr(made), cure=cure))
+        return made
+
+
+RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(
+    {
+        cls.kind: cls
+        for cls in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe)
+    }
+)
+"""The built-in recipes by kind."""
+
+
+def recipe_of(kind: str, values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe of a configuration: its short name, the fields it sets, and where each was written."""
+    if kind not in RECIPES:
+        cure = f"use one of {', '.join(RECIPES)}"
+        raise RecipeError(describe("recipe", wanted="a kind of recipe", got=f"{kind!r}{nearest(kind, RECIPES)}", cure=cure))
+    return RECIPES[kind](**values).with_sources(sources or {})

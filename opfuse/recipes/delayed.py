@@ -1,0 +1,286 @@
+"""Delayed scaling: the state of one tensor, and when it is updated.
+
+A cast uses the scale of the last update and max-accumulates its amax into slot 0 of the history. An update takes
+``amax`` = the maximum of the history, or its slot 0; shifts the history (``new[i] = old[i+1]``, ``new[L-1] = old[0]``, slot 0
+zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this order of divisions, infinite quotients becoming the
+largest fp32. A zero or non-finite ``amax`` keeps the old scale.
+
+Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
+them; only states that were used, and none under ``torch.no_grad()`` around a region, so validation moves no scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+import torch.distributed
+
+from opfuse.errors import QuantizerError, RecipeError, describe
+from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
+from opfuse.recipes.builtin import DelayedScaling
+from opfuse.recipes.recipe import QuantizerRole
+from opfuse.tensors.quantizers import Float8Quantizer
+from opfuse.tensors.quantizers.base import reduce_amax
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+_FORWARD, _BACKWARD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="grad_output")
+
+
+class DelayedScalingState:
+    """Scale and amax history of one tensor of one op.
+
+    scale: fp32 (1,), what a cast multiplies by, initially 1. amax_history: fp32 (length,), newest in slot 0, initially 0. Both
+    are written in place, so quantizers and graphs that hold them stay valid; only :meth:`resize` and :meth:`to` replace them.
+    """
+
+    def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
+        self.scale = torch.ones(1, dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(length, dtype=torch.float32, device=device)
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """Slot 0 of the history, shape (1,), sharing its memory: where casts accumulate."""
+        return self.amax_history[:1]
+
+    def quantizer(self, fp8_dtype: torch.dtype) -> Float8Quantizer:
+        """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing."""
+        snapshot = _SNAPSHOT.get()
+        scale, amax = (self.scale, self.amax) if snapshot is None else snapshot.tensors(self)
+        return Float8Quantizer(scale, amax, fp8_dtype, rowwise=True, columnwise=True)
+
+    def resize(self, length: int) -> None:
+        """Keep the newest ``length`` amaxes, padding with zeros; nothing happens when the length is right."""
+        old = self.amax_history
+        if len(old) != length:
+            self.amax_history = old.new_zeros(length)
+            self.amax_history[: len(old)] = old[:length]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move both tensors."""
+        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """The state as plain tensors (clones)."""
+        return {"scale": self.scale.clone(), "amax_history": self.amax_history.clone()}
+
+    def load_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state of :meth:`to_dict`, of any history length; QuantizerError when it is not one."""
+        wanted = {"scale": saved.get("scale"), "amax_history": saved.get("amax_history")}
+        shapes = {name: None if tensor is None else tuple(tensor.shape) for name, tensor in wanted.items()}
+        scale, history = wanted["scale"], wanted["amax_history"]
+        if scale is None or history is None or scale.numel() != 1 or history.ndim != 1 or not len(history):
+            cure = "load what DelayedScalingState.to_dict() made"
+            wants = "'scale' of shape (1,) and 'amax_history' of shape (length,)"
+            raise QuantizerError(describe("delayed-scaling state", wanted=wants, got=shapes, cure=cure))
+        self.resize(len(history))
+        self.scale.copy_(scale.reshape(1))
+        self.amax_history.copy_(history)
+
+
+class DelayedScalingStates:
+    """The states of one op by role. A role keeps its state for the life of the op, whatever recipes come and go."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, DelayedScalingState] = {}
+
+    def get(self, role: QuantizerRole, *, length: int, device: torch.device | str | None) -> DelayedScalingState:
+        """The state of ``role``, made on first use with this history length."""
+        key = f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
+        if key not in self._states:
+            self._states[key] = DelayedScalingState(length, device=device)
+        return self._states[key]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move every state."""
+        for state in self._states.values():
+            state.to(device)
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Every tensor under ``role/field``; empty when delayed scaling was never used."""
+        return {f"{key}/{name}": tensor for key, state in self._states.items() for name, tensor in state.to_dict().items()}
+
+    def load_dict(self, saved: Mapping[str, torch.Tensor], *, device: torch.device | str | None = None) -> None:
+        """Take over :meth:`to_dict`; states that ``saved`` does not mention stay as they are."""
+        for key in dict.fromkeys(name.rpartition("/")[0] for name in saved):
+            fields = {name.rpartition("/")[2]: tensor for name, tensor in saved.items() if name.rpartition("/")[0] == key}
+            self._states.setdefault(key, DelayedScalingState(device=device)).load_dict(fields)
+
+
+class Snapshot:
+    """Scales that a checkpointed forward used, so that its recomputation casts the same bits and counts no amax twice."""
+
+    def __init__(self) -> None:
+        self._scales: dict[DelayedScalingState, torch.Tensor] = {}
+        self._replaying = False
+
+    def tensors(self, state: DelayedScalingState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and amax for a cast: the live ones while recording; the recorded scale and a spare amax while replaying."""
+        if self._replaying:
+            return self._scales.get(state, state.scale), torch.zeros_like(state.scale)
+        if state not in self._scales:
+            self._scales[state] = state.scale.clone()
+        return state.scale, state.amax
+
+    @contextlib.contextmanager
+    def _active(self, *, replaying: bool) -> Iterator[None]:
+        token, before = _SNAPSHOT.set(self), self._replaying
+        self._replaying = replaying
+        try:
+            yield
+        finally:
+            self._replaying = before
+            _SNAPSHOT.reset(token)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Around the first run of a checkpointed forward."""
+        return self._active(replaying=False)
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        """Around its recomputation."""
+        return self._active(replaying=True)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a recomputation is running."""
+        return self._replaying
+
+
+_SNAPSHOT: ContextVar[Snapshot | None] = ContextVar("opfuse_scale_snapshot", default=None)
+
+
+class UpdateRule(NamedTuple):
+    """What states must share to be updated by the same tensor operations."""
+
+    fp8_max: float
+    margin: int
+    algorithm: str
+    length: int
+    device: torch.device
+
+
+def delayed_update(history: torch.Tensor, scale: torch.Tensor, rule: UpdateRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """New history (n, length) and scale (n, 1), fp32, of n states; the formula is in the module's text."""
+    amax = history.amax(1, keepdim=True) if rule.algorithm == "max" else history[:, :1]
+    # full_like: torch divides a Python number by a tensor through a reciprocal, which rounds twice.
+    quotient = torch.full_like(amax, rule.fp8_max) / amax / 2.0**rule.margin
+    quotient = torch.where(quotient.isinf(), _FLOAT_MAX, quotient)
+    history = history.roll(-1, 1)
+    history[:, 0] = 0
+    return history, torch.where((amax > 0) & amax.isfinite(), quotient, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """How a state was last used: what its update needs."""
+
+    recipe: DelayedScaling
+    element_max: float
+    group: ProcessGroup | None
+
+    def rule(self, state: DelayedScalingState) -> UpdateRule:
+        recipe = self.recipe
+        return UpdateRule(self.element_max, recipe.margin, recipe.amax_compute_algo, len(state.amax_history), state.scale.device)
+
+
+class _Pending:
+    """States used since the last update, in order of first use."""
+
+    def __init__(self) -> None:
+        self._uses: dict[DelayedScalingState, _Use] = {}
+
+    def add(self, state: DelayedScalingState, use: _Use) -> None:
+        self._uses[state] = use
+
+    def __call__(self) -> None:
+        """Update every state once. Ranks of a group must have used the same states in the same order."""
+        with torch.no_grad():
+            _reduce_amaxes(self._uses)
+            for rule, states in _grouped({state: use.rule(state) for state, use in self._uses.items()}):
+                history, scale = delayed_update(
+                    torch.stack([state.amax_history for state in states]), torch.stack([state.scale for state in states]), rule
+                )
+                torch._foreach_copy_([state.amax_history for state in states], list(history.unbind()))
+                torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
+        self._uses.clear()
+
+
+class _PendingForward(_Pending):
+    def __call__(self) -> None:
+        if torch.is_grad_enabled():
+            super().__call__()
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _grouped(keys: Mapping[DelayedScalingState, _Key]) -> Iterator[tuple[_Key, list[DelayedScalingState]]]:
+    """States by key, both in order of first appearance."""
+    groups: dict[_Key, list[DelayedScalingState]] = {}
+    for state, key in keys.items():
+        groups.setdefault(key, []).append(state)
+    yield from groups.items()
+
+
+def _reduce_amaxes(uses: Mapping[DelayedScalingState, _Use]) -> None:
+    """Slot 0 of every history becomes its maximum over the ranks of its group: one collective a group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.recipe.reduce_amax}
+    for (group, _), states in _grouped(shared):
+        amaxes = reduce_amax(torch.cat([state.amax for state in states]), group)
+        torch._foreach_copy_([state.amax for state in states], list(amaxes.split(1)))
+
+
+def _is_recomputing() -> bool:
+    snapshot = _SNAPSHOT.get()
+    return snapshot is not None and snapshot.is_replaying
+
+
+def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:
+    """Have ``state``, which a forward cast uses, updated when the outermost autocast region ends.
+
+    Nothing in a recomputation; RecipeError outside any region.
+    """
+    if _is_recomputing():
+        return
+    element = recipe.fp8_format.element(_FORWARD)
+    at_outermost_exit("delayed scaling", _PendingForward).add(state, _Use(recipe, element.max, current_amax_group()))
+
+
+_BACKWARD_PASSES: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
+"""Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
+
+
+def touch_backward(state: DelayedScalingState, recipe: DelayedScaling, *, group: ProcessGroup | None = None) -> None:
+    """Have ``state``, which a cast of a gradient uses, updated once after the running backward pass.
+
+    Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
+    The engine runs the update after the last node of the pass. RecipeError outside a backward pass.
+    """
+    task = torch._C._current_graph_task_id()
+    if task < 0:
+        cure = "call it from the backward of an autograd.Function"
+        raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
+    with _LOCK:
+        pending = _BACKWARD_PASSES.get(task)
+        if pending is None:
+            pending = _BACKWARD_PASSES[task] = _Pending()
+            torch.autograd.Variable._execution_engine.queue_callback(pending)
+        pending.add(state, _Use(recipe, recipe.fp8_format.element(_BACKWARD).max, group))
+
+
+_LOCK = threading.Lock()
+"""The engine runs one thread a device, and a pass may use states on several."""

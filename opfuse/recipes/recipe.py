@@ -1,0 +1,216 @@
+"""Recipes: frozen values that say in which formats a model computes.
+
+Names follow TransformerEngine's recipes where it has one. A recipe is checked when it is built, by real exceptions, and never
+changes afterwards; :meth:`Recipe.replace` builds and checks another one. Two recipes are equal when their class and every
+field are equal in value and type; where a value came from is kept beside it in :attr:`Recipe.sources` and never compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+
+from opfuse import formats, keys
+from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
+from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, one_of, resolve, setting, settings_of
+from opfuse.tensors.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from opfuse.recipes.delayed import DelayedScalingState
+
+BackwardOverride = Literal["high_precision", "dequantized"] | None
+
+TENSOR_TYPES = ("input", "weight", "grad_output")
+"""Operands of the three matrix products of a linear: the roles every built-in recipe has a quantizer for."""
+
+
+class Format(enum.Enum):
+    """Elements of an FP8 recipe: (forward, backward). HYBRID is E4M3 for activations and weights, E5M2 for gradients."""
+
+    E4M3 = (formats.E4M3, formats.E4M3)
+    E5M2 = (formats.E5M2, formats.E5M2)
+    HYBRID = (formats.E4M3, formats.E5M2)
+
+    def element(self, role: QuantizerRole) -> formats.Element:
+        """The element that encodes tensors of ``role``."""
+        return self.value[role.is_gradient]
+
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """Which tensor of which module a quantizer is for; ``name`` is what the caller named the module."""
+
+    module_type: str = "linear"
+    tensor_type: str = "input"
+    name: str = ""
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the tensor exists in the backward pass only."""
+        return self.tensor_type.startswith("grad")
+
+
+OVERRIDE = one_of(
+    None, "high_precision", "dequantized", renamed={"unquant": "high_precision", "dequant": "dequantized", "default": None}
+)
+
+_OVERRIDE = setting(cast(BackwardOverride, None), OVERRIDE, "OPFUSE_BACKWARD_OVERRIDE", "NVTE_BACKWARD_OVERRIDE")
+
+_HINTS = {  # keywords of other interfaces
+    "quantize_forward": "backward_override says how the backward pass computes; the forward is always quantized",
+    "quantize_backward": "write backward_override='high_precision' or 'dequantized'",
+    "keep_backward_unquantized": "write backward_override='high_precision'",
+    "fp8_dpa": "attention is not quantized here",
+    "fp8_mha": "attention is not quantized here",
+    "fp8_quant_fwd_inp": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
+    "fp8_quant_fwd_weight": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
+    "fp8_quant_bwd_grad": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
+    "scaling_factor_compute_algo": "the scale rule is fixed",
+}
+
+
+@functools.cache
+def _keywords(cls: type) -> frozenset[str] | None:
+    """Keywords the constructor takes; None when it takes any."""
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else frozenset(parameters) - {"self"}
+
+
+@functools.cache
+def _hidden_field(cls: type) -> str | None:
+    """An attribute that a subclass meant as a field but that ``fields()`` does not see, so that no key would either."""
+    known = {field.name for field in fields(cls)}
+    for base in cls.__mro__:
+        annotations = inspect.get_annotations(base) if issubclass(base, Recipe) else {}
+        hidden = {name for name, kind in annotations.items() if name not in known and "ClassVar" not in str(kind)}
+        hidden |= {name for name in vars(base) if name in known and name not in annotations}
+        if hidden:
+            return min(hidden)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe(ABC):
+    """Base of all recipes.
+
+    backward_override: what the backward pass computes with. None: quantized operands; ``"high_precision"``: the original
+        tensors; ``"dequantized"``: the dequantized operands of the forward.
+    rounding: ``"per_op"`` rounds to the I/O dtype after every op, fused or not; ``"single"`` lets a fused chain round once.
+
+    A subclass is a frozen, keyword-only dataclass, or adds no field; it may override :meth:`check` and :meth:`quantizer`.
+    """
+
+    kind: ClassVar[str]
+    takes_backward_override: ClassVar[bool] = True
+
+    backward_override: BackwardOverride = _OVERRIDE
+    rounding: Literal["per_op", "single"] = setting("per_op", one_of("per_op", "single"))
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        known = _keywords(cls)
+        if known is not None and (unknown := given.keys() - known):
+            name = min(unknown)
+            cure = _HINTS.get(name) or f"pass one of {', '.join(sorted(known))}"
+            got = f"keyword {name!r}{nearest(name, known)}"
+            raise UnknownFieldError(describe(cls.__name__, wanted="fields of this recipe", got=got, cure=cure))
+        return super().__new__(cls)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # The dataclass decorator leaves methods of the class body alone, so a subclass compares like its parents.
+        cls.__eq__, cls.__hash__ = Recipe.__eq__, Recipe.__hash__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        cls = type(self)
+        if hidden := _hidden_field(cls):
+            cure = "annotate the attribute and decorate the class with @dataclass(frozen=True, kw_only=True)"
+            raise RecipeError(describe(cls.__name__, wanted="dataclass fields", got=f"attribute {hidden!r}", cure=cure))
+        values, sources = {}, {}
+        for name, declared in settings_of(cls).items():
+            values[name], sources[name] = self._resolve(name, declared)
+        # Still construction: after this function nothing writes to the instance.
+        vars(self).update(values, _sources=MappingProxyType(sources))
+        self.check()
+        vars(self)["_digest"] = keys.digest(self)
+
+    def _resolve(self, name: str, declared: tuple[object, Setting | None]) -> Resolved:
+        value = getattr(self, name)
+        if value is _OVERRIDE and not self.takes_backward_override:
+            if (found := environment_value(_OVERRIDE)) is not None:
+                text = f"{type(self).__name__} takes no {name}: {found[0]}={found[1]} is ignored for it"
+                warnings.warn(text, OpfuseWarning, stacklevel=4)
+            return Resolved(None, "default")
+        return resolve(f"{type(self).__name__}.{name}", value, declared)
+
+    def check(self) -> None:
+        """Refuse fields that contradict each other (RecipeError). Called once, at construction."""
+        if self.backward_override is not None and not self.takes_backward_override:
+            got = f"backward_override={self.backward_override!r}"
+            cure = "use another recipe with this override, such as Float8CurrentScaling, or leave the override out"
+            raise RecipeError(describe(type(self).__name__, wanted="backward_override=None", got=got, cure=cure))
+
+    def training_refusal(self) -> str | None:
+        """Why no backward pass can be computed under this recipe; None: it can."""
+        return None
+
+    def check_trainable(self) -> None:
+        """RecipeError with the :meth:`training_refusal`, if there is one."""
+        if refusal := self.training_refusal():
+            raise RecipeError(refusal)
+
+    @abstractmethod
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        """The quantizer of ``role``, both directions on. ``state`` is read by delayed scaling only."""
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Where each field's value came from: ``default``, ``argument``, ``environment NAME`` or what was attached."""
+        return cast(Mapping[str, str], vars(self)["_sources"])
+
+    @property
+    def digest(self) -> str:
+        """Type-tagged identity of class and fields; computed once."""
+        return cast(str, vars(self)["_digest"])
+
+    def values(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """A new, checked recipe with some fields changed; unchanged fields keep their source."""
+        kept = {name: source for name, source in self.sources.items() if name not in changes}
+        return type(self)(**{**self.values(), **changes}).with_sources(kept)
+
+    def with_sources(self, sources: Mapping[str, str]) -> Self:
+        """The same recipe, which now tells that its fields came from ``sources``, e.g. ``{"margin": "fp8.yaml:7:12"}``."""
+        if unknown := set(sources) - set(self.sources):
+            where, name = f"sources of {type(self).__name__}", min(unknown)
+            raise UnknownFieldError(describe(where, wanted="field names", got=repr(name), cure="name fields of the recipe"))
+        told = object.__new__(type(self))
+        vars(told).update(vars(self), _sources=MappingProxyType({**self.sources, **sources}))
+        return told
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self)["_digest"] == vars(other)["_digest"] if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(vars(self)["_digest"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The digest is one process's: a copy or another process makes its own.
+        return _rebuild, (type(self), self.values(), dict(self.sources))
+
+
+def _rebuild(cls: type[Recipe], values: dict[str, Any], sources: dict[str, str]) -> Recipe:
+    return cls(**values).with_sources(sources)

@@ -1,0 +1,105 @@
+"""What is native, what is emulated, and the reason given."""
+
+import pytest
+import torch
+
+from opfuse.errors import RecipeError
+from opfuse.recipes import (
+    RECIPES,
+    MXFP8BlockScaling,
+    availability,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    support,
+    support_matrix,
+)
+from opfuse.recipes.availability import ARCHS, GATES, NativeGemm, Support
+
+QUERIES = {
+    "fp8_current": is_fp8_available,
+    "fp8_block": is_fp8_block_scaling_available,
+    "mxfp8": is_mxfp8_available,
+    "nvfp4": is_nvfp4_available,
+}
+
+HARDWARE = {
+    "delayed": "..1111",
+    "fp8_current": "..1111",
+    "fp8_block": "...111",
+    "mxfp8": "....1.",
+    "nvfp4": "....11",
+}
+"""Which of ARCHS has the product, by the hardware rules alone."""
+
+
+@pytest.fixture
+def _on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def everything_native():
+    return tuple(NativeGemm(kind, f"{kind} product", (0, 0), (999, 0)) for kind in GATES)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize("kind", QUERIES)
+def test_g1_every_format_runs_on_the_cpu_and_says_emulated(kind):
+    answer, reason = QUERIES[kind](return_reason=True)
+    assert answer is True
+    assert reason.startswith("emulated: the CPU has no product")
+    assert QUERIES[kind]() is True
+    assert QUERIES[kind](native=True) is False
+    assert QUERIES[kind](native=True, return_reason=True) == (False, reason)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_h_hardware_gates(kind, monkeypatch):
+    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    found = "".join("1" if support(kind, arch).status == "native" else "." for arch in ARCHS)
+    assert found == HARDWARE[kind]
+    assert all(support(kind, arch).status == "emulated" for arch in ARCHS[:2])
+
+
+def test_block_scaling_wants_cuda_12_9(monkeypatch):
+    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert support("fp8_block", (9, 0)) == Support("emulated", "CUDA: wants >= 12.9, got 12.8")
+    assert support("fp8_current", (9, 0)).status == "native"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert support("fp8_block", (9, 0)).status == "native"
+
+
+def test_reasons_name_wanted_and_got():
+    assert support("mxfp8", (9, 0)).reason == "compute capability: wants >= 10.0 and < 12.0, got 9.0"
+    assert support("nvfp4", (8, 9)).reason == "compute capability: wants >= 10.0, got 8.9"
+
+
+def test_native_needs_a_product_of_this_package(monkeypatch):
+    monkeypatch.setattr(availability, "NATIVE_GEMMS", ())
+    assert all(row.status == "emulated" for row in support_matrix())
+    assert "does not call it" in support("fp8_current", (9, 0)).reason
+    monkeypatch.setattr(availability, "NATIVE_GEMMS", (NativeGemm("fp8_current", "scaled product", (9, 0), (10, 0)),))
+    assert support("fp8_current", (9, 0)) == Support("native", "scaled product")
+    assert support("fp8_current", (10, 0)).status == "emulated"
+    assert support("delayed", (9, 0)).status == "emulated"
+
+
+def test_native_on_this_machine(monkeypatch):
+    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
+    monkeypatch.setattr(availability, "device_arch", lambda: (10, 0))
+    assert is_mxfp8_available(native=True, return_reason=True) == (True, "native: mxfp8 product")
+    assert support(MXFP8BlockScaling()) == support("mxfp8", (10, 0))
+
+
+def test_matrix_has_a_row_for_every_kind_and_arch():
+    rows = support_matrix()
+    assert [(row.kind, row.arch) for row in rows] == [(kind, arch) for kind in RECIPES for arch in ARCHS]
+    assert all(row.reason for row in rows)
+
+
+def test_unknown_kind_is_refused_with_a_suggestion():
+    with pytest.raises(RecipeError, match="did you mean 'nvfp4'"):
+        support("nvpf4")

@@ -1,0 +1,382 @@
+"""Delayed scaling: the update rule against an oracle in fp64, and the moments at which it runs."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from opfuse.errors import QuantizerError, RecipeError
+from opfuse.recipes import (
+    DelayedScaling,
+    DelayedScalingState,
+    DelayedScalingStates,
+    MXFP8BlockScaling,
+    QuantizerRole,
+    Snapshot,
+    autocast,
+    delayed,
+    touch_backward,
+    touch_forward,
+)
+
+ROOT = Path(__file__).parents[2]
+FLOAT_MAX = float(np.finfo(np.float32).max)
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+INPUT, GRAD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="grad_output")
+
+
+def oracle(history, scale, fp8_max, margin, algorithm):
+    """The rule, one state at a time, with correctly rounded fp32 divisions."""
+    amax = np.float32(max(history) if algorithm == "max" and not np.isnan(history).any() else history[0])
+    if algorithm == "max" and np.isnan(history).any():
+        amax = np.float32(np.nan)
+    shifted = np.append(history[1:], history[0]).astype(np.float32)
+    shifted[0] = 0
+    if not np.isfinite(amax) or amax == 0:
+        return shifted, np.float32(scale)
+    with np.errstate(over="ignore"):
+        quotient = np.float32(np.float32(fp8_max) / amax) / np.float32(2.0**margin)
+    return shifted, np.float32(FLOAT_MAX) if np.isinf(quotient) else np.float32(quotient)
+
+
+def used(state, *, recipe, backward=False, values=None):
+    """One cast of ``values`` with the state, touched as an op would."""
+    quantizer = recipe.quantizer(GRAD if backward else INPUT, state=state)
+    if values is not None:
+        quantizer(torch.as_tensor(values, dtype=torch.float32).reshape(1, -1))
+    (touch_backward if backward else touch_forward)(state, recipe)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [-2, 0, 1, 3])
+def test_update_rule_is_bitwise_the_formula(algorithm, margin):
+    rng = np.random.default_rng(7)
+    length = 9
+    history = np.exp(rng.uniform(-80, 80, (400, length))).astype(np.float32)
+    special = [0.0, np.inf, np.nan, 1e-45, 1e-38, FLOAT_MAX, 448.0, 3.0]
+    history[: len(special), 0] = special
+    history[len(special) : 2 * len(special)] = np.array(special, dtype=np.float32)[:, None]
+    scale = np.exp(rng.uniform(-5, 5, (400, 1))).astype(np.float32)
+    rule = delayed.UpdateRule(E4M3_MAX, margin, algorithm, length, torch.device("cpu"))
+    new_history, new_scale = delayed.delayed_update(torch.from_numpy(history), torch.from_numpy(scale), rule)
+    wanted = [oracle(h, s, E4M3_MAX, margin, algorithm) for h, s in zip(history, scale[:, 0])]
+    assert new_scale.numpy().tobytes() == np.array([w[1] for w in wanted]).tobytes()
+    assert new_history.numpy().tobytes() == np.stack([w[0] for w in wanted]).tobytes()
+
+
+def test_update_shifts_the_history_by_one():
+    rule = delayed.UpdateRule(E4M3_MAX, 0, "max", 4, torch.device("cpu"))
+    history, scale = delayed.delayed_update(torch.tensor([[4.0, 1.0, 2.0, 3.0]]), torch.ones(1, 1), rule)
+    assert history.tolist() == [[0.0, 2.0, 3.0, 4.0]]
+    assert scale.item() == 112.0
+    assert delayed.delayed_update(history, scale, rule._replace(algorithm="most_recent"))[1].item() == 112.0  # slot 0 is empty
+
+
+@pytest.mark.parametrize(("amax", "wanted"), [(1.0, 448.0), (3.0, np.float32(448) / np.float32(3)), (1e-38, FLOAT_MAX)])
+def test_forward_state_is_updated_when_autocast_ends(amax, wanted):
+    state, recipe = DelayedScalingState(8), DelayedScaling(amax_history_len=8)
+    scale, history = state.scale, state.amax_history
+    with autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[amax / 2, -amax])
+        assert (state.scale.item(), state.amax.item()) == (1.0, np.float32(amax))
+    assert state.scale.item() == wanted
+    assert state.amax_history.tolist() == [0.0] * 7 + [np.float32(amax)]
+    assert state.scale is scale
+    assert state.amax_history is history
+
+
+def test_three_steps_use_the_scale_of_the_step_before():
+    state, recipe, seen = DelayedScalingState(3), DelayedScaling(amax_history_len=3), []
+    for amax in (2.0, 4.0, 1.0, 1.0, 1.0):
+        with autocast(recipe=recipe):
+            seen.append(state.scale.item())
+            used(state, recipe=recipe, values=[amax])
+    assert seen == [1.0, 224.0, 112.0, 112.0, 112.0]
+    assert state.scale.item() == 448.0
+
+
+def test_only_touched_states_are_updated_once_at_the_outermost_exit():
+    recipe = DelayedScaling(amax_history_len=4)
+    first, second, untouched = (DelayedScalingState(4) for _ in range(3))
+    untouched.amax.fill_(7.0)
+    with autocast(recipe=recipe):
+        with autocast(recipe=recipe):
+            used(first, recipe=recipe, values=[2.0])
+        assert first.scale.item() == 1.0
+        used(first, recipe=recipe, values=[8.0])
+        used(first, recipe=recipe, values=[4.0])
+        used(second, recipe=recipe.replace(margin=1), values=[1.0])
+    assert first.scale.item() == 56.0
+    assert first.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
+    assert second.scale.item() == 224.0
+    assert (untouched.scale.item(), untouched.amax.item()) == (1.0, 7.0)
+    with autocast(recipe=recipe):
+        pass
+    assert first.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
+
+
+def test_states_of_different_lengths_and_formats_update_together():
+    short, long = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=5, amax_compute_algo="most_recent")
+    one, two = DelayedScalingState(2), DelayedScalingState(5)
+    with autocast(recipe=short):
+        used(one, recipe=short, values=[7.0])
+        with autocast(recipe=long):
+            used(two, recipe=long, values=[14.0])
+    assert (one.scale.item(), two.scale.item()) == (64.0, 32.0)
+
+
+def test_failed_region_and_no_grad_move_no_scale():
+    state, recipe = DelayedScalingState(4), DelayedScaling(amax_history_len=4)
+
+    @autocast(recipe=recipe)
+    def fail():
+        used(state, recipe=recipe, values=[2.0])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with torch.no_grad(), autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[2.0])
+    assert state.scale.item() == 1.0
+    with autocast(recipe=recipe):
+        touch_forward(state, recipe)
+    assert state.scale.item() == 224.0
+
+
+def test_touches_outside_their_pass_are_refused():
+    state, recipe = DelayedScalingState(4), DelayedScaling()
+    with pytest.raises(RecipeError, match="autocast"):
+        touch_forward(state, recipe)
+    with pytest.raises(RecipeError, match="backward"):
+        touch_backward(state, recipe)
+    with pytest.raises(RecipeError, match="DelayedScalingState"):
+        recipe.quantizer(INPUT)
+
+
+class Cast(torch.autograd.Function):
+    """Identity whose backward casts the gradient with a delayed-scaling state."""
+
+    @staticmethod
+    def forward(ctx, x, state, recipe, log):
+        ctx.state, ctx.recipe, ctx.log = state, recipe, log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        used(ctx.state, recipe=ctx.recipe, backward=True, values=dy)
+        ctx.log.append(ctx.state.scale.item())
+        return dy, None, None, None
+
+
+def test_backward_state_is_updated_once_after_the_backward_pass():
+    recipe, state, log = DelayedScaling(amax_history_len=4), DelayedScalingState(4), []
+    x = torch.ones(3, requires_grad=True)
+    y = Cast.apply(Cast.apply(x, state, recipe, log) * 2, state, recipe, log)
+    y.backward(torch.tensor([1.0, -4.0, 2.0]), retain_graph=True)
+    assert log == [1.0, 1.0]
+    assert state.scale.item() == E5M2_MAX / 8
+    assert state.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
+    y.backward(torch.ones(3))
+    assert state.amax_history.tolist() == [0.0, 0.0, 8.0, 2.0]
+    assert not delayed._BACKWARD_PASSES
+
+
+def test_nested_backward_updates_with_its_own_pass():
+    recipe, outer, inner, log = DelayedScaling(amax_history_len=2), DelayedScalingState(2), DelayedScalingState(2), []
+
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                z = torch.ones(1, requires_grad=True)
+                Cast.apply(z, inner, recipe, []).backward()
+            log.append((inner.scale.item(), outer.scale.item()))
+            return dy
+
+    x = torch.ones(1, requires_grad=True)
+    Cast.apply(Reentrant.apply(Cast.apply(x, outer, recipe, [])), outer, recipe, []).backward()
+    assert log == [(E5M2_MAX, 1.0)]
+    assert outer.scale.item() == E5M2_MAX
+
+
+def test_failed_backward_moves_no_scale_and_leaves_nothing_behind():
+    recipe, state = DelayedScaling(amax_history_len=4), DelayedScalingState(4)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise ZeroDivisionError
+
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(ZeroDivisionError):
+        Cast.apply(Broken.apply(x), state, recipe, []).backward()
+    gc.collect()
+    assert state.scale.item() == 1.0
+    assert not delayed._BACKWARD_PASSES
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(2, [5.0, 1.0]), (4, [5.0, 1.0, 2.0, 3.0]), (6, [5.0, 1.0, 2.0, 3.0, 0.0, 0.0])])
+def test_u10_history_length_change_truncates_or_pads(length, wanted):
+    state = DelayedScalingState(4)
+    state.amax_history.copy_(torch.tensor([5.0, 1.0, 2.0, 3.0]))
+    state.scale.fill_(3.0)
+    DelayedScaling(amax_history_len=length).quantizer(INPUT, state=state)
+    assert state.amax_history.tolist() == wanted
+    assert state.scale.item() == 3.0
+
+
+def test_u10_other_recipes_in_between_lose_nothing():
+    recipe, states = DelayedScaling(amax_history_len=4), DelayedScalingStates()
+    state = states.get(INPUT, length=4, device=None)
+    with autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[2.0])
+    with autocast(recipe=MXFP8BlockScaling()):
+        pass
+    longer = recipe.replace(amax_history_len=6)
+    with autocast(recipe=longer):
+        assert states.get(INPUT, length=6, device=None) is state
+        used(state, recipe=longer, values=[1.0])
+    assert state.amax_history.tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0]
+    assert state.scale.item() == 224.0
+
+
+def test_u10_quantizer_built_before_a_longer_history_still_shares_the_scale():
+    state = DelayedScalingState(2)
+    before = state.quantizer(torch.float8_e4m3fn)
+    state.resize(2)
+    assert before.amax.data_ptr() == state.amax.data_ptr()
+    state.resize(3)
+    assert before.scale is state.scale
+
+
+def test_cast_uses_scale_and_records_the_unscaled_amax():
+    state = DelayedScalingState(4)
+    state.scale.fill_(2.0)
+    quantized = state.quantizer(torch.float8_e4m3fn)(torch.tensor([[3.0, -5.0]]))
+    assert state.amax.item() == 5.0
+    codes = quantized.rowwise.data.view(torch.float8_e4m3fn)
+    assert codes.float().flatten().tolist() == [6.0, -10.0]
+
+
+def test_state_is_plain_tensors_that_load_into_any_length():
+    states = DelayedScalingStates()
+    assert states.to_dict() == {}
+    states.get(INPUT, length=4, device=None).amax_history.copy_(torch.arange(4.0))
+    states.get(QuantizerRole(tensor_type="weight", name="w1"), length=2, device=None).scale.fill_(9.0)
+    saved = states.to_dict()
+    assert sorted(saved) == ["input/amax_history", "input/scale", "w1:weight/amax_history", "w1:weight/scale"]
+    assert all(type(tensor) is torch.Tensor and tensor.dtype is torch.float32 for tensor in saved.values())
+    loaded = DelayedScalingStates()
+    kept = loaded.get(INPUT, length=16, device=None)
+    grown = loaded.get(GRAD, length=3, device=None)
+    loaded.load_dict(saved)
+    assert len(loaded) == 3
+    assert loaded.get(INPUT, length=16, device=None) is kept
+    assert loaded.get(GRAD, length=3, device=None) is grown
+    assert all(torch.equal(loaded.to_dict()[name], tensor) for name, tensor in saved.items())
+    saved["input/scale"].fill_(0.5)
+    assert kept.scale.item() == 1.0
+    with pytest.raises(QuantizerError, match=r"scale.*amax_history"):
+        loaded.load_dict({"input/scale": torch.ones(3), "input/amax_history": torch.ones(3)})
+    with pytest.raises(QuantizerError, match="amax_history"):
+        kept.load_dict({"scale": torch.ones(1)})
+
+
+def test_recomputation_uses_the_first_scale_and_records_nothing():
+    state, recipe = DelayedScalingState(4), DelayedScaling(amax_history_len=4)
+    x = torch.linspace(-3, 3, 32).reshape(1, 32)
+    snapshot = Snapshot()
+    with autocast(recipe=recipe), snapshot.recording():
+        first = recipe.quantizer(INPUT, state=state)(x)
+        touch_forward(state, recipe)
+    after = state.to_dict()
+    assert after["scale"].item() != 1.0
+    with snapshot.replaying():
+        again = recipe.quantizer(INPUT, state=state)(x)
+        touch_forward(state, recipe)  # outside any region: nothing to record
+    with autocast(recipe=recipe), snapshot.replaying():
+        recipe.quantizer(INPUT, state=state)(x * 100)
+        touch_forward(state, recipe)
+    assert torch.equal(first.rowwise.data, again.rowwise.data)
+    assert torch.equal(first.rowwise.scale, again.rowwise.scale)
+    assert all(torch.equal(state.to_dict()[name], tensor) for name, tensor in after.items())
+    with autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[64.0])
+    assert state.scale.item() == 7.0
+
+
+def test_recording_marks_the_scale_before_any_update():
+    state, recipe, snapshot = DelayedScalingState(2), DelayedScaling(amax_history_len=2), Snapshot()
+    for amax in (2.0, 4.0):
+        with autocast(recipe=recipe), snapshot.recording():
+            used(state, recipe=recipe, values=[amax])
+    with snapshot.replaying():
+        assert snapshot.is_replaying
+        assert state.quantizer(torch.float8_e4m3fn).scale.item() == 1.0
+    assert not snapshot.is_replaying
+
+
+def test_gradients_of_autocast_leave_the_tape_alone():
+    state, recipe = DelayedScalingState(2), DelayedScaling(amax_history_len=2)
+    with autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[2.0])
+    assert not state.scale.requires_grad
+    assert state.scale.grad_fn is None
+
+
+RANK_PROGRAM = """
+import sys, torch, torch.distributed as dist
+from opfuse.recipes import *
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+shared, local = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=2, reduce_amax=False)
+states = [DelayedScalingState(2) for _ in range(4)]
+alone = [dist.new_group([0]), dist.new_group([1])][rank]
+with autocast(recipe=shared):
+    for state, recipe, amax in zip(states, (shared, shared, local), (1.0 + rank, 8.0 - rank, 1.0 + rank)):
+        state.amax.fill_(amax)
+        touch_forward(state, recipe)
+    with autocast(recipe=shared, amax_reduction_group=alone):
+        states[3].amax.fill_(1.0 + rank)
+        touch_forward(states[3], shared)
+class Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, dy):
+        gradient.amax.fill_(1.0 + rank)
+        touch_backward(gradient, shared)
+        return dy
+gradient = DelayedScalingState(2)
+Cast.apply(torch.ones(1, requires_grad=True)).backward()
+print(*[448.0 / state.scale.item() for state in states], 57344.0 / gradient.scale.item())
+dist.destroy_process_group()
+"""
+
+
+def test_amaxes_are_reduced_over_their_group(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", RANK_PROGRAM]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    assert printed == [["2.0", "8.0", "1.0", "1.0", "2.0"], ["2.0", "8.0", "2.0", "2.0", "2.0"]]

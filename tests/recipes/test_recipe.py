@@ -1,0 +1,543 @@
+"""Recipes as values: fields, errors, identity, where a value came from."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import timeit
+from dataclasses import FrozenInstanceError, dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from opfuse import keys
+from opfuse.errors import KeyValueError, OpfuseWarning, RecipeError
+from opfuse.recipes import (
+    RECIPES,
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+    UnknownFieldError,
+    recipe_of,
+)
+from opfuse.tensors.quantizers import IdentityQuantizer
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = (None, "high_precision", "dequantized")
+ENVIRONMENT = ("OPFUSE_BACKWARD_OVERRIDE", "NVTE_BACKWARD_OVERRIDE")
+POWERS = "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"
+
+
+def identity_everywhere(role):
+    return IdentityQuantizer()
+
+
+def another_factory(role):
+    return IdentityQuantizer()
+
+
+REQUIRED = {CustomRecipe: {"qfactory": identity_everywhere}}
+
+
+def build(cls, **values):
+    return cls(**{**REQUIRED.get(cls, {}), **values})
+
+
+ALL = pytest.mark.parametrize("cls", RECIPES.values(), ids=list(RECIPES))
+OVERRIDABLE = pytest.mark.parametrize("cls", [cls for cls in RECIPES.values() if cls is not DelayedScaling])
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("OPFUSE_", "NVTE_"))]:
+        monkeypatch.delenv(name)
+
+
+@ALL
+def test_b01_override_default_is_none_and_a_fourth_value_is_refused(cls):
+    assert build(cls).backward_override is None
+    with pytest.raises(RecipeError, match=rf"{cls.__name__}.backward_override.*got 'zzz'"):
+        build(cls, backward_override="zzz")
+    for value in ([], 0, False, object()):
+        with pytest.raises(RecipeError):
+            build(cls, backward_override=value)
+
+
+@OVERRIDABLE
+@pytest.mark.parametrize("value", OVERRIDES)
+def test_b01_override_accepts_three_values(cls, value):
+    assert build(cls, backward_override=value).backward_override == value
+
+
+@OVERRIDABLE
+def test_b02_r4_environment_is_read_when_the_recipe_is_built(cls, monkeypatch):
+    assert build(cls).backward_override is None
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    recipe = build(cls)
+    assert recipe.backward_override == "dequantized"
+    assert recipe.sources["backward_override"] == "environment NVTE_BACKWARD_OVERRIDE"
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "high_precision")
+    assert build(cls).backward_override == "high_precision"
+    assert build(cls).sources["backward_override"] == "environment OPFUSE_BACKWARD_OVERRIDE"
+    assert recipe.backward_override == "dequantized"
+
+
+@ALL
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_b02_r6_empty_environment_is_unset(cls, name, monkeypatch):
+    monkeypatch.setenv(name, "")
+    assert build(cls).backward_override is None
+    assert build(cls).sources["backward_override"] == "default"
+
+
+def test_b02_empty_opfuse_variable_lets_the_next_one_speak(monkeypatch):
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "")
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    assert MXFP8BlockScaling().backward_override == "dequantized"
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "none")
+    assert MXFP8BlockScaling().backward_override is None
+
+
+def test_b02_bad_environment_names_the_variable(monkeypatch):
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequant")
+    with pytest.raises(RecipeError, match=r"environment NVTE_BACKWARD_OVERRIDE.*'dequantized'"):
+        MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize(("old", "new"), [("unquant", "'high_precision'"), ("dequant", "'dequantized'"), ("default", "None")])
+def test_b03_legacy_value_names_the_new_one(old, new):
+    with pytest.raises(RecipeError, match=f"write {new}"):
+        MXFP8BlockScaling(backward_override=old)
+
+
+@ALL
+def test_b03_pair_of_switches_is_refused(cls):
+    with pytest.raises(TypeError, match=r"backward_override"):
+        build(cls, quantize_forward=False, quantize_backward=True)
+
+
+@pytest.mark.parametrize("value", OVERRIDES[1:])
+def test_b04_delayed_scaling_refuses_an_override(value):
+    with pytest.raises(ValueError, match=rf"DelayedScaling.*{value}") as error:
+        DelayedScaling(backward_override=value)
+    assert isinstance(error.value, RecipeError)
+    with pytest.raises(RecipeError, match=value):
+        DelayedScaling().replace(backward_override=value)
+
+
+def test_b04_r7_checks_survive_python_optimised():
+    program = """
+from opfuse.errors import RecipeError
+from opfuse.recipes import *
+cases = [
+    (DelayedScaling, dict(backward_override="dequantized")), (MXFP8BlockScaling, dict(backward_override="zzz")),
+    (Float8CurrentScaling, dict(fp8_format="E5M2")), (Float8BlockScaling, dict(x_block_scaling_dim=2)),
+    (NVFP4BlockScaling, dict(nvfp4_4over6="all")), (DelayedScaling, dict(amax_history_len=0)), (CustomRecipe, dict(qfactory=3)),
+]
+for cls, values in cases:
+    try:
+        cls(**values)
+    except RecipeError:
+        print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["."] + sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["refused"] * 7
+
+
+@pytest.mark.parametrize("value", ["dequantized", "zzz"])
+def test_r5_environment_override_is_ignored_by_delayed_scaling_with_one_warning(value, monkeypatch):
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", value)
+    with pytest.warns(OpfuseWarning, match="DelayedScaling takes no backward_override.*NVTE_BACKWARD_OVERRIDE") as caught:
+        recipe = DelayedScaling()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert recipe.backward_override is None
+    assert recipe.replace(margin=1).margin == 1  # asks the environment no more
+
+
+def test_b33_precedence_argument_over_file_over_environment_over_default(monkeypatch):
+    kinds = {}
+    kinds["default"] = recipe_of("mxfp8", {})
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "high_precision")
+    kinds["environment OPFUSE_BACKWARD_OVERRIDE"] = recipe_of("mxfp8", {})
+    kinds["fp8.yaml:2:30"] = recipe_of("mxfp8", {"backward_override": "dequantized"}, {"backward_override": "fp8.yaml:2:30"})
+    kinds["argument"] = kinds["fp8.yaml:2:30"].replace(backward_override=None)
+    assert [r.backward_override for r in kinds.values()] == [None, "high_precision", "dequantized", None]
+    assert [r.sources["backward_override"] for r in kinds.values()] == list(kinds)
+    assert [r.sources["rounding"] for r in kinds.values()] == ["default"] * 4
+
+
+@ALL
+def test_b26_every_recipe_and_user_subclass_has_the_override(cls):
+    @dataclass(frozen=True, kw_only=True)
+    class Extended(cls):
+        level: int = 3
+
+    class Renamed(cls):
+        pass
+
+    for kind in (cls, Extended, Renamed):
+        assert hasattr(kind, "backward_override")
+        assert build(kind, **REQUIRED.get(cls, {})).backward_override is None
+    extended = build(Extended, **REQUIRED.get(cls, {}))
+    assert extended.level == 3
+    assert extended.kind == cls.kind
+    assert extended.replace(level=4) != extended
+    assert extended.replace(level=True) != extended.replace(level=1)
+    assert extended.replace(level=1.0) != extended.replace(level=1)
+    assert len({extended, extended.replace(level=4), build(Renamed, **REQUIRED.get(cls, {})), build(cls)}) == 4
+    assert extended.sources["level"] == "default"
+    assert extended.replace(level=4).sources["level"] == "argument"
+
+
+def test_b26_subclass_default_is_checked_and_wins_over_the_environment(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(MXFP8BlockScaling):
+        backward_override: str = "dequantized"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(MXFP8BlockScaling):
+        backward_override: str = "unquant"
+
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "high_precision")
+    assert Mine().backward_override == "dequantized"
+    assert Mine().sources["backward_override"] == "default"
+    assert Mine(backward_override=None).backward_override is None
+    with pytest.raises(RecipeError, match=r"Wrong\.backward_override"):
+        Wrong()
+
+
+def test_b26_subclass_with_its_own_constructor():
+    class Preset(MXFP8BlockScaling):
+        def __init__(self, careful):
+            super().__init__(backward_override="dequantized" if careful else None)
+
+    assert Preset(careful=True).backward_override == "dequantized"
+    assert Preset(careful=True).sources["backward_override"] == "argument"
+    assert Preset(careful=True) != Preset(careful=False)
+
+
+def test_r3_attribute_that_is_not_a_field_is_refused():
+    class Unannotated(MXFP8BlockScaling):
+        rounding = "single"
+
+    class Undecorated(MXFP8BlockScaling):
+        level: int = 3
+
+    for cls, name in ((Unannotated, "rounding"), (Undecorated, "level")):
+        with pytest.raises(RecipeError, match=rf"{name}.*@dataclass"):
+            cls()
+
+
+def test_r1_power_of_two_scales_reach_the_quantizer(monkeypatch):
+    for tensor_type in ("input", "weight", "grad_output"):
+        role = QuantizerRole(tensor_type=tensor_type)
+        assert Float8CurrentScaling(use_power_2_scales=True).quantizer(role).force_pow_2_scales is True
+        assert Float8CurrentScaling().quantizer(role).force_pow_2_scales is False
+        assert Float8CurrentScaling(amax_epsilon=0.5).quantizer(role).amax_epsilon == 0.5
+    monkeypatch.setenv(POWERS, "1")
+    recipe = Float8CurrentScaling()
+    assert (recipe.use_power_2_scales, recipe.sources["use_power_2_scales"]) == (True, f"environment {POWERS}")
+    assert Float8CurrentScaling(use_power_2_scales=False).use_power_2_scales is False
+    monkeypatch.setenv(POWERS, "0")
+    assert Float8CurrentScaling().use_power_2_scales is False
+    monkeypatch.setenv(POWERS, "maybe")
+    with pytest.raises(RecipeError, match=POWERS):
+        Float8CurrentScaling()
+
+
+def test_r2_fp32_scales_reach_the_quantizer(monkeypatch):
+    role = QuantizerRole(tensor_type="weight")
+    assert Float8BlockScaling(use_f32_scales=True).quantizer(role).force_pow_2_scales is False
+    assert Float8BlockScaling().quantizer(role).force_pow_2_scales is True
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert Float8BlockScaling().quantizer(role).force_pow_2_scales is False
+
+
+@pytest.mark.parametrize(
+    ("cls", "keyword", "hint"),
+    [
+        (Float8CurrentScaling, "fp8_quant_fwd_inp", "amax_epsilon"),
+        (Float8CurrentScaling, "use_power2_scales", "did you mean 'use_power_2_scales'"),
+        (DelayedScaling, "amax_history_length", "did you mean 'amax_history_len'"),
+        (DelayedScaling, "fp8_dpa", "attention"),
+        (MXFP8BlockScaling, "margin", "scale_rounding"),
+        (NVFP4BlockScaling, "fp8_mha", "attention"),
+    ],
+)
+def test_r3_r12_unknown_keyword_is_an_error_with_a_suggestion(cls, keyword, hint):
+    with pytest.raises(UnknownFieldError, match=hint) as error:
+        cls(**{keyword: True})
+    assert isinstance(error.value, TypeError)
+    assert isinstance(error.value, RecipeError)
+    assert keyword in str(error.value)
+    with pytest.raises(TypeError):
+        cls().replace(**{keyword: True})
+
+
+@ALL
+def test_r8_recipes_are_frozen(cls):
+    recipe = build(cls)
+    with pytest.raises(FrozenInstanceError):
+        recipe.backward_override = "garbage"
+    with pytest.raises(FrozenInstanceError):
+        del recipe.rounding
+    with pytest.raises(TypeError):
+        recipe.sources["rounding"] = "elsewhere"
+    with pytest.raises(RecipeError):
+        recipe.replace(rounding="never")
+    with pytest.raises(TypeError):
+        cls("per_op")
+
+
+CHANGED = {
+    "backward_override": "dequantized",
+    "rounding": "single",
+    "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
+    "margin": 1,
+    "amax_history_len": 16,
+    "amax_compute_algo": "most_recent",
+    "reduce_amax": False,
+    "use_power_2_scales": True,
+    "amax_epsilon": 1e-6,
+    "use_f32_scales": True,
+    "w_block_scaling_dim": 1,
+    "x_block_scaling_dim": {1: 2},
+    "grad_block_scaling_dim": {1: 2},
+    "enable_2d_quantization": True,
+    "scale_rounding": "floor",
+    "disable_rht": False,
+    "disable_stochastic_rounding": True,
+    "disable_2d_quantization": True,
+    "row_scaled_activation": True,
+    "nvfp4_4over6": "weights",
+    "nvfp4_4over6_err_mode": "MSE",
+    "qfactory": another_factory,
+}
+BASES = {Float8BlockScaling: {"w_block_scaling_dim": 2}, NVFP4BlockScaling: {"disable_rht": True}}
+
+
+@ALL
+def test_r9_r10_every_field_changes_identity_repr_and_hash(cls):
+    base = build(cls, **BASES.get(cls, {}))
+    assert base == build(cls, **BASES.get(cls, {}))
+    assert hash(base) == hash(build(cls, **BASES.get(cls, {})))
+    for field in fields(cls):
+        if cls is DelayedScaling and field.name == "backward_override":
+            continue
+        change = CHANGED[field.name]
+        value = getattr(base, field.name)
+        changes = {field.name: change.get(getattr(value, "name", value)) if isinstance(change, dict) else change}
+        if field.name in ("x_block_scaling_dim", "grad_block_scaling_dim"):
+            base_of = base.replace(w_block_scaling_dim=1)
+        else:
+            base_of = base
+        other = base_of.replace(**changes)
+        assert other != base_of, field.name
+        assert hash(other) != hash(base_of)
+        assert repr(other) != repr(base_of)
+        assert [d.path for d in keys.diff(base_of, other)] == [field.name]
+        assert keys.digest(other) == other.digest != base_of.digest
+
+
+def test_r10_recipes_of_different_classes_differ():
+    recipes = [build(cls) for cls in RECIPES.values()]
+    assert len(set(recipes)) == len(recipes)
+    assert MXFP8BlockScaling() != "mxfp8"
+    assert {MXFP8BlockScaling(): "plan"}[MXFP8BlockScaling(fp8_format="E4M3")] == "plan"
+
+
+def test_r9_source_is_never_compared(monkeypatch):
+    plain = MXFP8BlockScaling(backward_override="dequantized")
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "dequantized")
+    told = MXFP8BlockScaling()
+    assert plain == told
+    assert hash(plain) == hash(told)
+    assert repr(plain) == repr(told)
+    assert plain.sources != told.sources
+    with pytest.raises(UnknownFieldError, match="marginn"):
+        plain.with_sources({"marginn": "a.yaml:1:1"})
+
+
+@ALL
+def test_recipes_copy_and_pickle(cls):
+    recipe = build(cls, rounding="single").with_sources({"rounding": "a.yaml:1:1"})
+    for other in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert other == recipe
+        assert other.sources == recipe.sources
+
+
+def test_r11_nvfp4_contradictions_are_refused_at_construction():
+    for values in ({"nvfp4_4over6": "all"}, {"nvfp4_4over6": "activations"}, {"row_scaled_activation": True}):
+        with pytest.raises(RecipeError, match="disable_rht=True"):
+            NVFP4BlockScaling(**values)
+        NVFP4BlockScaling(**values, disable_rht=True)
+    NVFP4BlockScaling(nvfp4_4over6="weights")
+    with pytest.raises(RecipeError, match="write None"):
+        NVFP4BlockScaling(nvfp4_4over6="none")
+
+
+def test_x06_row_scaled_activations_need_an_override_to_train():
+    row_scaled = NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)
+    with pytest.raises(RecipeError, match=r"row_scaled_activation.*backward_override"):
+        row_scaled.check_trainable()
+    for override in OVERRIDES[1:]:
+        row_scaled.replace(backward_override=override).check_trainable()
+    for cls in RECIPES.values():
+        build(cls).check_trainable()
+
+
+@pytest.mark.parametrize("tiled", [("x", "w"), ("w", "grad"), ("x", "grad"), ("x", "w", "grad")])
+def test_block_scaling_refuses_two_tiled_operands(tiled):
+    dims = {f"{name}_block_scaling_dim": 2 if name in tiled else 1 for name in ("x", "w", "grad")}
+    with pytest.raises(RecipeError, match="at most one"):
+        Float8BlockScaling(**dims)
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (Float8CurrentScaling, {"fp8_format": "E5M2"}),
+        (DelayedScaling, {"fp8_format": Format.E5M2}),
+        (MXFP8BlockScaling, {"fp8_format": "e3m4"}),
+        (Float8BlockScaling, {"fp8_format": 4}),
+        (Float8BlockScaling, {"x_block_scaling_dim": 3}),
+        (Float8BlockScaling, {"x_block_scaling_dim": True}),
+        (DelayedScaling, {"amax_history_len": 0}),
+        (DelayedScaling, {"amax_history_len": 4.0}),
+        (DelayedScaling, {"margin": True}),
+        (DelayedScaling, {"amax_compute_algo": max}),
+        (Float8CurrentScaling, {"amax_epsilon": -1.0}),
+        (Float8CurrentScaling, {"amax_epsilon": float("nan")}),
+        (Float8CurrentScaling, {"use_power_2_scales": 1}),
+        (MXFP8BlockScaling, {"scale_rounding": "up"}),
+        (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "mae"}),
+        (CustomRecipe, {"qfactory": "mxfp8"}),
+    ],
+)
+def test_g20_values_out_of_range_are_refused_by_name(cls, values):
+    with pytest.raises(RecipeError, match=next(iter(values))):
+        cls(**values)
+
+
+def test_equal_values_of_other_spelling_are_the_same_recipe():
+    assert Float8CurrentScaling(fp8_format="HYBRID", amax_epsilon=0) == Float8CurrentScaling()
+    assert MXFP8BlockScaling(fp8_format="HYBRID").fp8_format is Format.HYBRID
+
+
+@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
+@pytest.mark.parametrize("tensor_type", ["input", "weight", "grad_output"])
+def test_h08_hybrid_uses_e5m2_for_gradients_only(cls, tensor_type):
+    role = QuantizerRole(tensor_type=tensor_type)
+    dtype = {Format.HYBRID: "float8_e5m2", Format.E4M3: "float8_e4m3fn"}
+    for fp8_format, gradient in dtype.items():
+        wanted = gradient if tensor_type == "grad_output" else "float8_e4m3fn"
+        quantizer = cls(fp8_format=fp8_format).quantizer(role)
+        assert str(quantizer.fp8_dtype) == f"torch.{wanted}"
+        assert (quantizer.rowwise, quantizer.columnwise) == (True, True)
+
+
+def test_h08_block_dimensions_by_role():
+    recipe = Float8BlockScaling(x_block_scaling_dim=1, w_block_scaling_dim=1, grad_block_scaling_dim=2)
+    dims = [recipe.quantizer(QuantizerRole(tensor_type=t)).block_scaling_dim for t in ("input", "weight", "grad_output")]
+    assert dims == [1, 1, 2]
+
+
+def test_g20_mxfp8_scale_rounding_and_tiles_by_role():
+    recipe = MXFP8BlockScaling(enable_2d_quantization=True, scale_rounding="floor")
+    made = [recipe.quantizer(QuantizerRole(tensor_type=t)) for t in ("input", "weight", "grad_output")]
+    assert [q.with_2d_quantization for q in made] == [False, True, False]
+    assert [q.scale_rounding for q in made] == ["floor"] * 3
+    assert MXFP8BlockScaling().quantizer(QuantizerRole()).scale_rounding == "ceil"
+
+
+NVFP4_FLAGS = ("with_rht", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6")
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({}, {"input": "10000", "weight": "01000", "grad_output": "10100"}),
+        ({"disable_rht": True}, {"input": "00000", "weight": "01000", "grad_output": "00100"}),
+        ({"disable_stochastic_rounding": True}, {"input": "10000", "weight": "01000", "grad_output": "10000"}),
+        ({"disable_2d_quantization": True}, {"input": "10000", "weight": "00000", "grad_output": "10100"}),
+        ({"nvfp4_4over6": "weights"}, {"input": "10000", "weight": "01001", "grad_output": "10100"}),
+        ({"nvfp4_4over6": "all", "disable_rht": True}, {"input": "00001", "weight": "01001", "grad_output": "00100"}),
+        ({"row_scaled_activation": True, "disable_rht": True}, {"input": "00010", "weight": "01000", "grad_output": "00100"}),
+    ],
+)
+def test_h08_nvfp4_options_by_role(values, wanted):
+    recipe = NVFP4BlockScaling(**values)
+    for tensor_type, flags in wanted.items():
+        quantizer = recipe.quantizer(QuantizerRole(tensor_type=tensor_type))
+        assert "".join(str(int(getattr(quantizer, flag))) for flag in NVFP4_FLAGS) == flags, tensor_type
+
+
+@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling])
+def test_h08_unknown_tensor_type_is_refused_with_a_suggestion(cls):
+    with pytest.raises(RecipeError, match="did you mean 'weight'"):
+        cls().quantizer(QuantizerRole(tensor_type="weights"))
+
+
+def test_h08_factory_is_called_once_per_role_per_call():
+    seen = []
+
+    def factory(role):
+        seen.append(role)
+        return None if role.name == "head" else IdentityQuantizer()
+
+    recipe = CustomRecipe(qfactory=factory)
+    roles = [QuantizerRole(tensor_type=t, name="fc1") for t in ("input", "weight", "grad_output", "output")]
+    for role in roles:
+        assert isinstance(recipe.quantizer(role), IdentityQuantizer)
+    assert seen == roles
+    with pytest.raises(ValueError, match=r"name='head'.*None"):
+        recipe.quantizer(QuantizerRole(name="head"))
+
+
+def test_h08_factory_identity_is_part_of_the_recipe():
+    def factory_of(quantizer):
+        def factory(role):
+            return quantizer
+
+        return factory
+
+    first, second = factory_of(IdentityQuantizer()), factory_of(IdentityQuantizer())
+    assert CustomRecipe(qfactory=first) == CustomRecipe(qfactory=first)
+    assert CustomRecipe(qfactory=first) != CustomRecipe(qfactory=second)
+    assert CustomRecipe(qfactory=identity_everywhere) != CustomRecipe(qfactory=another_factory)
+    with pytest.raises(KeyValueError, match="qfactory"):
+        CustomRecipe(qfactory=(lambda a: a).__get__(3))
+
+
+def test_recipe_of_names_the_nearest_kind():
+    with pytest.raises(RecipeError, match="did you mean 'mxfp8'"):
+        recipe_of("mxpf8", {})
+    assert recipe_of("delayed", {"margin": 2}) == DelayedScaling(margin=2)
+    assert all(recipe_of(kind, REQUIRED.get(cls, {})).kind == kind for kind, cls in RECIPES.items())
+
+
+def test_recipe_base_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        Recipe()
+
+
+def test_r9_identity_is_cheap():
+    """The plan key hashes and compares recipes on every call: a loose bound that building a digest would break 10 times over."""
+    recipe, other = Float8BlockScaling(), Float8BlockScaling()
+    best = min(timeit.repeat(lambda: (hash(recipe), recipe == other), number=2000, repeat=5)) / 2000
+    assert best < 5e-6

@@ -47,6 +47,16 @@ def encode(bits: np.ndarray, name: str) -> np.ndarray:
     return np.where(nan, canonical, encode_ndarray(info, rounded)).astype(np.uint16 if info.bits > 8 else np.uint8)
 
 
+def encode_e2m1_stochastic(bits: np.ndarray, random: int) -> np.ndarray:
+    """The E2M1 code of |x| + random / 256 * step, the sum rounded to fp32 and then towards zero."""
+    values = _fp64(bits)
+    magnitude = np.where(np.isnan(values), 0.0, np.abs(values))
+    raised = _rounded(magnitude + random / 256 * np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0))
+    code = round_ndarray(format_info_ocp_e2m1, raised, RoundMode.TowardZero, sat=True)
+    code = encode_ndarray(format_info_ocp_e2m1, np.copysign(code, values))
+    return np.where(np.isnan(values), 7, code).astype(np.uint8)
+
+
 def decode(codes: np.ndarray, name: str) -> np.ndarray:
     """Values of codes."""
     return _bits(decode_ndarray(FORMATS[name], codes.astype(np.int64)))

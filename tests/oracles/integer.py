@@ -60,7 +60,7 @@ def fp32_bits(value: Fraction | int) -> int:
 
 
 @cache
-def _passing_points(name: str) -> np.ndarray:
+def passing_points(name: str) -> np.ndarray:
     """For each code from 1 up, the least magnitude bits that round to it or above."""
     encoding = ENCODINGS[name]
     values = [encoding.value(code) for code in range(encoding.top + 1)]
@@ -71,9 +71,22 @@ def encode(bits: np.ndarray, name: str) -> np.ndarray:
     """Codes, rounded to nearest even; the sign of zero is kept, NaN has no sign."""
     encoding = ENCODINGS[name]
     magnitude = bits & np.uint32(MAGNITUDE)
-    code = np.searchsorted(_passing_points(name), magnitude, side="right")
+    code = np.searchsorted(passing_points(name), magnitude, side="right")
     code |= (bits >> np.uint32(31)).astype(np.int64) << (encoding.bits - 1)
     return np.where(magnitude > INF, encoding.nan, code).astype(np.uint16 if encoding.bits > 8 else np.uint8)
+
+
+def encode_e2m1_stochastic(bits: np.ndarray, random: int) -> np.ndarray:
+    """The E2M1 code at or below |x| + random / 256 * step, the sum rounded to fp32; step 1/2 below 2, 1 below 4, else 2."""
+    magnitude = np.minimum(_magnitude(bits), fp32_bits(8))
+    significand, exponent = _unpack(magnitude)
+    # In units of 2^-54 the sum is an integer; what is smaller than a unit can only break a tie.
+    units = np.where(exponent >= -54, significand << np.clip(exponent + 54, 0, 34), significand > 0)
+    step = np.where(magnitude < fp32_bits(2), 1, np.where(magnitude < fp32_bits(4), 2, 4)) << 53
+    raised = _round(units + random * (step >> 8), np.int64(-54))
+    values = [fp32_bits(ENCODINGS["e2m1"].value(code)) for code in range(1, 8)]
+    code = np.searchsorted(values, raised, side="right") | (bits >> np.uint32(31)).astype(np.int64) << 3
+    return np.where(_magnitude(bits) > INF, 7, code).astype(np.uint8)
 
 
 @cache
@@ -205,6 +218,13 @@ def nvfp4_multiplier(block_scale: np.ndarray, global_scale: np.ndarray) -> np.nd
     decoded = multiply(decode(block_scale, "e4m3"), divide(np.uint32(ONE), global_scale))
     reciprocal = divide(np.uint32(ONE), decoded)
     return np.where(reciprocal == INF, np.uint32(LARGEST), reciprocal)
+
+
+def random_byte(seed: int, stream: int, element: int) -> int:
+    """Byte ``element`` % 16 of the Philox block ``element`` // 16 of a plane; the 64-bit seed is the key."""
+    block, byte = divmod(element, 16)
+    words = philox4x32((block % 2**32, block >> 32, stream, 0), (seed % 2**32, seed >> 32))
+    return words[byte // 4] >> 8 * (byte % 4) & 0xFF
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

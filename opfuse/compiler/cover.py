@@ -1,0 +1,200 @@
+"""Which rule runs which nodes, and an outcome for every rule: what fused, what did not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opfuse.compiler.graph import BACKWARD, FORWARD, Graph, Node
+from opfuse.compiler.rules import ABSENT, JOINT, Fusion, Guard, Term, is_
+from opfuse.core.signature import Env
+
+FUSED, SHADOWED, MISSED, ABSENT_STATUS = "fused", "shadowed", "missed", "absent"
+
+Binding = tuple[tuple[int, ...], ...]
+"""Node indices at each place of a pattern."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rule at one place.
+
+    status: fused, shadowed (``by`` names the rule that took the nodes), missed (``guard`` wanted something else), or absent.
+    ops: names of the nodes concerned.
+    """
+
+    rule: str
+    direction: str
+    status: str
+    ops: tuple[str, ...] = ()
+    by: str | None = None
+    guard: str | None = None
+    wanted: str | None = None
+    got: str | None = None
+
+    def __str__(self) -> str:
+        reason = f"by {self.by}" if self.by else f"{self.guard}: wants {self.wanted}, got {self.got}" if self.guard else ""
+        return f"{self.direction:<9} {self.rule:<28} {self.status:<9} {' '.join(self.ops):<40} {reason}".rstrip()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that one implementation runs. rule: None for a node that runs alone."""
+
+    nodes: tuple[int, ...]
+    rule: Fusion | None = None
+    binding: Binding = ()
+    opaque: Any = None
+
+    @property
+    def name(self) -> str:
+        """The rule's name, or the fused op's class."""
+        return self.rule.name if self.rule is not None else type(self.opaque).__name__
+
+
+@dataclass(frozen=True)
+class Partial:
+    """How far a pattern got where it did not match."""
+
+    depth: int
+    node: Node | None
+    term: Term
+    at: tuple[int, ...]
+
+
+class Chain:
+    """The main chain of a graph in one direction, with links only where a fused kernel may hide the value in between."""
+
+    def __init__(self, graph: Graph, direction: str) -> None:
+        self.direction = direction
+        self.nodes = graph.view(direction if direction != JOINT else FORWARD)
+        if direction == JOINT:
+            self.nodes = tuple(node for node in graph.nodes if not node.side)
+        self.next: list[Node | None] = [None] * len(self.nodes)
+        for i, (node, follower) in enumerate(zip(self.nodes, self.nodes[1:])):
+            if graph.linked(node, follower, self.direction):
+                self.next[i] = follower
+
+
+def _runs(chain: Chain, start: int) -> Iterator[Node | None]:
+    position: int | None = start
+    while position is not None:
+        yield chain.nodes[position]
+        position = position + 1 if chain.next[position] is not None else None
+    while True:
+        yield None
+
+
+def match(pattern: Sequence[Term], chain: Chain, start: int) -> Binding | Partial:
+    """Bind ``pattern`` greedily from the node at ``start``; a Partial says where it stopped."""
+    nodes = _runs(chain, start)
+    node = next(nodes)
+    bound: list[tuple[int, ...]] = []
+    for term in pattern:
+        here: list[int] = []
+        while node is not None and term.accepts(node) and (term.high is None or len(here) < term.high):
+            here.append(node.index)
+            node = next(nodes)
+        if len(here) < term.low:
+            return Partial(len(bound), node, term, tuple(i for place in bound for i in place))
+        bound.append(tuple(here))
+    return tuple(bound)
+
+
+def read(path: str, graph: Graph, env: Env, names: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """The values a guard's path stands for: one for ``env``, one for each node bound to a name."""
+    root, *rest = path.split(".")
+    starts: list[Any] = [env] if root == "env" else [graph.nodes[i] for i in names[root]]
+    return [_walk(start, rest) for start in starts]
+
+
+def _walk(value: Any, path: Sequence[str]) -> Any:
+    for step in path:
+        if isinstance(value, Node):
+            params = dict(value.params)
+            value = params[step] if step in params else getattr(value.spec, step, getattr(value, step, ABSENT))
+        else:
+            value = getattr(value, step, ABSENT)
+        if value is ABSENT:
+            return ABSENT
+    return value
+
+
+def _refusal(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> tuple[Guard, Any] | None:
+    names = {term.name: place for term, place in zip(rule.pattern, binding)}
+    level_guard = (is_("env.rounding", "per_op"),) if env.level == 1 else ()
+    for guard in level_guard + rule.when:
+        for got in read(guard.reads, graph, env, names):
+            if not guard.ok(got):
+                return guard, got
+    return None
+
+
+def cover(graph: Graph, env: Env, rules: Sequence[Fusion], direction: str, taken: Mapping[int, str]) -> tuple[list[Group], list[Outcome]]:
+    """Groups of the rules of one direction, and their outcomes.
+
+    Rules claim in order, each over the whole chain from left to right; ``taken`` maps nodes that are claimed already to the
+    claimant's name.
+    """
+    chain = Chain(graph, direction)
+    claimed = dict(taken)
+    groups: list[Group] = []
+    outcomes: list[Outcome] = []
+    for rule in rules:
+        found, seen = _apply(rule, chain, graph, env, claimed)
+        groups += found
+        outcomes += seen
+    return groups, outcomes
+
+
+def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int, str]) -> tuple[list[Group], list[Outcome]]:
+    groups: list[Group] = []
+    outcomes: list[Outcome] = []
+    nearest: Partial | None = None
+    start, first = 0, rule.pattern[0]
+    while start < len(chain.nodes):
+        if not first.accepts(chain.nodes[start]) and first.low > 0:
+            start += 1
+            continue
+        binding = match(rule.pattern, chain, start)
+        if isinstance(binding, Partial):
+            nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
+            start += 1
+            continue
+        nodes = tuple(i for place in binding for i in place)
+        if len(nodes) < 2:
+            nearest = nearest or Partial(1, None, rule.pattern[-1], nodes)
+            start += 1
+            continue
+        outcome = _outcome(rule, graph, env, binding, claimed)
+        outcomes.append(outcome)
+        if outcome.status == FUSED:
+            groups.append(Group(nodes, rule, binding))
+            claimed.update(dict.fromkeys(nodes, rule.name))
+        start += len(nodes) if outcome.status == FUSED else 1
+    return groups, outcomes or [_absence(rule, graph, nearest)]
+
+
+def _outcome(rule: Fusion, graph: Graph, env: Env, binding: Binding, claimed: Mapping[int, str]) -> Outcome:
+    nodes = tuple(i for place in binding for i in place)
+    ops = tuple(graph.nodes[i].name for i in nodes)
+    owner = next((claimed[i] for i in nodes if i in claimed), None)
+    if owner is not None:
+        return Outcome(rule.name, rule.direction, SHADOWED, ops, by=owner)
+    refusal = _refusal(rule, graph, env, binding)
+    if refusal is not None:
+        guard, got = refusal
+        return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
+    return Outcome(rule.name, rule.direction, FUSED, ops)
+
+
+def _absence(rule: Fusion, graph: Graph, nearest: Partial | None) -> Outcome:
+    if nearest is None or not nearest.at:
+        return Outcome(rule.name, rule.direction, ABSENT_STATUS)
+    ops = tuple(graph.nodes[i].name for i in nearest.at)
+    got = nearest.node.kind if nearest.node is not None else "the end of the run"
+    return Outcome(rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got)
+
+
+DIRECTIONS = (JOINT, FORWARD, BACKWARD)

@@ -1,0 +1,151 @@
+"""A pipeline of ops: makes a key of every call, keeps a plan for every key, runs it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.compiler.lower import Inputs, check_channels
+from opfuse.compiler.plan import Plan, PlanKey, compile_plan
+from opfuse.compiler.registry import RuleSet, active_rules
+from opfuse.compiler.run import run_plan
+from opfuse.core.operation import FusedOperation, FusibleOperation
+from opfuse.core.signature import Env, tensor_sig
+from opfuse.errors import PipelineError, PlanMissError, describe
+from opfuse.keys import Cache, Miss, digest, token
+from opfuse.recipes import current_amax_group, current_recipe
+
+ROWS = 128
+PLANS = 64
+_log = logging.getLogger("opfuse.misses")
+_on_miss: ContextVar[str] = ContextVar("opfuse_on_miss", default="plan")
+_recorder: ContextVar[list[Plan] | None] = ContextVar("opfuse_recorder", default=None)
+
+
+class CacheInfo(NamedTuple):
+    """Plans alive, calls that found one, calls that did not, and why the last one did not."""
+
+    plans: int
+    hits: int
+    misses: int
+    last_miss: str | None
+
+
+@contextmanager
+def on_miss(policy: str) -> Iterator[None]:
+    """Inside the block a plan miss is made up for (``"plan"``) or raises PlanMissError (``"error"``)."""
+    if policy not in ("plan", "error"):
+        raise PlanMissError(describe("on_miss", wanted="'plan' or 'error'", got=repr(policy), cure="choose one of the two"))
+    reset = _on_miss.set(policy)
+    try:
+        yield
+    finally:
+        _on_miss.reset(reset)
+
+
+@contextmanager
+def recorded_plans() -> Iterator[list[Plan]]:
+    """The plans that run inside the block, in order."""
+    plans: list[Plan] = []
+    reset = _recorder.set(plans)
+    try:
+        yield plans
+    finally:
+        _recorder.reset(reset)
+
+
+@cache
+def _arch(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+class OperationFuser:
+    """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once."""
+
+    def __init__(self, ops: Sequence[FusibleOperation], *, rules: RuleSet | None = None, name: str = "") -> None:
+        self.presets = tuple(op for op in ops if isinstance(op, FusedOperation))
+        self.ops = tuple(basic for op in ops for basic in op.basic_ops)
+        self.label = name or "pipeline"
+        self.rules = rules
+        check_channels(self.ops)
+        for op in self.ops:
+            op.capture()
+        self.structure = digest(tuple(
+            (type(op), op.spec, tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels))) for op in self.ops
+        ))
+        self.num_extra_inputs = sum(channel.name is None for op in self.ops for channel in op.extra_input_channels)
+        self.num_extra_outputs = sum(channel.to_caller for op in self.ops for channel in op.extra_output_channels)
+        self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
+        self._names = tuple(op.parameter_names for op in self.ops)
+        self._slots = tuple(tuple((slot, name.rpartition(".")[2]) for name, slot in op.parameter_slots()) for op in self.ops)
+
+    def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> PlanKey:
+        """Everything that the plan of this call may depend on."""
+        device = x.device
+        recipe = current_recipe()
+        group = current_amax_group()
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        rows = x.numel() // (x.shape[-1] or 1) if x.dim() else 1
+        env = Env(recipe, token(group) if group is not None else None, torch.is_grad_enabled(), autocast, device.type, _arch(device),
+                  gcd(rows, ROWS), x.data_ptr() % 16 == 0, rules.level)
+        params = tuple([tuple([None if (p := slot[name]) is None else tensor_sig(p, shape=True) for slot, name in slots]) for slots in self._slots])
+        inputs = Inputs(tensor_sig(x, shape=False), tuple([tensor_sig(extra, shape=False) for extra in extras]), params,
+                        tuple([op.training for op in self.ops]))
+        return PlanKey(self.structure, env, inputs, rules.digest)
+
+    def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
+        """The plan of this call, from the cache or made now."""
+        rules = self.rules or active_rules()
+        key = self.key(x, extras, rules)
+        plan = self.cache.get(key)
+        return plan if plan is not None else self._miss(key, rules)
+
+    def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
+        why = self.cache.why(key)
+        if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            raise PlanMissError(describe(f"plan of {self.label}", wanted="a plan made before", got=str(why),
+                                         cure="run the call once before graph capture or on_miss('error')"))
+        if key.env.recipe is not None and key.env.grad:
+            key.env.recipe.check_trainable()
+        start = time.perf_counter()
+        plan = compile_plan(self.ops, key, rules, self._names, self.presets)
+        self.cache.put(key, plan)
+        _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
+        return plan
+
+    def __call__(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None = None) -> Any:
+        """The main output, or a tuple of it and the extra outputs that go to the caller."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(describe(f"{self.label} input", wanted="a torch.Tensor", got=type(x).__name__, cure="pass a tensor"))
+        if len(extras) != self.num_extra_inputs:
+            raise PipelineError(describe(self.label, wanted=f"{self.num_extra_inputs} extra inputs", got=len(extras),
+                                         cure="pass one tensor for each extra input that has no channel, in op order"))
+        plan = self.plan(x, *extras)
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder.append(plan)
+        outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def cache_info(self) -> CacheInfo:
+        """Plans alive, hits, misses, reason of the last miss."""
+        last: Miss | None = self.cache.last_miss
+        return CacheInfo(len(self.cache), self.cache.hits, self.cache.misses, None if last is None else str(last))
+
+
+def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
+    fuser: OperationFuser | None = op.__dict__.get("_fuser")
+    if fuser is None:
+        fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label)
+    return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)])
+
+
+FusibleOperation.run_alone = staticmethod(_run_alone)

@@ -1,0 +1,121 @@
+"""The lowered pipeline: nodes are values, quantization is explicit, and a networkx graph says how they are wired.
+
+Nodes stand in forward order. A node reads values by number and writes new ones; value 0 is the pipeline's input. The *main*
+value of a node is its first input and first output; a channel is an edge like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+
+from opfuse.core.signature import TensorSig
+
+FORWARD = "forward"
+BACKWARD = "backward"
+BOTH = frozenset((FORWARD, BACKWARD))
+
+QUANTIZE = "quantize"
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """What an explicit quantize node does: the operand's role, and the quantizer with the planes that will be read.
+
+    state: the op's delayed-scaling state; None for a quantizer without state.
+    """
+
+    role: str
+    quantizer: Any
+    state: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of the lowered pipeline.
+
+    op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds an operand (a weight) and is not on the main chain.
+    directions: the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" ….
+    """
+
+    index: int
+    kind: str
+    op: int
+    spec: Any
+    traits: frozenset[str] = frozenset()
+    params: tuple[tuple[str, TensorSig | None], ...] = ()
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    operands: tuple[tuple[str, int], ...] = ()
+    directions: frozenset[str] = BOTH
+    needs: frozenset[str] = frozenset()
+    side: bool = False
+
+    @property
+    def name(self) -> str:
+        """How explanations call the node: ``3:gelu``, ``1:quantize[weight]``."""
+        role = f"[{self.spec.role}]" if isinstance(self.spec, CastSpec) else ""
+        return f"{self.index}:{self.kind}{role}"
+
+    def is_a(self, word: str) -> bool:
+        """Whether a pattern word means this node: its kind or one of its traits."""
+        return word == self.kind or word in self.traits
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Lowered nodes and their wiring.
+
+    root: value that a quantized copy is a copy of; their gradients are one.
+    extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
+    digraph: node indices as vertices, one edge per value read, with attribute ``value``.
+    """
+
+    nodes: tuple[Node, ...]
+    extra_inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    grads: frozenset[int]
+    producer: dict[int, int] = field(compare=False)
+    consumers: dict[int, tuple[int, ...]] = field(compare=False)
+    root: dict[int, int] = field(compare=False)
+    digraph: nx.MultiDiGraph = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], extra_inputs: Iterable[int], outputs: Iterable[int], grads: Iterable[int]) -> Graph:
+        """Wire ``nodes`` up. grads: numbers of the values that a gradient flows into."""
+        digraph = nx.MultiDiGraph()
+        digraph.add_nodes_from(node.index for node in nodes)
+        producer = {value: node.index for node in nodes if FORWARD in node.directions for value in node.outputs}
+        consumers: dict[int, list[int]] = {}
+        for node in nodes:
+            for value in (*node.inputs, *(value for _, value in node.operands)):
+                consumers.setdefault(value, []).append(node.index)
+                if value in producer:
+                    digraph.add_edge(producer[value], node.index, value=value)
+        root: dict[int, int] = {}
+        for node in nodes:
+            if node.kind == QUANTIZE and node.inputs and node.inputs != node.outputs:
+                root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
+        readers = {value: tuple(indices) for value, indices in consumers.items()}
+        return cls(tuple(nodes), tuple(extra_inputs), tuple(outputs), frozenset(grads), producer, readers, root, digraph)
+
+    def gradient_of(self, value: int) -> int:
+        """The number under which the gradient of ``value`` is summed."""
+        return self.root.get(value, value)
+
+    def view(self, direction: str) -> tuple[Node, ...]:
+        """The main-chain nodes that do something in ``direction``, in forward order."""
+        return tuple(node for node in self.nodes if direction in node.directions and not node.side)
+
+    def linked(self, node: Node, follower: Node, direction: str) -> bool:
+        """Whether ``follower`` alone continues ``node`` in ``direction``: the value between has no other reader and leaves nowhere."""
+        value = node.outputs[0]
+        if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:
+            return False
+        readers = [i for i in self.consumers.get(value, ()) if direction in self.nodes[i].directions and i > node.index]
+        if direction == FORWARD:
+            return len(node.outputs) == 1 and readers == [follower.index]
+        return all(i == follower.index for i in readers)

@@ -1,0 +1,169 @@
+"""Lowering: basic ops and the environment in, a graph with explicit quantization out.
+
+Around an op with quantized operands stand ``quantize`` nodes, in this order: parameters (aside), the input, the op, and the
+output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
+from what needs a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph, Node
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env, TensorSig
+from opfuse.errors import PipelineError, describe
+
+GRADIENT = "grad_output"
+
+
+class Inputs(NamedTuple):
+    """Signatures of what enters a pipeline: its input, the extra inputs the caller gives, parameters and mode op by op."""
+
+    x: TensorSig
+    extras: tuple[TensorSig, ...]
+    params: tuple[tuple[TensorSig | None, ...], ...]
+    training: tuple[bool, ...]
+
+
+@dataclass
+class _Builder:
+    """The graph so far: the current main value, which values carry gradients, which are quantized."""
+
+    env: Env
+    nodes: list[Node] = field(default_factory=list)
+    values: int = 1
+    current: int = 0
+    grads: set[int] = field(default_factory=set)
+    casts: dict[int, int] = field(default_factory=dict)
+    channels: dict[str, int] = field(default_factory=dict)
+    extra_inputs: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+
+    def new_value(self, *, grad: bool) -> int:
+        value, self.values = self.values, self.values + 1
+        if grad:
+            self.grads.add(value)
+        return value
+
+    def add(self, **fields: Any) -> Node:
+        node = Node(index=len(self.nodes), **fields)
+        self.nodes.append(node)
+        return node
+
+
+def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, names: Sequence[tuple[str, ...]]) -> Graph:
+    """The lowered graph of ``ops``. names: parameter names, op by op."""
+    b = _Builder(env)
+    if env.grad and inputs.x.requires_grad:
+        b.grads.add(0)
+    extras = iter(inputs.extras)
+    for index, op in enumerate(ops):
+        params = dict(zip(names[index], inputs.params[index]))
+        extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
+        needs = _needs(b, params, extra_values)
+        casts = _casts(op, env, params, needs)
+        operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
+        if "input" in casts:
+            _cast_input(b, index, casts["input"])
+        if not op.is_cast:
+            _add_op(b, op, index, params, operands, extra_values, needs)
+        if GRADIENT in casts:
+            _cast_gradient(b, index, casts[GRADIENT])
+    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads)
+
+
+def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> int:
+    if name is None:
+        sig = next(extras)
+        value = b.new_value(grad=b.env.grad and sig.requires_grad)
+        b.extra_inputs.append(value)
+        return value
+    return b.channels[name]
+
+
+def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Sequence[int]) -> frozenset[str]:
+    wanted = {name for name, sig in params.items() if b.env.grad and sig is not None and sig.requires_grad}
+    wanted |= {f"extra{i}" for i, value in enumerate(extra_values) if value in b.grads}
+    return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
+
+
+def _casts(op: BasicOperation, env: Env, params: Mapping[str, TensorSig | None], needs: frozenset[str]) -> dict[str, CastSpec]:
+    """The quantize nodes of one op, by role."""
+    recipe = env.recipe
+    if recipe is None:
+        return {}
+    backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & params.keys() else ())
+    casts = {}
+    for role in op.quantized_roles():
+        if role in params and params[role] is not None and params[role].quantized is not None:  # type: ignore[union-attr]
+            continue
+        quantizer, state = op.make_quantizer(role, recipe)
+        narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
+        if narrowed is not None:
+            casts[role] = CastSpec(role, narrowed, state)
+    return casts
+
+
+def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
+    value = b.new_value(grad=False)
+    b.add(kind=QUANTIZE, op=op, spec=spec, outputs=(value,), directions=frozenset((FORWARD,)), side=True)
+    return spec.role, value
+
+
+def _cast_input(b: _Builder, op: int, spec: CastSpec) -> None:
+    earlier = b.casts.get(b.current)
+    if earlier is not None:
+        node = b.nodes[earlier]
+        b.nodes[earlier] = replace(node, spec=_widened(node.spec, spec))
+        return
+    value = b.new_value(grad=b.current in b.grads)
+    node = b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(value,), directions=frozenset((FORWARD,)))
+    b.casts[value] = node.index
+    b.current = value
+
+
+def _widened(spec: CastSpec, other: CastSpec) -> CastSpec:
+    """An explicit Quantize before a product makes the planes that the product reads as well."""
+    return replace(other, role=spec.role, state=spec.state or other.state)
+
+
+def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
+    last = b.nodes[-1] if b.nodes else None
+    if last is not None and last.kind == QUANTIZE and last.directions == {BACKWARD}:
+        return
+    if b.current in b.grads:
+        b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
+
+
+def _add_op(b: _Builder, op: BasicOperation, index: int, params: Mapping[str, TensorSig | None], operands: Sequence[tuple[str, int]],
+            extra_values: tuple[int, ...], needs: frozenset[str]) -> None:
+    inputs = (b.current, *extra_values)
+    outputs = tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs))
+    b.add(kind=op.kind, op=index, spec=op.spec, traits=op.traits, params=tuple(params.items()), inputs=inputs, outputs=outputs,
+          operands=tuple(operands), directions=BOTH if needs else frozenset((FORWARD,)), needs=needs)
+    b.current = outputs[0]
+    for channel, value in zip(op.extra_output_channels, outputs[1:]):
+        if channel.name is not None:
+            b.channels[channel.name] = value
+        if channel.to_caller:
+            b.returned.append(value)
+
+
+
+def check_channels(ops: Sequence[BasicOperation]) -> None:
+    """PipelineError unless every channel has one producer, before all of its consumers."""
+    produced: set[str] = set()
+    for op in ops:
+        for i, channel in enumerate(op.extra_input_channels):
+            if channel.name is not None and channel.name not in produced:
+                raise PipelineError(describe(f"{op.label} extra input {i}", wanted=f"an earlier op that produces channel {channel.name!r}",
+                                             got=sorted(produced), cure="put the producer before the consumer, or take the input from the caller"))
+        for channel in op.extra_output_channels:
+            if channel.name in produced:
+                raise PipelineError(describe(f"{op.label} extra output", wanted="one producer a channel",
+                                             got=f"a second producer of {channel.name!r}", cure="rename one of the channels"))
+            if channel.name is not None:
+                produced.add(channel.name)

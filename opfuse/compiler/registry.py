@@ -1,0 +1,163 @@
+"""Which rules are active: an ordered tuple of them, functions registered beside them, and the level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from opfuse.compiler.graph import BACKWARD, FORWARD
+from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.errors import FusionError, describe, nearest
+from opfuse.keys import digest
+
+
+@dataclass(frozen=True)
+class FusionFunction:
+    """A function ``func(ops, *, recipe) -> ops`` that replaces runs of live ops by FusedOperations.
+
+    It sees modules, not keys, so plans it takes part in are marked opaque; it is asked again for every new key.
+    """
+
+    name: str
+    direction: str
+    func: Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """Rules in the order in which they claim, registered functions, and the level: 0 none, 1 bitwise-equal only, 2 all."""
+
+    rules: tuple[Fusion, ...] = ()
+    functions: tuple[FusionFunction, ...] = ()
+    level: int = 2
+
+    @cached_property
+    def digest(self) -> str:
+        """Value identity, for keys."""
+        return digest((self.rules, self.functions, self.level))
+
+    def of(self, direction: str, level: int) -> tuple[Fusion, ...]:
+        """The rules of one direction, higher priority first, in order otherwise."""
+        if level == 0:
+            return ()
+        return tuple(sorted((rule for rule in self.rules if rule.direction == direction), key=lambda rule: -rule.priority))
+
+    def functions_of(self, direction: str, level: int) -> tuple[FusionFunction, ...]:
+        """The functions of one direction, in order."""
+        return tuple(f for f in self.functions if f.direction == direction and level > 0)
+
+    def without(self, *names: str) -> RuleSet:
+        """The same set without the named rules and functions; FusionError for a name it does not hold."""
+        self._check(names)
+        return replace(self, rules=tuple(r for r in self.rules if r.name not in names),
+                       functions=tuple(f for f in self.functions if f.name not in names))
+
+    def with_rule(self, rule: Fusion, *, first: bool = False) -> RuleSet:
+        """The same set with one more rule, last or first; FusionError if the name is taken."""
+        self._free(rule.name)
+        return replace(self, rules=(rule, *self.rules) if first else (*self.rules, rule))
+
+    def with_function(self, function: FusionFunction, *, first: bool = False) -> RuleSet:
+        """The same set with one more function."""
+        self._free(function.name)
+        return replace(self, functions=(function, *self.functions) if first else (*self.functions, function))
+
+    def replaced(self, rule: Fusion) -> RuleSet:
+        """The same set with the rule of that name replaced."""
+        self._check((rule.name,))
+        return replace(self, rules=tuple(rule if r.name == rule.name else r for r in self.rules))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all rules and functions."""
+        return tuple(r.name for r in self.rules) + tuple(f.name for f in self.functions)
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                raise FusionError(describe(f"fusion {name!r}", wanted=f"one of {self.names}", got=repr(name),
+                                           cure="name a registered fusion" + nearest(name, self.names)))
+
+    def _free(self, name: str) -> None:
+        if name in self.names:
+            raise FusionError(describe(f"fusion {name!r}", wanted="a new name", got="one that is registered",
+                                       cure="choose another name or unregister the old rule"))
+
+
+_defaults = RuleSet()
+_scoped: ContextVar[RuleSet | None] = ContextVar("opfuse_rules", default=None)
+
+
+def active_rules() -> RuleSet:
+    """The rule set that plans are made with here."""
+    return _scoped.get() or _defaults
+
+
+def set_default_rules(rules: RuleSet) -> None:
+    """Replace the process-wide rule set."""
+    global _defaults  # noqa: PLW0603 - one process-wide table, replaced as a whole
+    _defaults = rules
+
+
+@contextmanager
+def use_rules(rules: RuleSet) -> Iterator[RuleSet]:
+    """Plan with ``rules`` inside the block."""
+    token = _scoped.set(rules)
+    try:
+        yield rules
+    finally:
+        _scoped.reset(token)
+
+
+class Registration:
+    """A registered fusion. As a context manager it unregisters on exit; ``unregister()`` does so at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def unregister(self) -> None:
+        """Remove the fusion from the process-wide rule set; does nothing the second time."""
+        if self.name in _defaults.names:
+            set_default_rules(_defaults.without(self.name))
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.unregister()
+
+
+def register_fusion(rule: Fusion, *, prepend: bool = False) -> Registration:
+    """Add a declarative rule to the process-wide set."""
+    set_default_rules(_defaults.with_rule(rule, first=prepend))
+    return Registration(rule.name)
+
+
+def _register(direction: str, func: Callable[..., Any], prepend: bool, name: str | None) -> Registration:
+    name = name or getattr(func, "__name__", type(func).__name__)
+    if name in _defaults.names:
+        name = next(f"{name}_{i}" for i in range(2, 1_000_000) if f"{name}_{i}" not in _defaults.names)
+    set_default_rules(_defaults.with_function(FusionFunction(name, direction, func), first=prepend))
+    return Registration(name)
+
+
+def register_forward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
+    """Register ``func(ops, *, recipe) -> ops``, whose FusedOperations bring their own ``fuser_forward``.
+
+    Functions see the pipeline before the declarative rules do, in the order of registration (``prepend``: first).
+    """
+    return _register(FORWARD, func, prepend, name)
+
+
+def register_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
+    """Like :func:`register_forward_fusion`, for ``fuser_backward``."""
+    return _register(BACKWARD, func, prepend, name)
+
+
+def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
+    """Like :func:`register_forward_fusion`, for ops that bring both and keep their own saved state."""
+    return _register(JOINT, func, prepend, name)

@@ -1,0 +1,175 @@
+"""Fusion rules as values: a pattern over the lowered pipeline, guards over what is in the key, and implementations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from opfuse.compiler.graph import BACKWARD, FORWARD, Node
+from opfuse.errors import FusionError, describe
+
+JOINT = "joint"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One place of a pattern: nodes of these kinds or traits, between ``low`` and ``high`` of them (None: any number)."""
+
+    name: str
+    words: tuple[str, ...]
+    low: int = 1
+    high: int | None = 1
+
+    def __str__(self) -> str:
+        count = {(1, 1): "", (0, 1): "?", (0, None): "*", (1, None): "+"}.get((self.low, self.high), f"{{{self.low},{self.high}}}")
+        return "|".join(self.words) + count
+
+    def accepts(self, node: Node) -> bool:
+        """Whether ``node`` can stand here."""
+        return any(node.is_a(word) for word in self.words)
+
+
+def one(*words: str) -> Term:
+    """Exactly one node of any of these kinds or traits."""
+    return Term("", words)
+
+
+def maybe(*words: str) -> Term:
+    """At most one node."""
+    return Term("", words, low=0)
+
+
+def run(*words: str, low: int = 0) -> Term:
+    """As many consecutive nodes as match."""
+    return Term("", words, low=low, high=None)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT: Any = _Absent()
+
+
+def _at_least(got: Any, want: Any) -> bool:
+    return bool(got is not None and got >= want)
+
+
+def _multiple_of(got: Any, want: Any) -> bool:
+    return isinstance(got, int) and got % want == 0
+
+
+TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "is": (lambda got, want: type(got) is type(want) and got == want, "{!r}"),
+    "is_not": (lambda got, want: got != want, "anything but {!r}"),
+    "one_of": (lambda got, want: got in want, "one of {!r}"),
+    "at_least": (_at_least, ">= {!r}"),
+    "multiple_of": (_multiple_of, "a multiple of {!r}"),
+}
+"""Guard words, shared by Python and YAML: the test and the sentence generated from it."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition as data: the dotted path it reads, a word of :data:`TESTS`, the value wanted.
+
+    Paths start at a pattern name (``linear.in_features``, ``linear.weight.dtype``) or at ``env`` (``env.recipe.kind``).
+    """
+
+    reads: str
+    test: str
+    want: Any
+
+    @property
+    def wants(self) -> str:
+        """What it wants, in words."""
+        return TESTS[self.test][1].format(self.want)
+
+    def ok(self, got: Any) -> bool:
+        """Whether ``got`` passes. An absent value never does."""
+        return got is not ABSENT and TESTS[self.test][0](got, self.want)
+
+
+def is_(reads: str, want: Any) -> Guard:
+    """Equal to ``want``, and of its type."""
+    return Guard(reads, "is", want)
+
+
+def is_not(reads: str, want: Any) -> Guard:
+    """Anything but ``want``."""
+    return Guard(reads, "is_not", want)
+
+
+def one_of(reads: str, *want: Any) -> Guard:
+    """Equal to one of ``want``."""
+    return Guard(reads, "one_of", want)
+
+
+def at_least(reads: str, floor: Any) -> Guard:
+    """Not below ``floor``."""
+    return Guard(reads, "at_least", floor)
+
+
+def multiple_of(reads: str, divisor: int) -> Guard:
+    """An integer that ``divisor`` divides."""
+    return Guard(reads, "multiple_of", divisor)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A rule: where it matches, when it may, what runs instead.
+
+    pattern: names to kinds, traits or terms, in forward order in both directions; the names are the keyword parameters of the
+    implementations. forward: ``(x, **bindings) -> y``. backward: ``(dy, **bindings) -> dx``, leaving parameter and extra
+    gradients in the contexts. A binding is a Context, None (an absent ``maybe``) or a tuple (a ``run``). Both
+    implementations make a joint rule, whose saved state is its own affair; a rule with one of them must leave, or read,
+    the saved state of the unfused ops.
+    """
+
+    name: str
+    pattern: tuple[Term, ...]
+    when: tuple[Guard, ...] = ()
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
+    priority: int = 0
+    doc: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for implementation in filter(None, (self.forward, self.backward)):
+            wanted = tuple(term.name for term in self.pattern)
+            got = tuple(name for name, p in inspect.signature(implementation).parameters.items() if p.kind is p.KEYWORD_ONLY)
+            if got != wanted:
+                raise FusionError(describe(f"fusion {self.name!r}", wanted=f"keyword-only parameters {wanted}", got=got,
+                                           cure="name the parameters of the implementation as the places of the pattern"))
+        if self.forward is None and self.backward is None:
+            raise FusionError(describe(f"fusion {self.name!r}", wanted="forward=, backward= or both", got="neither", cure="pass an implementation"))
+        for guard in self.when:
+            root = guard.reads.split(".")[0]
+            if guard.test not in TESTS or root not in {"env", *(term.name for term in self.pattern)}:
+                raise FusionError(describe(f"fusion {self.name!r} guard {guard.reads!r}", got=f"{root!r} {guard.test!r}",
+                                           wanted=f"env or a name of the pattern, and a test of {tuple(TESTS)}", cure="mend the path"))
+
+    @property
+    def direction(self) -> str:
+        """forward, backward or joint: follows from which implementations exist."""
+        if self.forward is not None and self.backward is not None:
+            return JOINT
+        return FORWARD if self.forward is not None else BACKWARD
+
+    def narrowed(self, *guards: Guard) -> Fusion:
+        """The same rule with more guards; guards are only ever added."""
+        return replace(self, when=self.when + guards)
+
+
+def fusion(name: str, pattern: Mapping[str, str | tuple[str, ...] | Term], **fields: Any) -> Fusion:
+    """A :class:`Fusion` whose pattern is written as ``dict(linear="linear", chain=run("elementwise"), quantize=maybe("quantize"))``."""
+    return Fusion(name, tuple(_term(place, what) for place, what in pattern.items()), **fields)
+
+
+def _term(name: str, what: str | tuple[str, ...] | Term) -> Term:
+    if isinstance(what, Term):
+        return replace(what, name=name)
+    return Term(name, (what,) if isinstance(what, str) else tuple(what))

@@ -1,0 +1,309 @@
+"""Running a plan: one autograd node a segment, values by number, gradients summed by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opfuse.compiler.cover import Group
+from opfuse.compiler.graph import QUANTIZE, Node
+from opfuse.compiler.plan import Plan, Segment
+from opfuse.core.cast import Cast
+from opfuse.core.context import Context, Value
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import UnsupportedError, describe
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+Kwargs = Sequence[Mapping[str, Any]]
+
+
+class Runner:
+    """One segment of a plan over live ops, in one call."""
+
+    def __init__(self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
+        self.plan = plan
+        self.segment = segment
+        self.ops = ops
+        self.kwargs = kwargs
+        self.contexts: dict[int, Context] = {}
+        self.dirty: list[tuple[int, torch.Tensor]] = []
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        """The segment's outputs for its inputs, in the segment's order."""
+        values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
+        nodes = self.plan.graph.nodes
+        for group in self.segment.forward:
+            if group.rule is not None:
+                self._forward_fused(group, values)
+            elif group.opaque is not None:
+                self._forward_opaque(group, values)
+            elif nodes[group.nodes[0]].kind == QUANTIZE:
+                self._forward_cast(nodes[group.nodes[0]], values)
+            else:
+                self._forward_op(nodes[group.nodes[0]], values)
+        return [values[value] for value in self.segment.outputs]
+
+    def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
+        op: Any = self.plan.casts[node.index] if node.kind == QUANTIZE else self.ops[node.op]
+        context = Context(op, self.plan.key.env, node.needs)
+        context.operands = {name: values[value] for name, value in node.operands if value in values}
+        context.extras = tuple(_plain(values[value]) for value in node.inputs[1:])
+        self.contexts[node.index] = context
+        return context
+
+    def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
+        cast: Cast = self.plan.casts[node.index]
+        source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
+        values[node.outputs[0]] = cast(self._compute_dtype(node, source))
+
+    def _compute_dtype(self, node: Node, source: Value) -> Value:
+        dtype = self.ops[node.op].compute_dtype(self.plan.key.env, source)
+        return source if source.dtype == dtype or isinstance(source, (QuantizedStorage, QuantizedTensor)) else source.to(dtype)
+
+    def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
+        op = self.ops[node.op]
+        context = self._context(node, values)
+        x = values[node.inputs[0]]
+        output, extra_outputs = op.fuser_forward(
+            [context],
+            x if op.accepts_quantized else _plain(x),
+            basic_op_extra_inputs=[context.extras],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=[self.kwargs[node.op]],
+        )
+        self._store(node, (output, *extra_outputs[0]), values)
+
+    def _store(self, node: Node, outputs: Sequence[Value], values: dict[int, Value]) -> None:
+        values.update(zip(node.outputs, outputs))
+        self.dirty += [(node.outputs[0], tensor) for tensor in self.contexts[node.index].dirty]
+
+    def _forward_fused(self, group: Group, values: dict[int, Value]) -> None:
+        nodes = self.plan.graph.nodes
+        first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
+        x = values[first.inputs[0]]
+        takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
+        output = group.rule.forward(x if takes_quantized else _plain(x), **self._bind(group, lambda i: self._context(nodes[i], values)))
+        self._store(last, (output,), values)
+
+    def _bind(self, group: Group, context_of: Any) -> dict[str, Any]:
+        bound: dict[str, Any] = {}
+        members = set(group.nodes)
+        for term, place in zip(group.rule.pattern, group.binding):
+            contexts = tuple(context_of(i) for i in place if i in members)
+            bound[term.name] = contexts if term.high != 1 else (contexts[0] if contexts else None)
+        return bound
+
+    def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
+        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
+        members = [node for node in nodes if node.kind != QUANTIZE]
+        contexts = [self._context(node, values) for node in members]
+        for node, context in zip(members, contexts):
+            context.casts = self._absorbed(group, node.op)
+        entry = next(node for node in nodes if node.inputs)
+        output, extra_outputs = group.opaque.fuser_forward(
+            contexts,
+            _plain(values[entry.inputs[0]]),
+            basic_op_extra_inputs=[context.extras for context in contexts],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=[self.kwargs[node.op] for node in members],
+        )
+        for node, extras in zip(members, extra_outputs):
+            values.update(zip(node.outputs[1:], extras))
+        self._store(members[-1], (output,), values)
+
+    def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
+        """The casts of one op that a user's fused op took over, by role."""
+        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
+        return {node.spec.role: self.plan.casts[node.index] for node in nodes if node.kind == QUANTIZE and node.op == op}
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
+        """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""
+        contexts = {index: context.restored(tensors) for index, context in self.contexts.items()}
+        grads = Gradients(self.plan, contexts)
+        for value, grad in grad_outputs.items():
+            grads.add(value, grad)
+        nodes = self.plan.graph.nodes
+        for group in self.segment.backward:
+            last = nodes[group.nodes[-1]]
+            if not grads.has(last.outputs):
+                continue
+            if group.rule is not None:
+                self._backward_fused(group, grads)
+            elif group.opaque is not None:
+                self._backward_opaque(group, grads)
+            elif last.kind == QUANTIZE:
+                value = last.outputs[0]
+                grads.put(value, self.plan.casts[last.index](grads.take(value)))
+            else:
+                self._backward_op(last, grads)
+        return grads
+
+    def _backward_op(self, node: Node, grads: Gradients) -> None:
+        op = self.ops[node.op]
+        context = grads.contexts[node.index]
+        dy = grads.take(node.outputs[0])
+        context.grad_extras = tuple(_plain_or_none(grads.take(value)) for value in node.outputs[1:])
+        grad_input, (grad_params,), (grad_extras,) = op.fuser_backward(
+            [context], dy if op.accepts_quantized else _plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
+        )
+        context.set_grads(params=grad_params, extras=grad_extras)
+        grads.collect(node)
+        grads.add(node.inputs[0], grad_input)
+
+    def _backward_fused(self, group: Group, grads: Gradients) -> None:
+        nodes = self.plan.graph.nodes
+        last = nodes[group.nodes[-1]]
+        for index in group.nodes:
+            if nodes[index].kind != QUANTIZE:
+                grads.contexts[index].grad_extras = tuple(_plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
+        dy = grads.take(last.outputs[0])
+        accepts = last.kind != QUANTIZE and self.ops[last.op].accepts_quantized
+        casts = {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
+        dx = group.rule.backward(dy if accepts else _plain_or_none(dy), **self._bind(group, lambda i: casts.get(i) or grads.contexts[i]))
+        self._finish(group, [nodes[i] for i in group.nodes], dx, grads)
+
+    def _backward_opaque(self, group: Group, grads: Gradients) -> None:
+        members = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).kind != QUANTIZE]
+        contexts = [grads.contexts[node.index] for node in members]
+        for node, context in zip(members, contexts):
+            context.casts = self._absorbed(group, node.op)
+            context.grad_extras = tuple(_plain_or_none(grads.take(value)) for value in node.outputs[1:])
+        dx, params, extras = group.opaque.fuser_backward(
+            contexts, _plain_or_none(grads.take(members[-1].outputs[0])), basic_op_grad_extra_outputs=[c.grad_extras for c in contexts]
+        )
+        for context, grad_params, grad_extras in zip(contexts, params, extras):
+            context.set_grads(params=grad_params, extras=grad_extras)
+        self._finish(group, members, dx, grads)
+
+    def _finish(self, group: Group, members: Sequence[Node], dx: Value | None, grads: Gradients) -> None:
+        for node in members:
+            if node.kind != QUANTIZE:
+                grads.collect(node)
+        first = members[0]
+        if first.kind == QUANTIZE:
+            grads.put(first.inputs[0], dx)
+        else:
+            grads.add(first.inputs[0], dx)
+
+
+class Gradients:
+    """Gradients by value number, and of parameters by node and name."""
+
+    def __init__(self, plan: Plan, contexts: Mapping[int, Context]) -> None:
+        self.graph = plan.graph
+        self.contexts = contexts
+        self.values: dict[int, Value] = {}
+        self.params: dict[tuple[int, str], torch.Tensor | None] = {}
+
+    def add(self, value: int, grad: Value | None) -> None:
+        """Sum ``grad`` into the gradient of ``value``; values that want no gradient and None are ignored."""
+        if grad is None or value not in self.graph.grads:
+            return
+        root = self.graph.gradient_of(value)
+        earlier = self.values.get(root)
+        self.values[root] = grad if earlier is None else _plain(earlier) + _plain(grad)
+
+    def put(self, value: int, grad: Value | None) -> None:
+        """Replace the gradient of ``value``."""
+        if grad is not None:
+            self.values[self.graph.gradient_of(value)] = grad
+
+    def take(self, value: int) -> Value | None:
+        """Remove and return the gradient of ``value``."""
+        return self.values.pop(self.graph.gradient_of(value), None)
+
+    def has(self, outputs: Sequence[int]) -> bool:
+        """Whether any of these values received a gradient."""
+        return any(self.graph.gradient_of(value) in self.values for value in outputs)
+
+    def collect(self, node: Node) -> None:
+        """File the parameter and extra gradients that the implementation left in the node's context."""
+        context = self.contexts[node.index]
+        for (name, _), grad in zip(node.params, context.grad_params):
+            self.params[node.op, name] = grad if name in node.needs else None
+        for value, grad in zip(node.inputs[1:], context.grad_inputs):
+            self.add(value, grad)
+
+
+def _plain(value: Value) -> torch.Tensor:
+    return value.dequantize(value.dtype) if isinstance(value, QuantizedStorage) else value
+
+
+def _plain_or_none(value: Value | None) -> torch.Tensor | None:
+    return None if value is None else _plain(value)
+
+
+class _SegmentFunction(torch.autograd.Function):
+    """The autograd node of one segment: inputs and parameters in, outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = [_published(value) for value in runner.forward(tensors[:count])]
+        ctx.values = list(runner.segment.outputs)
+        inputs = {id(t) for t in tensors}
+        for value, tensor in runner.dirty:
+            if id(tensor) in inputs:
+                ctx.mark_dirty(tensor)
+                if not any(tensor is output for output in outputs):
+                    outputs.append(tensor)
+                    ctx.values.append(value)
+        ctx.runner = runner
+        ctx.count = count
+        ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
+        saved: list[torch.Tensor] = []
+        for context in runner.contexts.values():
+            saved += context.release()
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return tuple(_distinct(outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(describe("backward of an opfuse pipeline", wanted="create_graph=False", got="a double backward",
+                                            cure="compute second derivatives with plain torch modules; quantized backward passes have none"))
+        received: dict[int, torch.Tensor | None] = {}
+        for value, grad in zip(ctx.values, grad_outputs):
+            earlier = received.get(value)
+            received[value] = grad if earlier is None or grad is None else earlier + grad
+            if grad is None:
+                received[value] = earlier
+        grads = ctx.runner.backward(received, iter(ctx.saved_tensors))
+        inputs = [_plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
+        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+
+
+def _published(value: Value) -> torch.Tensor:
+    return QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value
+
+
+def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in outputs:
+        yield tensor.view_as(tensor) if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+
+
+def run_plan(plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs) -> list[torch.Tensor]:
+    """The pipeline's outputs, main first, for its inputs."""
+    graph = plan.graph
+    values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
+    for segment in plan.segments:
+        runner = Runner(plan, segment, ops, kwargs)
+        inputs = [values[value] for value in segment.inputs]
+        if segment.requires_grad:
+            params = [p for op in segment.ops for p in ops[op].parameter_values()]
+            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)
+        else:
+            outputs = [_published(value) for value in runner.forward(inputs)]
+        values.update(zip(segment.outputs, outputs))
+    return [values[value] for value in graph.outputs]

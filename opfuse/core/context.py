@@ -1,0 +1,123 @@
+"""The context of one op in one call: its operands on the way forward, its saved state on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opfuse.core.signature import Env
+from opfuse.errors import SavedTensorError, describe
+from opfuse.tensors.storage import QuantizedStorage
+
+if TYPE_CHECKING:
+    from opfuse.core.operation import BasicOperation
+
+Value = torch.Tensor | QuantizedStorage
+"""What travels along an edge of a pipeline."""
+
+
+class Context:
+    """Passed to ``op_forward`` and later, with the saved state, to ``op_backward``.
+
+    op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
+    ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
+    dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs.
+    An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
+    """
+
+    def __init__(self, op: BasicOperation, env: Env, needs: frozenset[str]) -> None:
+        self.op = op
+        self.env = env
+        self.needs = needs
+        self.operands: dict[str, Value] = {}
+        self.extras: tuple[torch.Tensor, ...] = ()
+        self.casts: Mapping[str, Any] = {}
+        self.dirty: list[torch.Tensor] = []
+        self.grad_extras: tuple[torch.Tensor | None, ...] = ()
+        self.grad_params: tuple[torch.Tensor | None, ...] = ()
+        self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self._saved: dict[str, Value | None] = {}
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this op takes part in the backward pass."""
+        return bool(self.needs)
+
+    @property
+    def spec(self) -> Any:
+        """The op's frozen hyper-parameters."""
+        return self.op.spec
+
+    def dtype(self, x: Value) -> torch.dtype:
+        """The I/O dtype of an elementwise op on ``x``: torch.autocast's, or that of ``x``."""
+        return self.env.autocast or x.dtype
+
+    def cast(self, role: str, x: Value) -> Value:
+        """``x`` quantized for ``role`` where a user's fused op took over the op's own cast; else ``x`` as it is."""
+        cast = self.casts.get(role)
+        return x if cast is None or isinstance(x, QuantizedStorage) else cast(x)
+
+    def save(self, **values: Value | None) -> None:
+        """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""
+        declared = self.op.saves
+        if declared is None or set(values) != set(declared):
+            raise SavedTensorError(describe(f"{self.op.label} saved state", wanted=f"exactly {declared}", got=tuple(values),
+                                            cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs"))
+        self._saved = values
+
+    def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
+        """Leave the gradients of the op's parameters and of its extra inputs."""
+        self.grad_params, self.grad_inputs = tuple(params), tuple(extras)
+
+    @property
+    def saved(self) -> SimpleNamespace:
+        """The saved values by name."""
+        return SimpleNamespace(**self._saved)
+
+    def save_for_backward(self, *values: Value | None) -> None:
+        """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do."""
+        self._saved = {str(i): value for i, value in enumerate(values)}
+
+    @property
+    def saved_tensors(self) -> tuple[Value | None, ...]:
+        """What :meth:`save_for_backward` kept."""
+        return tuple(self._saved.values())
+
+    # -- what the executor does with the saved state -------------------------------------------------------------------
+
+    def saved_state(self) -> dict[str, Value | None]:
+        """Named saved values, for inspection."""
+        return dict(self._saved)
+
+    def release(self) -> list[torch.Tensor]:
+        """Hand the saved tensors over, in a fixed order, so that autograd alone owns them; only their structure stays."""
+        tensors: list[torch.Tensor] = []
+        for name, value in self._saved.items():
+            if isinstance(value, QuantizedStorage):
+                parts = value.tensors()
+                tensors += parts
+                self._saved[name] = value.with_tensors([_RELEASED] * len(parts))
+            elif value is not None:
+                tensors.append(value)
+                self._saved[name] = _RELEASED
+        self.operands, self.extras = {}, ()
+        return tensors
+
+    def restored(self, tensors: Iterator[torch.Tensor]) -> Context:
+        """A copy that holds saved tensors again, taken from ``tensors`` in the order of :meth:`release`."""
+        copy = Context.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._saved = {name: _refill(value, tensors) for name, value in self._saved.items()}
+        return copy
+
+
+_RELEASED = torch.empty(0)
+
+
+def _refill(value: Value | None, tensors: Iterator[torch.Tensor]) -> Value | None:
+    if isinstance(value, QuantizedStorage):
+        return value.with_tensors([next(tensors) for _ in value.tensors()])
+    return next(tensors) if value is _RELEASED else value

@@ -1,0 +1,332 @@
+"""The protocol that ops and the compiler share.
+
+An op is an ``nn.Module`` around a frozen ``spec``. What a pipeline of ops computes is decided by the compiler from the specs
+and from the signatures of the tensors; the op itself only knows its own forward and backward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from opfuse.core.context import Context, Value
+from opfuse.core.signature import Env
+from opfuse.errors import ChannelError, PipelineError, SpecError, describe
+from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe, current_recipe
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.recipes.policy import cast_quantizer
+from opfuse.tensors.quantizers import Quantizer
+
+Gradients = Iterable[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class NoSpec:
+    """Spec of an op that keeps its hyper-parameters to itself; no guard can read them."""
+
+
+@dataclass
+class Channel:
+    """Names an extra tensor, so that an op of the same pipeline consumes what another one produces."""
+
+    name: str | None = None
+    to_caller: bool = True
+
+
+class FusibleOperation(nn.Module, ABC):
+    """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
+
+    kind: ClassVar[str] = ""
+    run_alone: ClassVar[Callable[..., Any] | None] = None
+    """Runs one op as a pipeline of its own; the compiler sets it."""
+
+    @property
+    @abstractmethod
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """The basic ops this one stands for, in forward order."""
+
+    @property
+    def label(self) -> str:
+        """How errors and explanations call this op."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """Tensors taken beside the main input."""
+        return sum(op.num_extra_inputs for op in self.basic_ops)
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """Tensors returned beside the main output."""
+        return sum(op.num_extra_outputs for op in self.basic_ops)
+
+    def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
+        """Run this op alone, as a pipeline of one."""
+        if FusibleOperation.run_alone is None:
+            raise PipelineError(describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse"))
+        return FusibleOperation.run_alone(self, x, *extra_inputs, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold live ops; a copy makes its own.
+        return {name: value for name, value in self.__dict__.items() if name != "_fuser"}
+
+
+class BasicOperation(FusibleOperation):
+    """One op with its own parameters, forward and backward.
+
+    A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
+    kind: name in patterns (default: the class name in snake case). traits: groups that patterns may name. saves: names
+    that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
+    of ``"input"``, ``"grad_output"`` and parameter names. is_cast: it is nothing but its quantize nodes. accepts_quantized:
+    its methods take quantized values; otherwise they get high-precision tensors.
+    """
+
+    traits: ClassVar[frozenset[str]] = frozenset()
+    saves: ClassVar[tuple[str, ...] | None] = None
+    roles: ClassVar[tuple[str, ...]] = ()
+    is_cast: ClassVar[bool] = False
+    accepts_quantized: ClassVar[bool] = False
+    num_extra_inputs: ClassVar[int] = 0  # type: ignore[assignment]
+    num_extra_outputs: ClassVar[int] = 0  # type: ignore[assignment]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__:
+            cls.kind = _snake(cls.__name__)
+
+    def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
+        """spec: frozen hyper-parameters. owner: the module whose parameters this op borrows, where it is a part of another."""
+        super().__init__()
+        self.__dict__["spec"] = spec if spec is not None else NoSpec()
+        self.__dict__["owner"] = owner if owner is not None else self
+        self.__dict__["_channels"] = (
+            [Channel() for _ in range(self.num_extra_inputs)],
+            [Channel() for _ in range(self.num_extra_outputs)],
+        )
+        self.__dict__["_captured"] = False
+        self.__dict__["quantizer_states"] = DelayedScalingStates()
+        self.__dict__["name"] = ""
+
+    # -- hyper-parameters are the spec's, read-only --------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        spec = self.__dict__.get("spec")
+        if spec is not None and name in type(spec).__dataclass_fields__:
+            return getattr(spec, name)
+        owner = self.__dict__.get("owner", self)
+        if owner is not self and name in owner._parameters:
+            return owner._parameters[name]
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "spec" or name in getattr(type(self.__dict__.get("spec")), "__dataclass_fields__", ()):
+            raise SpecError(describe(f"{self.label}.{name}", wanted="no assignment: hyper-parameters are frozen", got=repr(value),
+                                     cure=f"build a new {type(self).__name__} and put it in the pipeline"))
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return ", ".join(f"{f.name}={getattr(spec, f.name)!r}" for f in fields(spec) if getattr(spec, f.name) != f.default)
+
+    # -- parameters --------------------------------------------------------------------------------------------------------
+
+    def parameter_slots(self) -> tuple[tuple[str, dict[str, nn.Parameter | None]], ...]:
+        """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it.
+
+        In the order in which ``op_backward`` returns gradients. Slots stay valid when a parameter is replaced, moved or cast.
+        """
+        slots: tuple[tuple[str, dict[str, nn.Parameter | None]], ...] | None = self.__dict__.get("_slots")
+        if slots is None:
+            slots = self._find_slots()
+            if self._captured:
+                self.__dict__["_slots"] = slots
+        return slots
+
+    def _find_slots(self) -> tuple[tuple[str, dict[str, nn.Parameter | None]], ...]:
+        return tuple((f"{prefix}.{name}".lstrip("."), module._parameters) for prefix, module in self.named_modules() for name in module._parameters)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(name for name, _ in self.parameter_slots())
+
+    def parameter_values(self) -> tuple[nn.Parameter | None, ...]:
+        """The parameters as they are now, in order."""
+        return tuple(slot[name.rpartition(".")[2]] for name, slot in self.parameter_slots())
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name as it is now; PipelineError if there is none."""
+        value = dict(zip(self.parameter_names, self.parameter_values())).get(name)
+        if value is None:
+            raise PipelineError(describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call"))
+        return value
+
+    # -- quantization ------------------------------------------------------------------------------------------------------
+
+    def quantized_roles(self) -> tuple[str, ...]:
+        """Operands that get a quantize node under a recipe."""
+        return self.roles
+
+    def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
+        """The dtype in which this op reads ``x``."""
+        return env.autocast or x.dtype
+
+    def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
+        """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""
+        tensor_type = role if role in ("input", "grad_output") else "weight"
+        asked = QuantizerRole(module_type=self.kind, tensor_type=tensor_type, name=self.name)
+        if not isinstance(recipe, DelayedScaling):
+            return recipe.quantizer(asked), None
+        device = next((p.device for p in self.parameter_values() if p is not None), None)
+        state = self.quantizer_states.get(asked, length=recipe.amax_history_len, device=device)
+        return recipe.quantizer(asked, state=state), state
+
+    def narrow_quantizer(self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
+        """``quantizer`` with the planes that will be read; None where the override needs no cast."""
+        return cast_quantizer(quantizer, role, override, backward_gemms)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the main input under the active recipe, or None."""
+        return self._active_quantizer("input")
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The quantizer of the output gradient under the active recipe, or None."""
+        return self._active_quantizer("grad_output")
+
+    def _active_quantizer(self, role: str) -> Quantizer | None:
+        recipe = current_recipe()
+        return self.make_quantizer(role, recipe)[0] if recipe is not None and role in self.quantized_roles() else None
+
+    # -- one op, alone ---------------------------------------------------------------------------------------------------
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        return (self,)
+
+    def op_forward(self, ctx: Context, input_: Any, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
+                   **kwargs: Any) -> Any:
+        """Output for ``input_``, with what the backward needs kept in ``ctx``."""
+        raise PipelineError(describe(self.label, wanted="op_forward or fuser_forward", got="neither", cure="override one of them"))
+
+    def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, Gradients]:
+        """Gradient of the input, and of each parameter in the order of ``parameters()``."""
+        raise PipelineError(describe(self.label, wanted="op_backward or fuser_backward", got="neither", cure="override one of them"))
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Any, *, basic_op_extra_inputs: Sequence[tuple[torch.Tensor, ...]],
+                      prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
+                      basic_op_kwargs: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Sequence[torch.Tensor | None]]]:
+        """Output and, per basic op, its extra outputs; what an op with extra tensors overrides."""
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: Any, *,
+                       basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[Any, Sequence[Gradients], Sequence[Gradients]]:
+        """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    # -- extra tensors by name -------------------------------------------------------------------------------------------
+
+    @property
+    def extra_input_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra inputs; a nameless one is given by the caller."""
+        return tuple(self._channels[0])
+
+    @property
+    def extra_output_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra outputs."""
+        return tuple(self._channels[1])
+
+    def set_extra_input_channel(self, index: int, name: str | None) -> None:
+        """Take extra input ``index`` from the op of the same pipeline that produces ``name`` (None: from the caller)."""
+        self._set_channel(0, index, Channel(self._channel_name(name)))
+
+    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
+        """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(describe(f"{self.label} extra output {index}", wanted="a bool for output_to_caller", got=output_to_caller,
+                                     cure="pass True or False"))
+        self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
+
+    def _channel_name(self, name: str | None) -> str | None:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise PipelineError(describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel"))
+        return name
+
+    def _set_channel(self, side: int, index: int, channel: Channel) -> None:
+        channels = self._channels[side]
+        what = ("input", "output")[side]
+        if not 0 <= index < len(channels):
+            raise IndexError(describe(f"{self.label} extra {what} channel", wanted=f"an index below {len(channels)}", got=index,
+                                      cure=f"this op has {len(channels)} extra {what}s"))
+        if self._captured:
+            raise ChannelError(describe(f"{self.label} extra {what} {index}", wanted="channels set before the first call", got="a captured op",
+                                        cure="set channels before the op enters a pipeline, or build a new op"))
+        channels[index] = channel
+
+    def capture(self) -> None:
+        """Lock the channels; a pipeline does this when it takes the op in."""
+        self.__dict__["_captured"] = True
+
+
+class FusedOperation(FusibleOperation):
+    """An op that stands for a run of basic ops and runs them its own way; has no parameters of its own.
+
+    Override ``fuser_forward``, ``fuser_backward`` or both; what is not overridden runs op by op.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__()
+        ops = tuple(basic_ops)
+        if not ops or not all(isinstance(op, BasicOperation) for op in ops):
+            raise PipelineError(describe(type(self).__name__, wanted="at least one BasicOperation", got=[type(op).__name__ for op in ops],
+                                         cure="pass the basic ops in forward order"))
+        self.basic_ops_list = nn.ModuleList(ops)
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        return tuple(self.basic_ops_list)  # type: ignore[arg-type]
+
+    @classmethod
+    def overrides(cls, method: str) -> bool:
+        """Whether this class brings its own ``fuser_forward`` or ``fuser_backward``."""
+        return getattr(cls, method) is not getattr(FusedOperation, method)
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Any, *, basic_op_extra_inputs: Any, prev_op_grad_output_quantizer: Any,
+                      next_op_input_quantizer: Any, basic_op_kwargs: Any) -> tuple[Any, Any]:
+        outputs = []
+        for op, ctx, extras, kwargs in zip(self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs):
+            input_, extra_outputs = op.fuser_forward(
+                [ctx], input_, basic_op_extra_inputs=[extras], prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
+                basic_op_kwargs=[kwargs],
+            )
+            outputs += list(extra_outputs)
+        return input_, outputs
+
+    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> tuple[Any, Any, Any]:
+        params: list[Gradients] = []
+        extras: list[Gradients] = []
+        for op, ctx, grad_extras in reversed(list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs))):
+            grad_output, grad_params, grad_inputs = op.fuser_backward([ctx], grad_output, basic_op_grad_extra_outputs=[grad_extras])
+            params[:0], extras[:0] = grad_params, grad_inputs
+        return grad_output, params, extras
+
+
+def _snake(name: str) -> str:
+    out = ""
+    for i, char in enumerate(name):
+        after_lower = i and name[i - 1].islower() and char.isupper()
+        before_lower = i and char.isupper() and i + 1 < len(name) and name[i + 1].islower() and name[i - 1] != "_"
+        out += ("_" if after_lower or before_lower else "") + char.lower()
+    return out

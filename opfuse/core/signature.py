@@ -1,0 +1,57 @@
+"""What a plan may depend on, as values: the environment of a call and the signature of every tensor that enters it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from opfuse.recipes import Recipe
+
+
+class TensorSig(NamedTuple):
+    """What a plan knows of a tensor: never its values.
+
+    ``quantized`` is None for a plain tensor, else the formats and usages of its planes.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size | None
+    requires_grad: bool
+    quantized: tuple[str, ...] | None
+
+
+class Env(NamedTuple):
+    """Everything around the ops that guards and lowering may read.
+
+    recipe: the active recipe, or None. amax_group: name of the process group that amaxes are reduced over. grad: whether
+    autograd records. autocast: dtype of torch.autocast, or None. device: device type. arch: compute capability, (0, 0) on
+    a CPU. rows_class: gcd(M, 128) of the input's M rows (128 also for M = 0). aligned: data pointer divides by 16.
+    level: fusion level (0 none, 1 bitwise-equal rules only, 2 all).
+    """
+
+    recipe: Recipe | None
+    amax_group: str | None
+    grad: bool
+    autocast: torch.dtype | None
+    device: str
+    arch: tuple[int, int]
+    rows_class: int
+    aligned: bool
+    level: int
+
+    @property
+    def backward_override(self) -> str | None:
+        """The recipe's override; None without a recipe."""
+        return self.recipe.backward_override if self.recipe is not None else None
+
+    @property
+    def rounding(self) -> str:
+        """The recipe's rounding rule; ``per_op`` without a recipe."""
+        return self.recipe.rounding if self.recipe is not None else "per_op"
+
+
+def tensor_sig(tensor: torch.Tensor, *, shape: bool) -> TensorSig:
+    """Signature of ``tensor``; ``shape=False`` leaves the shape out (inputs count by ``rows_class`` only)."""
+    usages = getattr(tensor, "signature", None)
+    return TensorSig(tensor.dtype, tensor.shape if shape else None, tensor.requires_grad, usages)

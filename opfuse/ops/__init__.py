@@ -1,0 +1,42 @@
+"""Ops to compose pipelines of, and the means to add more."""
+
+from opfuse.compiler.registry import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion, register_fusion
+from opfuse.core.context import Context
+from opfuse.core.operation import BasicOperation, FusedOperation, FusibleOperation
+from opfuse.kernels.pointwise import Pointwise
+from opfuse.ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    Activation,
+    ClampedSwiGLU,
+    GatedActivation,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from opfuse.ops.linear import BasicLinear, Linear
+from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from opfuse.ops.pointwise import AddExtraInput, Bias, ConstantScale, Dropout, PointwiseOperation
+from opfuse.ops.sequential import Sequential
+from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
+
+OPS: dict[str, type[FusibleOperation]] = {
+    cls.kind: cls
+    for cls in (
+        *(BasicLinear, Bias, GELU, QGELU, ReLU, SReLU, SiLU, GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
+        *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
+        *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
+    )
+} | {"basic_linear": BasicLinear, "linear": Linear}
+"""Built-in ops by the name that configurations use."""

@@ -1,0 +1,237 @@
+"""Activations and gated activations: a table of declared math, one small class each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opfuse.core.context import Context
+from opfuse.errors import SpecError, describe
+from opfuse.kernels import activations
+from opfuse.kernels.epilogue import Stage
+from opfuse.ops.pointwise import PointwiseOperation
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from opfuse.tensors.storage import QuantizedStorage
+
+_INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Hyper-parameters of an activation. cache_quantized_input: save the input for backward as E4M3, one byte an element."""
+
+    cache_quantized_input: bool = False
+
+
+class Activation(PointwiseOperation):
+    """y = f(x) for a declared ``math``; subclass it with five lines to make an activation of your own.
+
+    cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling); the gradient is then that of the
+    dequantized input.
+    """
+
+    traits = frozenset(("elementwise", "activation"))
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(ActivationSpec(cache_quantized_input))
+
+    def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
+        if x is not None and getattr(self.spec, "cache_quantized_input", False):
+            x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
+        super().save_stage(ctx, stage, x)
+
+    def saved_input(self, ctx: Context) -> torch.Tensor | None:
+        x = ctx.saved.x
+        return x.dequantize(x.dtype) if isinstance(x, QuantizedStorage) else x
+
+
+class GELU(Activation):
+    """x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): the tanh form of GELU."""
+
+    math = activations.GELU
+
+
+class QGELU(Activation):
+    """x * sigmoid(1.702 x)."""
+
+    math = activations.QGELU
+
+
+class ReLU(Activation):
+    """max(x, 0); NaN stays NaN."""
+
+    kind = "relu"
+    math = activations.RELU
+
+
+class SReLU(Activation):
+    """x^2 for x > 0, else 0."""
+
+    kind = "srelu"
+    math = activations.SRELU
+
+
+class SiLU(Activation):
+    """x * sigmoid(x)."""
+
+    kind = "silu"
+    math = activations.SILU
+
+
+# -- gated units: the first half of the last dimension is gated, the second half multiplies -----------------------------
+
+
+@dataclass(frozen=True)
+class GatedSpec:
+    """Hyper-parameters of a gated unit. glu_interleave_size: None, or halves alternate in groups of that many columns."""
+
+    cache_quantized_input: bool = False
+    glu_interleave_size: int | None = None
+
+
+class GatedActivation(Activation):
+    """y = act(a) * b for x = (a | b) of shape (..., 2n); y has shape (..., n)."""
+
+    traits = frozenset(("elementwise", "activation", "gated"))
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        _check_interleave(type(self).__name__, glu_interleave_size)
+        PointwiseOperation.__init__(self, GatedSpec(cache_quantized_input, glu_interleave_size))
+
+
+class GLU(GatedActivation):
+    """sigmoid(a) * b."""
+
+    math = activations.GATED["glu"]
+
+
+class GEGLU(GatedActivation):
+    """GELU(a) * b."""
+
+    math = activations.GATED["geglu"]
+
+
+class QGEGLU(GatedActivation):
+    """QGELU(a) * b."""
+
+    math = activations.GATED["qgeglu"]
+
+
+class ReGLU(GatedActivation):
+    """max(a, 0) * b."""
+
+    kind = "reglu"
+    math = activations.GATED["reglu"]
+
+
+class SReGLU(GatedActivation):
+    """max(a, 0)^2 * b."""
+
+    kind = "sreglu"
+    math = activations.GATED["sreglu"]
+
+
+class SwiGLU(GatedActivation):
+    """SiLU(a) * b."""
+
+    kind = "swiglu"
+    math = activations.GATED["swiglu"]
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLUSpec:
+    """Hyper-parameters of a clamped SwiGLU."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+    cache_quantized_input: bool = False
+    glu_interleave_size: int | None = None
+
+
+class ClampedSwiGLU(GatedActivation):
+    """a' sigmoid(alpha a') * (clamp(b, -limit, limit) + glu_linear_offset), a' = min(a, limit); no gradient where clamped."""
+
+    kind = "clamped_swiglu"
+    math = activations.CLAMPED_SWIGLU
+
+    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, cache_quantized_input: bool = False,
+                 glu_interleave_size: int | None = None) -> None:
+        _check_interleave("ClampedSwiGLU", glu_interleave_size)
+        _check_positive("ClampedSwiGLU", limit=limit)
+        PointwiseOperation.__init__(self, ClampedSwiGLUSpec(limit, alpha, glu_linear_offset, cache_quantized_input, glu_interleave_size))
+
+
+@dataclass(frozen=True)
+class SiTUGLUSpec:
+    """Hyper-parameters of SiTUGLU."""
+
+    beta1: float = 4.0
+    beta2: float = 25.0
+    cache_quantized_input: bool = False
+    glu_interleave_size: int | None = None
+
+
+class SiTUGLU(GatedActivation):
+    """beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)."""
+
+    kind = "situglu"
+    math = activations.SITUGLU
+
+    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        _check_interleave("SiTUGLU", glu_interleave_size)
+        _check_positive("SiTUGLU", beta1=beta1, beta2=beta2)
+        PointwiseOperation.__init__(self, SiTUGLUSpec(beta1, beta2, cache_quantized_input, glu_interleave_size))
+
+
+# -- scaled: one differentiable scale a row, an extra input of shape x.shape[:-1] ----------------------------------------
+
+
+class ScaledSwiGLU(SwiGLU):
+    """SwiGLU(x) * s[..., None] with extra input s; ds is summed over the last dimension."""
+
+    kind = "scaled_swiglu"
+    math = activations.SCALED["scaled_swiglu"]
+    sources = {"scale": "extra0"}
+    num_extra_inputs = 1
+
+
+class ScaledSiTUGLU(SiTUGLU):
+    """SiTUGLU(x) * s[..., None] with extra input s."""
+
+    kind = "scaled_situglu"
+    math = activations.SCALED["scaled_situglu"]
+    sources = {"scale": "extra0"}
+    num_extra_inputs = 1
+
+
+class ScaledClampedQGeGLU(ClampedSwiGLU):
+    """ClampedSwiGLU(x) * s[..., None] with extra input s."""
+
+    kind = "scaled_clamped_qgeglu"
+    math = activations.SCALED["scaled_clamped_qgeglu"]
+    sources = {"scale": "extra0"}
+    num_extra_inputs = 1
+
+
+class ScaledSReLU(SReLU):
+    """SReLU(x) * s[..., None] with extra input s."""
+
+    kind = "scaled_srelu"
+    math = activations.SCALED["scaled_srelu"]
+    sources = {"scale": "extra0"}
+    num_extra_inputs = 1
+
+
+def _check_interleave(where: str, size: Any) -> None:
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise SpecError(describe(f"{where}.glu_interleave_size", wanted="None or a positive integer", got=repr(size), cure="give the group's columns"))
+
+
+def _check_positive(where: str, **constants: float) -> None:
+    for name, value in constants.items():
+        if not (math.isfinite(value) and value > 0):
+            raise SpecError(describe(f"{where}.{name}", wanted="a finite number above 0", got=value, cure=f"choose another {name}"))

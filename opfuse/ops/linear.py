@@ -1,0 +1,205 @@
+"""Linear layers: the matrix product alone, and the product with a bias."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.context import Context, Value
+from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.signature import Env
+from opfuse.errors import DtypeError, ShapeError, SpecError, describe
+from opfuse.ops.pointwise import Bias
+from opfuse.ops.state import QuantizerStateMixin
+from opfuse.recipes import QuantizerRole, current_model_init
+from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.recipes.policy import saved_operand
+from opfuse.tensors.gemm import gemm
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Hyper-parameters of a matrix product."""
+
+    in_features: int
+    out_features: int
+
+
+class BasicLinear(QuantizerStateMixin, BasicOperation):
+    """y = x W^T for x (..., in_features) and W (out_features, in_features), without a bias.
+
+    weight: fp32, fp16 or bf16 (fp64 without a recipe), initialised as ``nn.Linear`` does; inside ``quantized_model_init`` a
+    QuantizedTensor. Computes in torch.autocast's dtype if active, else in the weight's.
+    """
+
+    kind = "linear"
+    traits = frozenset(("gemm", "producer"))
+    roles = ("weight", "input", "grad_output")
+    saves = ("x", "w")
+    accepts_quantized = True
+
+    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: torch.dtype | None = None,
+                 owner: nn.Module | None = None) -> None:
+        if in_features < 1 or out_features < 1:
+            raise SpecError(describe("Linear", wanted="positive in_features and out_features", got=(in_features, out_features), cure="give both sizes"))
+        super().__init__(LinearSpec(in_features, out_features), owner=owner)
+        weight = torch.empty(out_features, in_features, device=device, dtype=_checked(dtype or torch.get_default_dtype()))
+        self.owner.weight = nn.Parameter(weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kaiming-uniform values (a = sqrt 5), quantized if ``quantized_model_init`` is active."""
+        weight = self.owner.weight
+        if weight.is_meta:
+            return
+        if isinstance(weight, QuantizedTensor):
+            weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        with torch.no_grad():
+            nn.init.kaiming_uniform_(weight.detach(), a=math.sqrt(5))
+        self.owner.weight = nn.Parameter(self._initial(weight.detach()), requires_grad=self.owner.weight.requires_grad)
+
+    def _initial(self, weight: torch.Tensor) -> torch.Tensor:
+        init = current_model_init()
+        if init is None:
+            return weight
+        quantizer = init.recipe.quantizer(QuantizerRole(module_type=self.kind, tensor_type="weight", name=self.name))
+        quantized = QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
+        if init.preserve_high_precision_init_val:
+            quantized.high_precision_init_val = weight.cpu()
+        return quantized
+
+    def _find_slots(self) -> Any:
+        return (("weight", self.owner._parameters),)
+
+    def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
+        return env.autocast or self.owner.weight.dtype
+
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
+        return self.produce(ctx, input_)
+
+    def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
+        weight = self.parameter("weight")
+        dtype = _checked(ctx.env.autocast or weight.dtype)
+        self._check_input(x)
+        x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
+        w = ctx.operands.get("weight", ctx.cast("weight", weight))
+        ctx.compute_dtype = dtype
+        ctx.save(x=self._saved(ctx, x) if "weight" in ctx.needs else None, w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None)
+        return gemm("fprop", x, _operand(w, x, self.label), dtype=dtype, out_dtype=out_dtype)
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
+        return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
+
+    def input_gradient(self, ctx: Context, dy: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """dx = dy W, or None if the input wants no gradient."""
+        if "input" not in ctx.needs:
+            return None
+        dy, dtype = self._gradient(ctx, dy), ctx.compute_dtype
+        return gemm("dgrad", dy, _operand(ctx.saved.w, dy, self.label), dtype=dtype, out_dtype=out_dtype)
+
+    def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
+        """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""
+        if "weight" not in ctx.needs:
+            return None
+        grad = gemm("wgrad", self._gradient(ctx, dy), ctx.saved.x, dtype=ctx.compute_dtype)
+        return (grad if scale is None else grad * scale).to(self.owner.weight.dtype)
+
+    def _gradient(self, ctx: Context, dy: Value) -> Value:
+        dy = ctx.cast("grad_output", dy)
+        return dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
+
+    def _saved(self, ctx: Context, operand: Value) -> Any:
+        return saved_operand(operand, ctx.env.backward_override) if isinstance(operand, QuantizedStorage) else operand
+
+    def _saved_weight(self, ctx: Context, weight: Value, dtype: torch.dtype) -> Any:
+        """A quantized parameter is saved as the parameter, so that autograd notices a change before the backward pass."""
+        return weight if isinstance(weight, QuantizedTensor) else self._saved(ctx, weight)
+
+    def _check_input(self, x: Value) -> None:
+        if len(x.shape) < 1 or x.shape[-1] != self.in_features:
+            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.in_features})", got=tuple(x.shape),
+                                      cure="check the preceding op's size"))
+
+
+def _checked(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise DtypeError(describe("Linear", wanted=f"a dtype of {DTYPES}", got=dtype, cure="choose one of these"))
+    return dtype
+
+
+def _operand(weight: Any, other: Value, where: str) -> Value:
+    """A quantized parameter as a product reads it: its planes beside a quantized operand, its values beside a plain one."""
+    if not isinstance(weight, QuantizedTensor):
+        return weight
+    if not isinstance(other, QuantizedStorage):
+        return weight.dequantize()
+    return weight.storage
+
+
+class Linear(QuantizerStateMixin, FusibleOperation):
+    """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
+
+    x: (..., in_features). State-dict keys are ``weight`` and ``bias``; those of ``nn.Linear`` and of te.ops load as well.
+    """
+
+    kind = "linear"
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        parts: list[BasicOperation] = [BasicLinear(in_features, out_features, device=device, dtype=dtype, owner=self)]
+        if bias:
+            parts.append(Bias(out_features, device=device, dtype=dtype, owner=self))
+        else:
+            self.register_parameter("bias", None)
+        self.__dict__["parts"] = tuple(parts)
+        self._reset_bias()
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        return self.__dict__["parts"]
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last input dimension."""
+        return self.basic_ops[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last output dimension."""
+        return self.basic_ops[0].out_features
+
+    def reset_parameters(self) -> None:
+        """Values as ``nn.Linear`` draws them."""
+        self.basic_ops[0].reset_parameters()
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        if self.bias is not None and not self.bias.is_meta:
+            bound = 1 / math.sqrt(self.in_features)
+            with torch.no_grad():
+                self.bias.uniform_(-bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    @property
+    def quantizer_states(self) -> DelayedScalingStates:
+        """Delayed-scaling states of the product."""
+        return self.basic_ops[0].quantizer_states
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for old, new in (("basic_ops.0.weight", "weight"), ("basic_ops.1.bias", "bias")):
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        for key in [key for key in state_dict if key.startswith(f"{prefix}basic_ops.") and key.endswith("_extra_state")]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)

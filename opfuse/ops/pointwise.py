@@ -1,0 +1,221 @@
+"""Elementwise ops: each is its declared math; one base class runs any of them, alone or as a stage of a fused chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from opfuse.core.context import Context, Value
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import PipelineError, ShapeError, SpecError, describe
+from opfuse.kernels import activations
+from opfuse.kernels.epilogue import Stage, backward_chain, forward_chain
+from opfuse.kernels.pointwise import Pointwise
+
+
+class PointwiseOperation(BasicOperation):
+    """y = f(x, operands; constants), rounded once to the dtype of x, or of torch.autocast.
+
+    A subclass declares ``math`` and says where each operand comes from: ``sources`` maps it to ``"extra0"`` … or to a
+    parameter's name. Constants are fields of the spec. What the backward pass reads, and nothing else, is saved.
+    """
+
+    traits = frozenset(("elementwise",))
+    math: ClassVar[Pointwise]
+    sources: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declared: Pointwise | None = getattr(cls, "math", None)
+        if declared is not None:
+            cls.saves = ("x", *declared.operands)
+
+    # -- alone -------------------------------------------------------------------------------------------------------------
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
+        ctx = basic_op_ctxs[0]
+        stage = self.forward_stage(ctx, input_)
+        y, kept = forward_chain(input_, [stage], dtype=ctx.dtype(input_), keep=self.kept(ctx, 0))
+        self.save_stage(ctx, stage, kept.get(0))
+        return y, [()]
+
+    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
+        ctx = basic_op_ctxs[0]
+        dx, (grads,) = backward_chain(grad_output, [self.backward_stage(ctx)], {0: self.saved_input(ctx)}, dtype=ctx.io_dtype)
+        params, extras = self.operand_gradients(ctx, grads, grad_output)
+        return dx, [params], [extras]
+
+    # -- as a stage of a chain ---------------------------------------------------------------------------------------------
+
+    def forward_stage(self, ctx: Context, x: Value) -> Stage:
+        """This op's math with the operands of this call."""
+        ctx.io_dtype = ctx.dtype(x)
+        return Stage(self.math, self.operands(ctx, x), self.constants, getattr(self.spec, "glu_interleave_size", None))
+
+    def operands(self, ctx: Context, x: Value) -> dict[str, torch.Tensor]:
+        """Operand tensors by name."""
+        return {name: _source(self, ctx, source) for name, source in self.sources.items()}
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The constants of the math, from the spec."""
+        return {name: getattr(self.spec, name) for name in self.math.constants}
+
+    def kept(self, ctx: Context, index: int) -> tuple[int, ...]:
+        """``(index,)`` if this op's input must be kept for its backward, else nothing."""
+        return (index,) if ctx.requires_grad and self.math.needs_input else ()
+
+    def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
+        """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""
+        read = self.math.backward_reads if ctx.requires_grad else frozenset()
+        ctx.save(x=x, **{name: stage.operands.get(name) if name in read else None for name in self.math.operands})
+
+    def backward_stage(self, ctx: Context) -> Stage:
+        """This op's math with the saved operands; a parameter whose value no gradient reads lends its dtype only."""
+        operands = {name: value for name in self.math.operands if (value := getattr(ctx.saved, name)) is not None}
+        parameters = {name: self.parameter(source) for name, source in self.sources.items() if not source.startswith("extra")}
+        return Stage(self.math, {**parameters, **operands}, self.constants, getattr(self.spec, "glu_interleave_size", None))
+
+    def saved_input(self, ctx: Context) -> torch.Tensor | None:
+        """The input as it was saved, in high precision."""
+        return ctx.saved.x
+
+    def operand_gradients(self, ctx: Context, grads: Mapping[str, torch.Tensor], dy: torch.Tensor) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters and of the extra inputs, in order, each in the dtype of what it belongs to."""
+        by_source = {source: grads.get(name) for name, source in self.sources.items()}
+        params = [_cast_like(by_source.get(name), p) for name, p in zip(self.parameter_names, self.parameter_values())]
+        return params, [by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)]
+
+
+def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
+    return ctx.extras[int(source.removeprefix("extra"))] if source.startswith("extra") else op.parameter(source)
+
+
+@dataclass(frozen=True)
+class BiasSpec:
+    """Hyper-parameters of a bias."""
+
+    size: int
+
+
+class Bias(PointwiseOperation):
+    """y = x + b for x (..., size); db is summed over all leading dimensions in fp32. bias: (size,), initially 0."""
+
+    math = activations.BIAS
+    sources = {"bias": "bias"}
+
+    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None) -> None:
+        if size < 1:
+            raise SpecError(describe("Bias", wanted="a positive size", got=size, cure="give the number of columns"))
+        super().__init__(BiasSpec(size), owner=owner)
+        self.owner.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        with torch.no_grad():
+            self.owner.bias.zero_()
+
+    def _find_slots(self) -> Any:
+        return (("bias", self.owner._parameters),)
+
+    def forward_stage(self, ctx: Context, x: Value) -> Stage:
+        if x.shape[-1] != self.size:
+            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.size})", got=tuple(x.shape),
+                                      cure="check the preceding op's size"))
+        return super().forward_stage(ctx, x)
+
+
+@dataclass(frozen=True)
+class ConstantScaleSpec:
+    """Hyper-parameters of a constant scale."""
+
+    scale: float
+
+
+class ConstantScale(PointwiseOperation):
+    """y = scale * x."""
+
+    math = activations.CONSTANT_SCALE
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(ConstantScaleSpec(float(scale)))
+
+
+@dataclass(frozen=True)
+class InPlaceSpec:
+    """Hyper-parameters of an op with an extra tensor."""
+
+    in_place: bool = False
+
+
+class AddExtraInput(PointwiseOperation):
+    """y = x + extra; the gradient goes to both.
+
+    in_place: the sum is written into the extra tensor, which autograd then sees as changed; a leaf that wants a gradient is
+    refused by torch.
+    """
+
+    math = activations.ADD
+    sources = {"residual": "extra0"}
+    num_extra_inputs = 1
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__(InPlaceSpec(in_place))
+
+    @property
+    def traits(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset() if self.spec.in_place else frozenset(("elementwise",))
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        return (write_in_place(basic_op_ctxs[0], y) if self.spec.in_place else y), extras
+
+
+def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
+    """Put ``y`` into the op's extra tensor, and say that it changed."""
+    extra = ctx.extras[0]
+    if extra.dtype != y.dtype:
+        raise PipelineError(describe(f"{ctx.op.label} extra input", wanted=f"dtype {y.dtype}, that of the sum", got=extra.dtype,
+                                     cure="cast the extra tensor, or use in_place=False"))
+    extra.copy_(y)
+    ctx.dirty.append(extra)
+    return extra
+
+
+@dataclass(frozen=True)
+class DropoutSpec:
+    """Hyper-parameters of dropout."""
+
+    p: float
+
+
+class Dropout(PointwiseOperation):
+    """In training, y = x * mask / (1 - p) with mask ~ Bernoulli(1 - p); in evaluation, y = x. The mask is drawn with torch's generator."""
+
+    math = activations.DROPOUT
+
+    def __init__(self, p: float) -> None:
+        if not 0 <= p < 1:
+            raise SpecError(describe("Dropout", wanted="0 <= p < 1", got=p, cure="give the probability of a zero"))
+        super().__init__(DropoutSpec(float(p)))
+
+    def operands(self, ctx: Context, x: Value) -> dict[str, torch.Tensor]:
+        if not self.training:
+            return {"mask": torch.ones((), dtype=torch.uint8, device=x.device).expand(x.shape)}
+        return {"mask": torch.rand(x.shape, dtype=torch.float32, device=x.device).ge_(self.spec.p).to(torch.uint8)}
+
+    def forward_stage(self, ctx: Context, x: Value) -> Stage:
+        ctx.scale = 1 / (1 - self.spec.p) if self.training else 1.0
+        ctx.io_dtype = ctx.dtype(x)
+        return Stage(self.math, self.operands(ctx, x), {"scale": ctx.scale})
+
+    def backward_stage(self, ctx: Context) -> Stage:
+        return Stage(self.math, {"mask": ctx.saved.mask}, {"scale": ctx.scale})
+
+
+def _cast_like(grad: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None or like is None else grad.to(like.dtype)

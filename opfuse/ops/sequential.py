@@ -1,0 +1,180 @@
+"""Sequential: a list of modules whose runs of fusible ops become pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+
+from opfuse.compiler.fuser import CacheInfo, OperationFuser
+from opfuse.compiler.registry import RuleSet
+from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.errors import PipelineError, describe
+
+
+class Sequential(nn.Module):
+    """Runs modules one after another, maximal runs of fusible ops each as one pipeline.
+
+    Behaves as a list: indices, slices, ``append``, ``extend``, ``insert``, ``pop``, ``del``, ``+`` and ``+=``; a dictionary
+    names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order. rules:
+    a rule set of its own; None takes the active one at each call.
+    """
+
+    def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
+        super().__init__()
+        self.__dict__["_runs"] = None
+        self.__dict__["rules"] = rules
+        if len(modules) == 1 and isinstance(modules[0], Mapping):
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(modules)  # type: ignore[arg-type]
+
+    # -- a list of modules -------------------------------------------------------------------------------------------------
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self.__dict__["_runs"] = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["_runs"] = None
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__["_runs"] = None
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def _name(self, index: SupportsIndex) -> str:
+        position = index.__index__()
+        if not -len(self) <= position < len(self):
+            raise IndexError(describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)"))
+        return list(self._modules)[position]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return type(self)(*list(self)[index], rules=self.rules)
+        return self._modules[self._name(index)]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self._check(module)
+        self._modules[self._name(index)] = module
+        self.__dict__["_runs"] = None
+
+    def __delitem__(self, index: int | slice) -> None:
+        kept = list(self)
+        del kept[index]
+        self._replace(kept)
+
+    def _replace(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self._modules.clear()
+        self.extend(modules)
+
+    def _check(self, module: object) -> nn.Module:
+        if not isinstance(module, nn.Module):
+            raise PipelineError(describe("Sequential", wanted="an nn.Module", got=type(module).__name__, cure="pass ops or modules"))
+        return module
+
+    def append(self, module: nn.Module) -> Sequential:
+        """Add a module at the end."""
+        taken = (int(name) for name in self._modules if name.isdigit())
+        self.add_module(str(max(taken, default=-1) + 1), self._check(module))
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Insert a module before ``index``; names are renumbered."""
+        modules = list(self)
+        modules.insert(index, self._check(module))
+        self._replace(modules)
+        return self
+
+    def pop(self, index: int = -1) -> nn.Module:
+        """Remove and return a module; names are renumbered."""
+        modules = list(self)
+        self._name(index)
+        module = modules.pop(index)
+        self._replace(modules)
+        return module
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
+        return type(self)(*self, *other, rules=self.rules)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
+        return self.extend(list(other))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold live ops; a copy makes its own.
+        return {**self.__dict__, "_runs": None}
+
+    # -- running -----------------------------------------------------------------------------------------------------------
+
+    def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
+        """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
+        if self.__dict__["_runs"] is None:
+            runs: list[Any] = []
+            for name, module in self._modules.items():
+                if not isinstance(module, FusibleOperation):
+                    runs.append(module)
+                elif runs and isinstance(runs[-1], list):
+                    runs[-1].append((name, module))
+                else:
+                    runs.append([(name, module)])
+            self.__dict__["_runs"] = tuple(self._pipeline(run) if isinstance(run, list) else run for run in runs)
+        return self.__dict__["_runs"]
+
+    def _pipeline(self, run: list[tuple[str, FusibleOperation]]) -> OperationFuser:
+        names = [name for name, _ in run]
+        return OperationFuser([op for _, op in run], rules=self.rules, name=f"ops {names[0]}..{names[-1]}")
+
+    def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None) -> Any:
+        """The last module's output, or a tuple of it and all extra outputs.
+
+        op_kwargs: keyword arguments for the forward of single ops, by op or by index.
+        """
+        kwargs = self._kwargs(op_kwargs or {})
+        extras = list(extra_inputs)
+        outputs: list[torch.Tensor] = []
+        for run in self.runs():
+            if not isinstance(run, OperationFuser):
+                x = run(x)
+                continue
+            given, extras = extras[: run.num_extra_inputs], extras[run.num_extra_inputs :]
+            result = run(x, *given, kwargs=[kwargs.pop(id(op), {}) for op in run.ops] if kwargs else None)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            outputs += more
+        if extras:
+            raise PipelineError(describe("Sequential", wanted=f"{len(extra_inputs) - len(extras)} extra inputs", got=len(extra_inputs),
+                                         cure="pass one tensor for each extra input that has no channel"))
+        if kwargs:
+            raise PipelineError(describe("Sequential op_kwargs", wanted="ops of this Sequential", got=f"{len(kwargs)} others", cure="check the keys"))
+        return (x, *outputs) if outputs else x
+
+    def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        found: dict[int, Mapping[str, Any]] = {}
+        for key, value in op_kwargs.items():
+            op = self[key] if isinstance(key, int) else key
+            if not isinstance(op, BasicOperation):
+                raise PipelineError(describe("Sequential op_kwargs", wanted="a BasicOperation or its index", got=repr(key),
+                                             cure="pass keyword arguments to basic ops only"))
+            found[id(op)] = value
+        return found
+
+    def cache_info(self) -> CacheInfo:
+        """Plans alive, hits and misses of all pipelines, and why the last miss was one."""
+        infos = [run.cache_info() for run in self.runs() if isinstance(run, OperationFuser)]
+        reason = next((info.last_miss for info in reversed(infos) if info.last_miss), None)
+        return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)

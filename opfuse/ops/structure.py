@@ -1,0 +1,110 @@
+"""Ops that move values and compute nothing: identity, reshape, a second output, an explicit quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opfuse.core.context import Context, Value
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import ShapeError, describe
+from opfuse.ops.pointwise import InPlaceSpec
+from opfuse.ops.state import QuantizerStateMixin
+from opfuse.recipes.policy import KEEP
+from opfuse.tensors.quantizers import Quantizer
+
+
+class Identity(BasicOperation):
+    """y = x, quantized or not."""
+
+    saves = ()
+    accepts_quantized = True
+
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
+        return input_
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[Value, tuple[()]]:
+        return grad_output, ()
+
+
+@dataclass(frozen=True)
+class ReshapeSpec:
+    """Hyper-parameters of a reshape."""
+
+    shape: tuple[int, ...]
+
+
+class Reshape(BasicOperation):
+    """y = x.reshape(shape); one dimension may be -1."""
+
+    saves = ()
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__(ReshapeSpec(tuple(shape)))
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        ctx.input_shape = input_.shape
+        try:
+            return input_.reshape(self.shape)
+        except RuntimeError as error:
+            raise ShapeError(describe(f"{self.label} input", wanted=f"{input_.numel()} elements to fit {self.shape}", got=tuple(input_.shape),
+                                      cure="check the preceding op's size")) from error
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+        return grad_output.reshape(ctx.input_shape), ()
+
+
+class MakeExtraOutput(BasicOperation):
+    """y = x, and x once more as an extra output; the two gradients are summed.
+
+    in_place: the sum may be accumulated where the extra gradient lies, which lets it ride in the product of the op that
+    follows. The caller's tensors are never written.
+    """
+
+    saves = ()
+    num_extra_outputs = 1
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__(InPlaceSpec(in_place))
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
+        return input_, [(input_,)]
+
+    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any) -> tuple[Any, Any, Any]:
+        extra = basic_op_grad_extra_outputs[0][0]
+        parts = [grad for grad in (grad_output, extra) if grad is not None]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1], [()], [()]
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """Hyper-parameters of an explicit quantization."""
+
+    forward: bool = True
+    backward: bool = False
+
+
+class Quantize(QuantizerStateMixin, BasicOperation):
+    """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
+
+    Rowwise data is made, and columnwise data too where a matrix product follows that reads it. Under a backward override
+    gradients are left alone.
+    """
+
+    is_cast = True
+    accepts_quantized = True
+    saves = ()
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(QuantizeSpec(forward, backward))
+
+    def quantized_roles(self) -> tuple[str, ...]:
+        return ("input",) * self.spec.forward + ("grad_output",) * self.spec.backward
+
+    def narrow_quantizer(self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
+        if role == "grad_output" and KEEP[override].backward != "quantized":
+            return None
+        return quantizer.wanting(rowwise=True, columnwise=False)

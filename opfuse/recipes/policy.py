@@ -1,0 +1,60 @@
+"""What a backward override means for the three products of a linear layer, as a table. Which plane a product reads: GEMMS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage
+
+@dataclass(frozen=True)
+class Keep:
+    """What a backward override keeps: ``saved`` operands, and the precision in which the backward products run."""
+
+    saved: Literal["columnwise", "rowwise", "original"]
+    backward: Literal["quantized", "high_precision"]
+
+
+KEEP: dict[str | None, Keep] = {
+    None: Keep(saved="columnwise", backward="quantized"),
+    "dequantized": Keep(saved="rowwise", backward="high_precision"),
+    "high_precision": Keep(saved="original", backward="high_precision"),
+}
+
+
+def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
+    """The planes of ``role`` that ``gemms`` read."""
+    reads = [pair for gemm in gemms for pair in ((GEMMS[gemm].left, GEMMS[gemm].left_plane), (GEMMS[gemm].right, GEMMS[gemm].right_plane))]
+    return frozenset(plane for reader, plane in reads if reader == role)
+
+
+def cast_quantizer(quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
+    """``quantizer`` narrowed to the planes that the products of a linear layer read; None if they read none.
+
+    Under ``high_precision`` the columnwise plane of a forward operand is the caller's tensor itself, so that what is saved
+    for backward is the original and not a copy.
+    """
+    keep = KEEP[override]
+    forward = () if role == "grad_output" else ("fprop",)
+    backward = planes(role, backward_gemms)
+    if keep.backward == "quantized":
+        wanted = planes(role, forward + backward_gemms)
+        return quantizer.wanting(rowwise=ROWWISE in wanted, columnwise=COLUMNWISE in wanted) if wanted else None
+    if not forward:
+        return None
+    rowwise = quantizer.wanting(rowwise=True, columnwise=False)
+    if keep.saved == "original" and backward:
+        return HybridQuantizer(rowwise, IdentityQuantizer())
+    return rowwise
+
+
+def saved_operand(operand: QuantizedStorage, override: str | None) -> QuantizedStorage | object:
+    """The part of a forward operand that the backward products read under ``override``."""
+    saved = KEEP[override].saved
+    if saved == "original":
+        return operand.plane(COLUMNWISE).data
+    why = f"backward_override={override!r} saves the {saved} plane only"
+    return operand.only(ROWWISE if saved == "rowwise" else COLUMNWISE, why=why)

@@ -1,0 +1,110 @@
+"""The three products of a linear layer over plain or quantized operands, and which of them may meet.
+
+    fprop   y  = x W^T       x (..., K), W (N, K)
+    dgrad   dx = dy W        dy (..., N)
+    wgrad   dW = dy^T x
+
+Two quantized operands are multiplied in their formats; as soon as one operand is high precision, so is the product, and the
+other one is dequantized to its dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from opfuse.errors import GemmError, ShapeError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels import gemm as kernels
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+
+Operand = torch.Tensor | QuantizedStorage
+
+
+class Gemm(NamedTuple):
+    """Roles and planes of the operands of one product, left first."""
+
+    left: str
+    left_plane: str
+    right: str
+    right_plane: str
+
+
+GEMMS = {
+    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE),
+    "dgrad": Gemm("grad_output", ROWWISE, "weight", COLUMNWISE),
+    "wgrad": Gemm("grad_output", COLUMNWISE, "input", COLUMNWISE),
+}
+
+
+def gemm(name: str, left: Operand, right: Operand, *, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The product ``name`` of :data:`GEMMS`.
+
+    dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
+    unrounded. GemmError if two formats do not meet, ShapeError if the shapes do not.
+    """
+    out_dtype = out_dtype or dtype
+    _check_shapes(name, left, right)
+    planes = _planes(name, left, right)
+    if planes is None:
+        what = GEMMS[name]
+        result = _high_precision(name, _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype), out_dtype)
+    else:
+        result = _quantized(name, *planes).to(out_dtype)
+    return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
+
+
+def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | None:
+    """The planes that the product reads, or None if it runs in high precision."""
+    what = GEMMS[name]
+    if not isinstance(left, QuantizedStorage) or not isinstance(right, QuantizedStorage):
+        return None
+    planes = left.plane(what.left_plane), right.plane(what.right_plane)
+    if any(plane.format.family == "identity" for plane in planes):
+        return None
+    return planes
+
+
+def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
+    if left.format.family != right.format.family or left.format.rht != right.format.rht:
+        what = GEMMS[name]
+        raise GemmError(describe(
+            f"{name} of {what.left} and {what.right}",
+            wanted="two formats of one family, both rotated or neither",
+            got=f"{what.left} {left.usage} {left.format}{_rotated(left)}, {what.right} {right.usage} {right.format}{_rotated(right)}",
+            cure="give both roles quantizers of one format, or IdentityQuantizer to one of them",
+        ))
+    if left.format.family == "block" and left.format.block == right.format.block == (128, 128):
+        raise GemmError(describe(name, wanted="at most one operand with 128x128 blocks", got="two",
+                                 cure="use block_scaling_dim=1 for one of the roles"))
+    return kernels.multiply(*(kernels.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right)))
+
+
+def _rotated(plane: Plane) -> str:
+    return " (rotated)" if plane.format.rht else ""
+
+
+def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
+    """(M, K) in ``dtype``: from the plane that the product reads, or from the only one that was kept."""
+    if isinstance(operand, QuantizedStorage):
+        operand = operand.dequantize(dtype, plane if plane in operand.usages else None)
+    return operand.to(dtype).reshape(-1, operand.shape[-1])
+
+
+def _high_precision(name: str, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    if out_dtype != left.dtype:
+        left, right = left.to(out_dtype), right.to(out_dtype)
+    if name == "fprop":
+        return left @ right.t()
+    return left @ right if name == "dgrad" else left.t() @ right
+
+
+def _check_shapes(name: str, left: Operand, right: Operand) -> None:
+    (rows, columns), (right_rows, right_columns) = matrix_shape(left.shape), matrix_shape(right.shape)
+    sums = {"fprop": (columns, right_columns), "dgrad": (columns, right_rows), "wgrad": (rows, right_rows)}[name]
+    if sums[0] != sums[1]:
+        what = GEMMS[name]
+        raise ShapeError(describe(f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}",
+                                  wanted="equal summed dimensions", got=f"{sums[0]} and {sums[1]}", cure="check in_features and out_features"))
+

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opfuse.recipes.delayed import DelayedScalingState
 
 Scope = Literal["weights", "activations", "all"] | None
+Row = TypeVar("Row")
 
 
 def _trainable_format(value: Any) -> Format:
@@ -40,7 +41,7 @@ SCOPE = one_of(None, "weights", "activations", "all", renamed={"none": None})
 _SCOPE = setting(cast(Scope, None), SCOPE, "NVTE_NVFP4_4OVER6")
 
 
-def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Any]) -> Any:
+def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Row]) -> Row:
     """The entry of a table over TENSOR_TYPES."""
     if role.tensor_type not in table:
         cure = f"use {', '.join(table)}, or a CustomRecipe"
@@ -68,7 +69,7 @@ class DelayedScaling(_Float8Recipe):
 
     margin: the scale is divided by 2^margin. amax_history_len: steps remembered. amax_compute_algo: the largest amax of the
     history or the most recent one. reduce_amax: take the maximum over the amax reduction group.
-    Takes no backward_override: the scale of a dequantized operand would be one step old.
+    Takes no backward_override: an argument is refused, an environment variable ignored with a warning.
     """
 
     kind: ClassVar[str] = "delayed"

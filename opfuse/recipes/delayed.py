@@ -39,8 +39,9 @@ _FORWARD, _BACKWARD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_t
 class DelayedScalingState:
     """Scale and amax history of one tensor of one op.
 
-    scale: fp32 (1,), what a cast multiplies by, initially 1. amax_history: fp32 (length,), newest in slot 0, initially 0. Both
-    are written in place, so quantizers and graphs that hold them stay valid; only :meth:`resize` and :meth:`to` replace them.
+    scale: fp32 (1,), what a cast multiplies by, initially 1. amax_history: fp32 (length,), initially 0: slot 0 accumulates, the
+    others hold earlier steps, the latest in the last slot. Both are written in place, so quantizers and graphs that hold them
+    stay valid; only :meth:`resize` and :meth:`to` replace them.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -59,7 +60,7 @@ class DelayedScalingState:
         return Float8Quantizer(scale, amax, fp8_dtype, rowwise=True, columnwise=True)
 
     def resize(self, length: int) -> None:
-        """Keep the newest ``length`` amaxes, padding with zeros; nothing happens when the length is right."""
+        """Cut the history to its first ``length`` slots or pad it with zeros; the scale stays."""
         old = self.amax_history
         if len(old) != length:
             self.amax_history = old.new_zeros(length)
@@ -241,7 +242,7 @@ def _reduce_amaxes(uses: Mapping[DelayedScalingState, _Use]) -> None:
     shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.recipe.reduce_amax}
     for (group, _), states in _grouped(shared):
         amaxes = reduce_amax(torch.cat([state.amax for state in states]), group)
-        torch._foreach_copy_([state.amax for state in states], list(amaxes.split(1)))
+        torch._foreach_copy_([state.amax for state in states], list(torch.split(amaxes, 1)))
 
 
 def _is_recomputing() -> bool:

@@ -12,10 +12,10 @@ import functools
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from opfuse import formats, keys
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
@@ -25,6 +25,7 @@ from opfuse.tensors.quantizers import Quantizer
 if TYPE_CHECKING:
     from opfuse.recipes.delayed import DelayedScalingState
 
+AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
@@ -87,6 +88,14 @@ def _keywords(cls: type) -> frozenset[str] | None:
     return None if takes_any else frozenset(parameters) - {"self"}
 
 
+def _refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    if unknown := set(given).difference(known):
+        name = min(unknown)
+        cure = _HINTS.get(name) or f"name one of {', '.join(sorted(known))}"
+        got = f"{name!r}{nearest(name, known)}"
+        raise UnknownFieldError(describe(where, wanted="fields of this recipe", got=got, cure=cure))
+
+
 @functools.cache
 def _hidden_field(cls: type) -> str | None:
     """An attribute that a subclass meant as a field but that ``fields()`` does not see, so that no key would either."""
@@ -118,12 +127,8 @@ class Recipe(ABC):
     rounding: Literal["per_op", "single"] = setting("per_op", one_of("per_op", "single"))
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        known = _keywords(cls)
-        if known is not None and (unknown := given.keys() - known):
-            name = min(unknown)
-            cure = _HINTS.get(name) or f"pass one of {', '.join(sorted(known))}"
-            got = f"keyword {name!r}{nearest(name, known)}"
-            raise UnknownFieldError(describe(cls.__name__, wanted="fields of this recipe", got=got, cure=cure))
+        if (known := _keywords(cls)) is not None:
+            _refuse_unknown(cls.__name__, given, known)
         return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
@@ -189,14 +194,13 @@ class Recipe(ABC):
 
     def replace(self, **changes: Any) -> Self:
         """A new, checked recipe with some fields changed; unchanged fields keep their source."""
+        _refuse_unknown(f"{type(self).__name__}.replace", changes, self.sources)
         kept = {name: source for name, source in self.sources.items() if name not in changes}
-        return type(self)(**{**self.values(), **changes}).with_sources(kept)
+        return _rebuild(type(self), {**self.values(), **changes}, kept)
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
         """The same recipe, which now tells that its fields came from ``sources``, e.g. ``{"margin": "fp8.yaml:7:12"}``."""
-        if unknown := set(sources) - set(self.sources):
-            where, name = f"sources of {type(self).__name__}", min(unknown)
-            raise UnknownFieldError(describe(where, wanted="field names", got=repr(name), cure="name fields of the recipe"))
+        _refuse_unknown(f"{type(self).__name__}.with_sources", sources, self.sources)
         told = object.__new__(type(self))
         vars(told).update(vars(self), _sources=MappingProxyType({**self.sources, **sources}))
         return told
@@ -212,5 +216,9 @@ class Recipe(ABC):
         return _rebuild, (type(self), self.values(), dict(self.sources))
 
 
-def _rebuild(cls: type[Recipe], values: dict[str, Any], sources: dict[str, str]) -> Recipe:
-    return cls(**values).with_sources(sources)
+def _rebuild(cls: type[AnyRecipe], values: dict[str, Any], sources: Mapping[str, str]) -> AnyRecipe:
+    """A checked recipe with these fields, whatever arguments the constructor of ``cls`` takes."""
+    recipe = object.__new__(cls)
+    vars(recipe).update(values)
+    recipe.__post_init__()
+    return recipe.with_sources(sources)

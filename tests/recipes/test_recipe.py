@@ -91,8 +91,9 @@ def test_b02_r4_environment_is_read_when_the_recipe_is_built(cls, monkeypatch):
 
 @ALL
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_b02_r6_empty_environment_is_unset(cls, name, monkeypatch):
-    monkeypatch.setenv(name, "")
+@pytest.mark.parametrize("text", ["", " "])
+def test_b02_r6_empty_environment_is_unset(cls, name, text, monkeypatch):
+    monkeypatch.setenv(name, text)
     assert build(cls).backward_override is None
     assert build(cls).sources["backward_override"] == "default"
 
@@ -229,6 +230,9 @@ def test_b26_subclass_with_its_own_constructor():
     assert Preset(careful=True).backward_override == "dequantized"
     assert Preset(careful=True).sources["backward_override"] == "argument"
     assert Preset(careful=True) != Preset(careful=False)
+    assert copy.deepcopy(Preset(careful=True)) == Preset(careful=False).replace(backward_override="dequantized")
+    with pytest.raises(TypeError, match="careless"):
+        Preset(careless=True)
 
 
 def test_r3_attribute_that_is_not_a_field_is_refused():

@@ -1,1 +1,54 @@
-import opfuse.ops
+"""opfuse: a fusible-operation-graph compiler for low-precision training in PyTorch.
+
+Names are imported when they are first used, so that ``import opfuse`` costs nothing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+RULE_TABLE = "opfuse.fusions:RULES"
+"""Where the compiler finds the built-in fusion rules when it makes its first plan."""
+
+_MODULES = ("errors", "formats", "fusions", "keys", "kernels", "ops", "recipes", "tensors")
+
+_NAMES = {
+    "autocast": "opfuse.recipes",
+    "quantized_model_init": "opfuse.recipes",
+    "is_fp8_available": "opfuse.recipes",
+    "is_fp8_block_scaling_available": "opfuse.recipes",
+    "is_mxfp8_available": "opfuse.recipes",
+    "is_nvfp4_available": "opfuse.recipes",
+    "support": "opfuse.recipes",
+    "support_matrix": "opfuse.recipes",
+    "QuantizedTensor": "opfuse.tensors",
+    "Fusion": "opfuse.compiler.rules",
+    "fusion": "opfuse.compiler.rules",
+    "RuleSet": "opfuse.compiler.registry",
+    "use_rules": "opfuse.compiler.registry",
+    "active_rules": "opfuse.compiler.registry",
+    "register_fusion": "opfuse.compiler.registry",
+    "register_forward_fusion": "opfuse.compiler.registry",
+    "register_backward_fusion": "opfuse.compiler.registry",
+    "register_forward_backward_fusion": "opfuse.compiler.registry",
+    "on_miss": "opfuse.compiler.fuser",
+    "explain": "opfuse.compiler.explain",
+}
+
+__all__ = ["__version__", *_MODULES, *_NAMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"opfuse.{name}")
+    else:
+        raise AttributeError(f"module 'opfuse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

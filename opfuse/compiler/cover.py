@@ -152,11 +152,9 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
     groups: list[Group] = []
     outcomes: list[Outcome] = []
     nearest: Partial | None = None
-    start, first = 0, rule.pattern[0]
+    start = 0
+    position = {node.index: i for i, node in enumerate(chain.nodes)}
     while start < len(chain.nodes):
-        if not first.accepts(chain.nodes[start]) and first.low > 0:
-            start += 1
-            continue
         binding = match(rule.pattern, chain, start)
         if isinstance(binding, Partial):
             nearest = binding if nearest is None or binding.depth > nearest.depth else nearest

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import count
+from pkgutil import resolve_name
+from typing import Any, cast
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, Fusion
@@ -88,13 +91,20 @@ class RuleSet:
                                        cure="choose another name or unregister the old rule"))
 
 
-_defaults = RuleSet()
+_defaults: RuleSet | None = None
 _scoped: ContextVar[RuleSet | None] = ContextVar("opfuse_rules", default=None)
+
+
+def default_rules() -> RuleSet:
+    """The process-wide rule set: at first the table that the package names."""
+    if _defaults is None:
+        set_default_rules(resolve_name(sys.modules["opfuse"].RULE_TABLE))
+    return cast(RuleSet, _defaults)
 
 
 def active_rules() -> RuleSet:
     """The rule set that plans are made with here."""
-    return _scoped.get() or _defaults
+    return _scoped.get() or default_rules()
 
 
 def set_default_rules(rules: RuleSet) -> None:
@@ -121,8 +131,8 @@ class Registration:
 
     def unregister(self) -> None:
         """Remove the fusion from the process-wide rule set; does nothing the second time."""
-        if self.name in _defaults.names:
-            set_default_rules(_defaults.without(self.name))
+        if self.name in default_rules().names:
+            set_default_rules(default_rules().without(self.name))
 
     def __enter__(self) -> Registration:
         return self
@@ -133,15 +143,16 @@ class Registration:
 
 def register_fusion(rule: Fusion, *, prepend: bool = False) -> Registration:
     """Add a declarative rule to the process-wide set."""
-    set_default_rules(_defaults.with_rule(rule, first=prepend))
+    set_default_rules(default_rules().with_rule(rule, first=prepend))
     return Registration(rule.name)
 
 
 def _register(direction: str, func: Callable[..., Any], prepend: bool, name: str | None) -> Registration:
     name = name or getattr(func, "__name__", type(func).__name__)
-    if name in _defaults.names:
-        name = next(f"{name}_{i}" for i in range(2, 1_000_000) if f"{name}_{i}" not in _defaults.names)
-    set_default_rules(_defaults.with_function(FusionFunction(name, direction, func), first=prepend))
+    taken = default_rules().names
+    if name in taken:
+        name = next(candidate for i in count(2) if (candidate := f"{name}_{i}") not in taken)
+    set_default_rules(default_rules().with_function(FusionFunction(name, direction, func), first=prepend))
     return Registration(name)
 
 

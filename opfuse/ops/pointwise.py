@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from opfuse.core.context import Context, Value
+from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
@@ -38,25 +38,20 @@ class PointwiseOperation(BasicOperation):
 
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
         ctx = basic_op_ctxs[0]
-        stage = self.forward_stage(ctx, input_)
-        y, kept = forward_chain(input_, [stage], dtype=ctx.dtype(input_), keep=self.kept(ctx, 0))
-        self.save_stage(ctx, stage, kept.get(0))
-        return y, [()]
+        return run_chain(input_, [ctx], dtype=ctx.dtype(input_)), [()]
 
     def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
         ctx = basic_op_ctxs[0]
-        dx, (grads,) = backward_chain(grad_output, [self.backward_stage(ctx)], {0: self.saved_input(ctx)}, dtype=ctx.io_dtype)
-        params, extras = self.operand_gradients(ctx, grads, grad_output)
-        return dx, [params], [extras]
+        dx = run_chain_backward(grad_output, [ctx])
+        return dx, [ctx.grad_params], [ctx.grad_inputs]
 
     # -- as a stage of a chain ---------------------------------------------------------------------------------------------
 
-    def forward_stage(self, ctx: Context, x: Value) -> Stage:
-        """This op's math with the operands of this call."""
-        ctx.io_dtype = ctx.dtype(x)
-        return Stage(self.math, self.operands(ctx, x), self.constants, getattr(self.spec, "glu_interleave_size", None))
+    def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
+        """This op's math with the operands of this call, for an input of ``shape``."""
+        return Stage(self.math, self.operands(ctx, shape, device), self.constants, getattr(self.spec, "glu_interleave_size", None))
 
-    def operands(self, ctx: Context, x: Value) -> dict[str, torch.Tensor]:
+    def operands(self, ctx: Context, shape: torch.Size, device: torch.device) -> dict[str, torch.Tensor]:
         """Operand tensors by name."""
         return {name: _source(self, ctx, source) for name, source in self.sources.items()}
 
@@ -64,10 +59,6 @@ class PointwiseOperation(BasicOperation):
     def constants(self) -> dict[str, float]:
         """The constants of the math, from the spec."""
         return {name: getattr(self.spec, name) for name in self.math.constants}
-
-    def kept(self, ctx: Context, index: int) -> tuple[int, ...]:
-        """``(index,)`` if this op's input must be kept for its backward, else nothing."""
-        return (index,) if ctx.requires_grad and self.math.needs_input else ()
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""
@@ -84,11 +75,37 @@ class PointwiseOperation(BasicOperation):
         """The input as it was saved, in high precision."""
         return ctx.saved.x
 
-    def operand_gradients(self, ctx: Context, grads: Mapping[str, torch.Tensor], dy: torch.Tensor) -> tuple[list[Any], list[Any]]:
-        """Gradients of the parameters and of the extra inputs, in order, each in the dtype of what it belongs to."""
+    def set_operand_grads(self, ctx: Context, grads: Mapping[str, torch.Tensor]) -> None:
+        """File operand gradients as those of the parameters and of the extra inputs."""
         by_source = {source: grads.get(name) for name, source in self.sources.items()}
-        params = [_cast_like(by_source.get(name), p) for name, p in zip(self.parameter_names, self.parameter_values())]
-        return params, [by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)]
+        ctx.set_grads(params=[by_source.get(name) for name in self.parameter_names],
+                      extras=[by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)])
+
+
+def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: str = "per_op") -> torch.Tensor:
+    """The elementwise ops of ``contexts`` over ``x`` (I/O dtype or fp32 accumulator), each leaving its saved state; in ``dtype``."""
+    stages: list[Stage] = []
+    shape = x.shape
+    for ctx in contexts:
+        ctx.io_dtype = dtype
+        stages.append(ctx.op.forward_stage(ctx, shape, x.device))
+        if ctx.op.math.is_gated:
+            shape = torch.Size((*shape[:-1], shape[-1] // 2))
+    keep = [i for i, ctx in enumerate(contexts) if ctx.requires_grad and ctx.op.math.needs_input]
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    for i, (ctx, stage) in enumerate(zip(contexts, stages)):
+        ctx.op.save_stage(ctx, stage, kept.get(i))
+    return y
+
+
+def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: str = "per_op") -> torch.Tensor:
+    """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts."""
+    stages = [ctx.op.backward_stage(ctx) for ctx in contexts]
+    saved = {i: x for i, ctx in enumerate(contexts) if (x := ctx.op.saved_input(ctx)) is not None}
+    dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
+    for ctx, operand_grads in zip(contexts, grads):
+        ctx.op.set_operand_grads(ctx, operand_grads)
+    return dx
 
 
 def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
@@ -122,11 +139,11 @@ class Bias(PointwiseOperation):
     def _find_slots(self) -> Any:
         return (("bias", self.owner._parameters),)
 
-    def forward_stage(self, ctx: Context, x: Value) -> Stage:
-        if x.shape[-1] != self.size:
-            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.size})", got=tuple(x.shape),
+    def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
+        if shape[-1] != self.size:
+            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.size})", got=tuple(shape),
                                       cure="check the preceding op's size"))
-        return super().forward_stage(ctx, x)
+        return super().forward_stage(ctx, shape, device)
 
 
 @dataclass(frozen=True)
@@ -203,19 +220,16 @@ class Dropout(PointwiseOperation):
             raise SpecError(describe("Dropout", wanted="0 <= p < 1", got=p, cure="give the probability of a zero"))
         super().__init__(DropoutSpec(float(p)))
 
-    def operands(self, ctx: Context, x: Value) -> dict[str, torch.Tensor]:
-        if not self.training:
-            return {"mask": torch.ones((), dtype=torch.uint8, device=x.device).expand(x.shape)}
-        return {"mask": torch.rand(x.shape, dtype=torch.float32, device=x.device).ge_(self.spec.p).to(torch.uint8)}
+    @property
+    def constants(self) -> dict[str, float]:
+        return {"scale": 1 / (1 - self.spec.p) if self.training else 1.0}
 
-    def forward_stage(self, ctx: Context, x: Value) -> Stage:
-        ctx.scale = 1 / (1 - self.spec.p) if self.training else 1.0
-        ctx.io_dtype = ctx.dtype(x)
-        return Stage(self.math, self.operands(ctx, x), {"scale": ctx.scale})
+    def operands(self, ctx: Context, shape: torch.Size, device: torch.device) -> dict[str, torch.Tensor]:
+        ctx.scale = self.constants["scale"]
+        if not self.training:
+            return {"mask": torch.ones((), dtype=torch.uint8, device=device).expand(shape)}
+        return {"mask": torch.rand(shape, dtype=torch.float32, device=device).ge_(self.spec.p).to(torch.uint8)}
 
     def backward_stage(self, ctx: Context) -> Stage:
         return Stage(self.math, {"mask": ctx.saved.mask}, {"scale": ctx.scale})
 
-
-def _cast_like(grad: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-    return grad if grad is None or like is None else grad.to(like.dtype)

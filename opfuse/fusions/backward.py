@@ -1,0 +1,87 @@
+"""Backward rules. Patterns are written in forward order, as everywhere; gradients flow through them from right to left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opfuse.compiler.rules import fusion, is_, maybe, run
+from opfuse.core.context import Context, Value
+from opfuse.ops.pointwise import run_chain_backward
+
+
+def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chain: Sequence[Context]) -> Any:
+    """Activation derivatives, bias gradients and the cast of the gradient for the products of the linear layer below."""
+    dx = run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
+    return dx if quantize is None else quantize.op(dx)
+
+
+def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.Tensor | None:
+    """dx = dy W, summed into the gradient of the extra output."""
+    d_extra = extra.grad_extras[0]
+    single = linear.env.rounding == "single" and d_extra is not None
+    dx = linear.op.input_gradient(linear, dy, out_dtype=_wide(dy) if single else None)
+    linear.set_grads(params=(linear.op.weight_gradient(linear, dy),))
+    if dx is None or d_extra is None:
+        return dx if d_extra is None else d_extra
+    return (dx + d_extra).to(d_extra.dtype)
+
+
+def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Context | None, scale: Context) -> torch.Tensor | None:
+    """dx and dW of c x W^T. Rounded once, c multiplies the sums of both products; else it multiplies dy, as the op does."""
+    single = linear.env.rounding == "single"
+    grad: Value = dy if single else run_chain_backward(dy, [scale])
+    grad = grad if quantize is None else quantize.op(grad)
+    factor = scale.spec.scale if single else None
+    dx = linear.op.input_gradient(linear, grad, out_dtype=_wide(dy) if single else None)
+    linear.set_grads(params=(linear.op.weight_gradient(linear, grad, scale=factor),))
+    return dx if dx is None or factor is None else (dx * factor).to(linear.compute_dtype)
+
+
+def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) -> torch.Tensor:
+    """dx of the normalisation, plus the gradient of the extra output."""
+    d_extra = extra.grad_extras[0]
+    if d_extra is None:
+        dx, params = norm.op.op_backward(norm, dy)
+    else:
+        dx, params = norm.op.backward_add(norm, dy, d_extra, rounding=norm.env.rounding)
+    norm.set_grads(params=params)
+    return dx
+
+
+def _wide(dy: Value) -> torch.dtype:
+    return torch.float64 if dy.dtype == torch.float64 else torch.float32
+
+
+BACKWARD_LINEAR_ADD = fusion(
+    "backward_linear_add",
+    dict(extra="make_extra_output", linear="linear"),
+    when=(is_("extra.in_place", True),),
+    backward=backward_linear_add,
+    doc=backward_linear_add.__doc__ or "",
+)
+
+BACKWARD_LINEAR_SCALE = fusion(
+    "backward_linear_scale",
+    dict(linear="linear", quantize=maybe("quantize"), scale="constant_scale"),
+    backward=backward_linear_scale,
+    doc=backward_linear_scale.__doc__ or "",
+)
+
+BACKWARD_ADD_RMS_NORM = fusion(
+    "backward_add_rms_norm",
+    dict(extra="make_extra_output", norm="rms_norm"),
+    when=(is_("extra.in_place", False),),
+    backward=backward_add_rms_norm,
+    doc=backward_add_rms_norm.__doc__ or "",
+)
+
+BACKWARD_ACTIVATION_BIAS = fusion(
+    "backward_activation_bias",
+    dict(quantize=maybe("quantize"), chain=run("elementwise", low=1)),
+    when=(is_("env.recipe.backward_override", None),),
+    backward=backward_activation_bias,
+    doc=backward_activation_bias.__doc__ or "",
+)

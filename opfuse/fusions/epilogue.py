@@ -1,0 +1,76 @@
+"""Forward rules: a producer, the elementwise ops that follow it, and the cast for the next product, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opfuse.compiler.rules import fusion, is_, maybe, one, run
+from opfuse.core.context import Context, Value
+from opfuse.ops.pointwise import run_chain, write_in_place
+
+
+def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
+    """The producer's result through the chain, in the I/O dtype; saved state as the unfused ops leave it.
+
+    Under ``rounding="single"`` the producer hands its sums over unrounded, and the chain's end is the only rounding.
+    """
+    rounding = producer.env.rounding
+    result = producer.op.produce(producer, x, out_dtype=_wide(x) if rounding == "single" and chain else None)
+    if not chain:
+        return result
+    return run_chain(result, chain, dtype=producer.op.compute_dtype(producer.env, x), rounding=rounding)
+
+
+def _wide(x: Value) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize: Context | None) -> Any:
+    """GEMM or norm, any run of elementwise ops, and the cast."""
+    y = produce_and_chain(x, producer, chain)
+    return y if quantize is None else quantize.op(y)
+
+
+def norm_quantize(x: Value, *, norm: Context, quantize: Context) -> Any:
+    """A normalisation and the cast for the product that reads it."""
+    return quantize.op(produce_and_chain(x, norm, ()))
+
+
+def linear_add(x: Value, *, linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
+    """y = x W^T (+ b), added into the extra tensor in place."""
+    chain = [ctx for ctx in (bias, add) if ctx is not None]
+    return write_in_place(add, produce_and_chain(x, linear, chain))
+
+
+def linear_scale_add(x: Value, *, linear: Context, scale: Context, add: Context) -> torch.Tensor:
+    """y = c x W^T, added into the extra tensor in place."""
+    return write_in_place(add, produce_and_chain(x, linear, [scale, add]))
+
+
+LINEAR_SCALE_ADD = fusion(
+    "linear_scale_add",
+    dict(linear="linear", scale="constant_scale", add="add_extra_input"),
+    when=(is_("add.in_place", True),),
+    forward=linear_scale_add,
+    doc=linear_scale_add.__doc__ or "",
+)
+
+LINEAR_ADD = fusion(
+    "linear_add",
+    dict(linear="linear", bias=maybe("bias"), add="add_extra_input"),
+    when=(is_("add.in_place", True),),
+    forward=linear_add,
+    doc=linear_add.__doc__ or "",
+)
+
+NORM_QUANTIZE = fusion("norm_quantize", dict(norm="norm", quantize="quantize"), forward=norm_quantize, doc=norm_quantize.__doc__ or "")
+
+EPILOGUE = fusion(
+    "epilogue",
+    dict(producer=one("producer"), chain=run("elementwise"), quantize=maybe("quantize")),
+    forward=epilogue,
+    doc=epilogue.__doc__ or "",
+)

@@ -1,15 +1,57 @@
-// Every function of common.cuh over arrays, for a test to call; and the walks over all of fp32 that are too long for numpy.
+// Every function of common.cuh over arrays, for a test to call: on the host, or (ON_DEVICE) in one thread an element on a GPU;
+// and the walks over all of fp32 that are too long for numpy, on the host.
 #include "common.cuh"
 
-// Each probe writes its expression of x = in[i] to out[i]; c holds constants, or a second operand as c[i].
-#define EACH(name, OUT, IN, expression)                                                      \
-    extern "C" void name(OUT* out, const IN* in, const float* c, long long n) {              \
-        for (long long i = 0; i < n; ++i) {                                                  \
-            IN x = in[i];                                                                    \
-            out[i] = static_cast<OUT>(expression);                                           \
-        }                                                                                    \
-        (void)c;                                                                             \
+// A probe writes its expression of x = in[i] to out[i]. c holds `constants` floats, or a second operand as c[i]. Returns 0, or a
+// CUDA error.
+#define EACH(name, OUT, IN, expression)                                                    \
+    OPFUSE_FN void name##_at(OUT* out, const IN* in, const float* c, long long i) {        \
+        IN x = in[i];                                                                      \
+        out[i] = static_cast<OUT>(expression);                                             \
+        (void)c;                                                                           \
+    }                                                                                      \
+    PROBE(name, OUT, IN)
+
+#ifdef ON_DEVICE
+#define PROBE(name, OUT, IN)                                                               \
+    __global__ void name##_kernel(OUT* out, const IN* in, const float* c, long long n) {   \
+        long long i = blockIdx.x * 256LL + threadIdx.x;                                    \
+        if (i < n) name##_at(out, in, c, i);                                               \
+    }                                                                                      \
+    extern "C" int name(OUT* out, const IN* in, const float* c, long long n, long long constants) { \
+        return on_device(name##_kernel, out, in, c, n, constants);                         \
     }
+
+template <class OUT, class IN>
+static int on_device(void (*kernel)(OUT*, const IN*, const float*, long long), OUT* out, const IN* in, const float* c, long long n,
+                     long long constants) {
+    OUT* out_there = nullptr;
+    IN* in_there = nullptr;
+    float* c_there = nullptr;
+    cudaMalloc(&out_there, n * sizeof(OUT));
+    cudaMalloc(&in_there, n * sizeof(IN));
+    cudaMalloc(&c_there, constants * sizeof(float));
+    cudaMemcpy(in_there, in, n * sizeof(IN), cudaMemcpyHostToDevice);
+    cudaMemcpy(c_there, c, constants * sizeof(float), cudaMemcpyHostToDevice);
+    kernel<<<unsigned((n + 255) / 256), 256>>>(out_there, in_there, c_there, n);
+    cudaMemcpy(out, out_there, n * sizeof(OUT), cudaMemcpyDeviceToHost);
+    cudaFree(out_there);
+    cudaFree(in_there);
+    cudaFree(c_there);
+    return cudaGetLastError();
+}
+
+extern "C" int devices() {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+#else
+#define PROBE(name, OUT, IN)                                                                             \
+    extern "C" int name(OUT* out, const IN* in, const float* c, long long n, long long /*constants*/) {  \
+        for (long long i = 0; i < n; ++i) name##_at(out, in, c, i);                                      \
+        return 0;                                                                                        \
+    }
+#endif
 
 EACH(encode_e4m3, u8, float, encode<E4M3>(x))
 EACH(encode_e5m2, u8, float, encode<E5M2>(x))

@@ -6,6 +6,7 @@ The text is the one that kernels are compiled from. Where a C++ compiler is miss
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -50,7 +51,8 @@ class Host:
         constants = np.zeros(4, U32) if constants is None else np.ascontiguousarray(constants, U32)
         result = np.empty(x.shape, out)
         pointers = (ctypes.c_void_p(array.ctypes.data) for array in (result, x, constants))
-        getattr(self.library, name)(*pointers, ctypes.c_longlong(x.size))
+        error = getattr(self.library, name)(*pointers, ctypes.c_longlong(x.size), ctypes.c_longlong(constants.size))
+        assert error == 0, f"{name}: CUDA error {error}"
         return result
 
     def count(self, name: str, *points: np.ndarray) -> int:
@@ -103,29 +105,35 @@ class Host:
         return self.each("nvfp4_multiplier", U32, block_scale, global_scale)
 
 
-def compiled(folder: Path, compiler: str, flags: tuple[str, ...]) -> Host:
-    """``host_common.cpp`` as a loaded library; a compiler's complaint is a failure."""
-    library = folder / "common.so"
-    command = [compiler, *flags, f"-I{HEADERS}", str(SOURCE), "-o", str(library)]
+def built(compiler: str, flags: tuple[str, ...], out: Path) -> Path:
+    """``host_common.cpp`` compiled to ``out``; a compiler's complaint is a failure."""
+    command = [compiler, *flags, f"-I{HEADERS}", str(SOURCE), "-o", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stderr}"
-    return Host(library)
+    return out
 
 
 def first_found(*names: str) -> str:
     """The first compiler on PATH; without one there is nothing to test, and the test says which were looked for."""
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
-        pytest.skip(f"common.cuh was not tested on this host: no {' or '.join(names)} on PATH")
+        pytest.skip(f"common.cuh was not tested here: no {' or '.join(names)} on PATH")
     return found
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("nvcc", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nvcc", "device"))])
 def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
-    folder = tmp_path_factory.mktemp("common")
-    if request.param == "nvcc":
-        return compiled(folder, first_found("nvcc"), NVCC_FLAGS)
-    return compiled(folder, first_found(*COMPILERS), HOST_FLAGS)
+    """The header as the C++ compiler builds it for the host, as nvcc does, and as nvcc builds it for a GPU that is here."""
+    library = tmp_path_factory.mktemp("common") / "common.so"
+    match request.param:
+        case "host":
+            return Host(built(first_found(*COMPILERS), HOST_FLAGS, library))
+        case "nvcc":
+            return Host(built(first_found("nvcc"), NVCC_FLAGS, library))
+    header = Host(built(first_found("nvcc"), (*NVCC_FLAGS, "-DON_DEVICE", "-arch=native"), library))
+    if header.library.devices() == 0:
+        pytest.skip("common.cuh was not tested on a GPU: no CUDA device")
+    return header
 
 
 def all_inputs() -> np.ndarray:
@@ -250,3 +258,11 @@ def test_r2_host_encodes_every_fp32_value_as_the_oracle_says(host, name):
 def test_r2_host_e8m0_of_every_fp32_value(host):
     """All 2^31 values >= 0: the least power of two that is not below, by comparison in fp64."""
     assert host.count("wrong_e8m0_codes") == 0
+
+
+@pytest.mark.slow
+def test_device_code_flushes_no_subnormal_and_contracts_nothing(tmp_path):
+    flags = tuple(flag for flag in NVCC_FLAGS if flag != "-shared")
+    ptx = built(first_found("nvcc"), (*flags, "-DON_DEVICE", "-arch=sm_90a", "-ptx"), tmp_path / "common.ptx").read_text()
+    assert ptx.count(".entry") > 30
+    assert not re.findall(r"^.*(?:\.ftz|fma\.|div\.full|\.approx).*$", ptx, re.MULTILINE)

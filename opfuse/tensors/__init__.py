@@ -1,1 +1,24 @@
-"""Values that carry quantized data: storages, the quantizers that make them."""
+"""Values that carry quantized data: records of planes, the quantizers that make them, the tensor that wraps them."""
+
+import torch
+
+from opfuse.formats import Element, Format
+from opfuse.tensors import quantizers
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor, cast, rebuild
+
+__all__ = ["Plane", "QuantizedStorage", "QuantizedTensor", "Quantizer"]
+
+Quantizer.wrap = staticmethod(cast)
+torch.serialization.add_safe_globals(
+    [
+        QuantizedTensor,
+        rebuild,
+        QuantizedStorage,
+        Plane,
+        Format,
+        Element,
+        *(getattr(quantizers, name) for name in quantizers.__all__),
+    ]
+)

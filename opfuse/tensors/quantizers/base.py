@@ -34,8 +34,8 @@ class Quantizer(ABC):
     columnwise: bool = True
     optimize_for_gemm: bool = False
 
-    wrap: ClassVar[Callable[[QuantizedStorage, Quantizer], Any]] = staticmethod(lambda storage, quantizer: storage)
-    """What calling a quantizer returns for the storage it made. The tensor module sets it to its wrapper once, at import."""
+    wrap: ClassVar[Callable[[torch.Tensor, Quantizer], Any]] = staticmethod(lambda x, quantizer: quantizer.quantize(x))
+    """What calling a quantizer does. The tensor room sets it, once, at import, to a cast with a gradient and a wrapper."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class Quantizer(ABC):
 
     def __call__(self, x: torch.Tensor) -> Any:
         """The quantized tensor of ``x``, of any shape with at least one dimension."""
-        return type(self).wrap(self.quantize(x), self)
+        return type(self).wrap(x, self)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         """The planes of ``x`` (fp32, bf16, fp16), without autograd. ShapeError or DtypeError if the format cannot take it."""

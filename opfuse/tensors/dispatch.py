@@ -1,0 +1,254 @@
+"""What every aten operation does to a quantized tensor: one table, and one rule for everything that is not in it.
+
+A handler takes the operator, the quantized tensor and the other arguments. It returns NotImplemented where the record cannot
+express the result; then, as for any operator without a handler, the operation runs on the dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from opfuse.errors import QuantizedTensorError, describe
+from opfuse.tensors.planes import decoded, map_tensors, with_shape
+from opfuse.tensors.rows import cut_rows, zero_rows
+
+if TYPE_CHECKING:
+    from opfuse.tensors.tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SLICE = "rows cut from a larger tensor"
+
+
+def run(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of ``func``, by its handler or on dequantized values."""
+    if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False), torch.no_grad():  # a view of a normal tensor is one too, and shares its version
+            return run(cls, func, args, kwargs)
+    handler = HANDLERS.get(func)
+    if handler is not None and isinstance(args[0], (cls, list, tuple)):
+        result = handler(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return compute(cls, func, args, kwargs)
+
+
+def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on dequantized values and cast what it wrote back into the quantized tensors it wrote to.
+
+    Nothing is run if one of these cannot be written. QuantizedTensorError if ``func`` changes the shape of one.
+    """
+    written = _written(cls, func, args, kwargs)
+    for tensor in written:
+        tensor.check_writable(str(func))
+    aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
+    plain: dict[int, torch.Tensor] = {}
+
+    def lower(x: Any) -> Any:
+        if not isinstance(x, cls):
+            return x
+        if id(x) not in plain:
+            plain[id(x)] = decoded(x.storage) if aliases else x.storage.dequantize()
+        return plain[id(x)]
+
+    result = func(*tree_map(lower, tuple(args)), **tree_map(lower, kwargs))
+    for tensor in written:
+        if plain[id(tensor)].shape != tensor.shape:
+            raise QuantizedTensorError(describe(f"{func} on {tensor!r}", wanted="an unchanged shape", got=tuple(plain[id(tensor)].shape),
+                                                cure="dequantize() it first"))  # fmt: skip
+    for tensor in written:
+        tensor.quantize_(plain[id(tensor)])
+    wrappers = {id(plain[id(tensor)]): tensor for tensor in written}
+    return tree_map(lambda x: wrappers.get(id(x), x), result)
+
+
+def _written(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[QuantizedTensor]:
+    """The quantized tensors that ``func`` writes to, by its schema, each once."""
+    found: dict[int, QuantizedTensor] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, cls):
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _alias(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
+    return t.over(t.storage, readonly=t.readonly)
+
+
+def _itself(func: Any, t: QuantizedTensor) -> Any:
+    return t
+
+
+def _reshape(func: Any, t: QuantizedTensor, *args: Any) -> Any:
+    """Keep the record under another shape of the same elements, if the last dimension stays, or if it becomes flat."""
+    shape = func(_stand_in(t), *args).shape
+    if len(shape) != 1 and shape[-1:] != t.storage.plane(t.usages[0]).shape[-1:]:
+        return NotImplemented
+    return t.over(with_shape(t.storage, shape), readonly=t.readonly)
+
+
+def _as_strided(
+    func: Any, t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    same = tuple(size) == tuple(t.shape) and tuple(stride) == t.stride() and not storage_offset
+    return _alias(func, t) if same else NotImplemented
+
+
+def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
+    if (start, stop) == (0, t.shape[0]):
+        return _alias(None, t)
+    storage = cut_rows(t.storage, start, stop)
+    return NotImplemented if storage is None else t.over(storage, readonly=_SLICE)
+
+
+def _slice(func: Any, t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if dim not in (0, -t.dim()) or step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(t.shape[0])
+    return _rows(t, first, last)
+
+
+def _split(func: Any, t: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
+    """All pieces as quantized tensors, or none."""
+    if dim not in (0, -t.dim()):
+        return NotImplemented
+    lengths = [len(piece) for piece in func(torch.empty(t.shape[0], device="meta"), sizes)]
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    pieces = [_rows(t, stop - length, stop) for length, stop in zip(lengths, stops)]
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+
+
+def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
+    """One matrix of a stack of matrices."""
+    if dim not in (0, -t.dim()) or t.dim() < 3:
+        return NotImplemented
+    piece = _rows(t, index % t.shape[0], index % t.shape[0] + 1)
+    return piece if piece is NotImplemented else t.over(with_shape(piece.storage, t.shape[1:]), readonly=_SLICE)
+
+
+def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return t.over(map_tensors(t.storage, torch.clone))
+
+
+def _to_copy(func: Any, t: QuantizedTensor, **options: Any) -> Any:
+    """To another device the planes go as they are; another dtype is asked for its values."""
+    dtype = options.get("dtype") or t.dtype
+    if dtype != t.dtype:
+        return func(t.storage.dequantize(dtype if dtype in DECODED_DTYPES else t.dtype), **options)
+    device, non_blocking = options.get("device") or t.device, options.get("non_blocking", False)
+    return t.over(map_tensors(t.storage, lambda plane: plane.to(device, non_blocking=non_blocking, copy=True)))
+
+
+def _copy_(func: Any, t: QuantizedTensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    return t.quantize_(source if source.shape == t.shape else source.expand(t.shape))
+
+
+def _foreach_copy_(
+    func: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+) -> None:
+    for target, source in zip(targets, sources):
+        target.copy_(source, non_blocking)
+
+
+def _new_zeros(func: Any, t: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
+    """Other rows of the same kind: quantized, because FSDP2 makes a shard so and copies rows into it."""
+    if any(value is not None and value is not False for value in options.values()):
+        return _fresh(func, t, size, **options)
+    storage = zero_rows(t.storage, size)
+    return _fresh(func, t, size) if storage is None else t.over(map_tensors(storage, torch.clone))
+
+
+def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
+    """Plain, unless a tensor that has no bytes yet is given some (``Module.to_empty``)."""
+    device = torch.device(options.get("device") or t.device)
+    if t.is_meta and device.type != "meta" and options.get("dtype") in (None, t.dtype):
+        return t.over(map_tensors(t.storage, lambda plane: torch.empty_like(plane, device=device)))
+    return _fresh(func, t, **options)
+
+
+def _fresh(func: Any, t: QuantizedTensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Plain tensors like ``t`` need none of its values."""
+    options["device"] = options.get("device") or t.device
+    return func(_stand_in(t), *args, **options)
+
+
+def _stand_in(t: QuantizedTensor) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def _pin_memory(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
+    return t.over(map_tensors(t.storage, torch.Tensor.pin_memory))
+
+
+def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
+    return all(plane.is_pinned() for plane in t.storage.tensors())
+
+
+def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
+    for plane in t.storage.tensors():
+        plane.record_stream(stream)
+
+
+def _dequantize(func: Any, t: QuantizedTensor) -> torch.Tensor:
+    return decoded(t.storage)
+
+
+def _refuse(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
+    raise QuantizedTensorError(describe(f"{func} on {t!r}", wanted="the structure of its planes to stay", got="another memory",
+                                        cure="assign to .data, or copy_ into it"))  # fmt: skip
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.lift_fresh.default: _alias,
+    aten.detach_.default: _itself,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.as_strided.default: _as_strided,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.select.int: _select,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten._foreach_copy_.default: _foreach_copy_,
+    aten.new_zeros.default: _new_zeros,
+    aten.empty_like.default: _empty_like,
+    aten.dequantize.self: _dequantize,
+    aten._pin_memory.default: _pin_memory,
+    aten.is_pinned.default: _is_pinned,
+    aten.record_stream.default: _record_stream,
+    **dict.fromkeys(
+        (
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.rand_like.default,
+            aten.randn_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+        ),
+        _fresh,
+    ),
+    **dict.fromkeys(
+        (aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.resize_.default),
+        _refuse,
+    ),
+}

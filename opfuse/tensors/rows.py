@@ -1,0 +1,145 @@
+"""Cutting a storage along the rows of its matrix and joining the pieces: slices, shards, gathered parameters.
+
+A cut is exact or refused: every plane must come apart between blocks, so that each piece decodes to the rows it holds.
+A *row part* is one tensor of a plane with matrix rows, or blocks of rows, along dimension 0 and without padding: the row
+parts of consecutive pieces, concatenated, are the row parts of the whole. What all rows share (the scale of a per-tensor
+format, the amax of NVFP4) is no row part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from opfuse.formats import ROWWISE
+from opfuse.kernels.layouts import Layout, ceil_div, load_scale, store_scale
+from opfuse.tensors.storage import Plane, QuantizedStorage
+
+
+def row_unit(storage: QuantizedStorage) -> int:
+    """Rows come apart only at multiples of this number (1: anywhere), or at the end of the matrix."""
+    return math.lcm(*(_rows_per_block(storage.plane(usage)) for usage in storage.usages))
+
+
+def cut_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStorage | None:
+    """Entries [start, stop) of the first dimension of ``storage``, or None where the format cannot be cut there.
+
+    Rowwise data is shared with ``storage``; scales, and data that is stored transposed, are copied.
+    """
+    if start >= stop or not _has_rows(storage):
+        return None
+    inner = math.prod(storage.shape[1:-1])
+    first, last, unit = start * inner, stop * inner, row_unit(storage)
+    if first % unit or (last % unit and last != storage.matrix_shape[0]):
+        return None
+
+    def cut(plane: Plane) -> Plane:
+        entries = {field: _rows_per_entry(plane, field) for field in _row_fields(plane)}
+        parts = {field: _row_part(plane, field)[first // n : ceil_div(last, n)] for field, n in entries.items()}
+        return _from_parts(plane, parts, last - first)
+
+    return _with_planes(storage, (stop - start, *storage.shape[1:]), cut)
+
+
+def zero_rows(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStorage | None:
+    """A storage like ``storage`` that holds zeros of ``shape``, or None where it cannot have such rows.
+
+    Zero bytes, with the scales that all rows share left as they are, decode to zero in every format.
+    """
+    rows = math.prod(shape[:-1])
+    if len(shape) < 2 or shape[-1] != storage.shape[-1] or not _has_rows(storage) or not rows or rows % row_unit(storage):
+        return None
+
+    def zeros(plane: Plane) -> Plane:
+        parts = {}
+        for field in _row_fields(plane):
+            part = _row_part(plane, field)
+            parts[field] = part.new_zeros((ceil_div(rows, _rows_per_entry(plane, field)), *part.shape[1:]))
+        return _from_parts(plane, parts, rows)
+
+    return _with_planes(storage, shape, zeros)
+
+
+def row_parts(storage: QuantizedStorage) -> list[torch.Tensor]:
+    """All row parts of ``storage``, contiguous, rowwise plane first."""
+    planes = [storage.plane(usage) for usage in storage.usages]
+    return [_row_part(plane, field).contiguous() for plane in planes for field in _row_fields(plane)]
+
+
+def join_rows(piece: QuantizedStorage, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> QuantizedStorage:
+    """The storage of ``shape`` whose consecutive pieces look like ``piece``, from their concatenated :func:`row_parts`.
+
+    What all rows share is taken from ``piece``.
+    """
+    source = iter(parts)
+    rows = math.prod(shape[:-1])
+    return _with_planes(piece, shape, lambda plane: _from_parts(plane, {f: next(source) for f in _row_fields(plane)}, rows))
+
+
+def shares_scale(storage: QuantizedStorage) -> bool:
+    """Whether all rows share a scale or an amax, so that pieces that were quantized apart do not make one tensor."""
+    planes = [storage.plane(usage) for usage in storage.usages]
+    return any(p.format.family == "tensor" or (p.amax is not None and not _amax_by_row(p)) for p in planes)
+
+
+def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change) -> QuantizedStorage:
+    planes = {usage: change(storage.plane(usage)) for usage in storage.usages}
+    return replace(storage, shape=torch.Size(shape), **planes)
+
+
+def _has_rows(storage: QuantizedStorage) -> bool:
+    """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view)."""
+    return len(storage.shape) > 1 and all(storage.plane(usage).shape == storage.matrix_shape for usage in storage.usages)
+
+
+def _rows_per_block(plane: Plane) -> int:
+    return 1 if plane.format.block is None else plane.format.block[plane.usage != ROWWISE]
+
+
+def _amax_by_row(plane: Plane) -> bool:
+    return plane.amax is not None and plane.format.per_row and plane.usage == ROWWISE
+
+
+def _row_fields(plane: Plane) -> list[str]:
+    """The fields of ``plane`` that are row parts."""
+    has = {"data": True, "scale": plane.scale is not None and plane.format.block is not None, "amax": _amax_by_row(plane)}
+    return [field for field, present in has.items() if present]
+
+
+def _is_transposed(plane: Plane) -> bool:
+    return plane.usage != ROWWISE and plane.format.transposed
+
+
+def _rows_per_entry(plane: Plane, field: str) -> int:
+    """Matrix rows in one entry of a row part."""
+    if field == "data" and _is_transposed(plane):
+        return 8 // plane.format.element.bits
+    return _rows_per_block(plane) if field == "scale" else 1
+
+
+def _layout(plane: Plane, rows: int) -> Layout:
+    return Layout(plane.format, plane.usage, (rows, plane.shape[1]), plane.swizzled)
+
+
+def _row_part(plane: Plane, field: str) -> torch.Tensor:
+    tensor = getattr(plane, field)
+    if field == "data" and plane.format.family == "identity":
+        return tensor.reshape(plane.shape)
+    if field == "scale":
+        lines = load_scale(tensor, _layout(plane, plane.shape[0]))
+        return lines if plane.usage == ROWWISE else lines.t()
+    return tensor.t() if field == "data" and _is_transposed(plane) else tensor
+
+
+def _from_parts(plane: Plane, parts: dict[str, torch.Tensor], rows: int) -> Plane:
+    """A plane like ``plane`` with ``rows`` rows, made of ``parts`` by field."""
+    fields = dict(parts)
+    if _is_transposed(plane):
+        fields["data"] = parts["data"].t().contiguous()
+    if "scale" in parts:
+        lines = parts["scale"] if plane.usage == ROWWISE else parts["scale"].t()
+        fields["scale"] = store_scale(lines, _layout(plane, rows))
+    return replace(plane, shape=(rows, plane.shape[1]), **fields)

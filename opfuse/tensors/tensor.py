@@ -1,0 +1,348 @@
+"""QuantizedTensor: the one tensor subclass, a shell with a shape and a dtype over any quantized storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from opfuse.errors import QuantizedTensorError, ShapeError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
+from opfuse.tensors import dispatch, gather
+from opfuse.tensors.planes import as_matrix, covers, decoded, map_tensors, tensor_pairs
+from opfuse.tensors.storage import Plane, QuantizedStorage
+
+if TYPE_CHECKING:
+    from opfuse.tensors.quantizers import Quantizer
+
+_STATE = ("_storage", "_quantizer", "_readonly")
+_INNER_TENSORS = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
+
+
+class QuantizedTensor(torch.Tensor):
+    """A tensor of ``storage.shape`` and nominal dtype ``storage.dtype`` whose values live in the planes of ``storage``.
+
+    quantizer: how *future* casts into this tensor are made (``copy_``, optimizers); a copy is kept. Without one the tensor
+    dequantizes as well as ever and takes ``copy_`` from a quantized tensor of the same layout; other writes raise
+    QuantizedTensorError.
+
+    What operations do to it (the table is in :mod:`opfuse.tensors.dispatch`):
+
+    - They compute on the dequantized values and return plain tensors. So do ``zeros_like`` and its kin, ``.to(dtype)`` and
+      ``.float()``: a master copy or an optimizer state made from a quantized tensor is never quantized. (``Module.to(dtype)``
+      keeps a quantized parameter, its bytes, and changes its nominal dtype.)
+    - Those that write (``add_``, ``copy_``, ``fill_``, ``out=``, ``_foreach_*_``) compute on the dequantized values and cast
+      the result into every plane, in place, or raise QuantizedTensorError.
+    - ``detach``, ``view`` to other leading dimensions or to one dimension, and ``as_strided`` to the tensor's own geometry
+      return a new QuantizedTensor over the same bytes. ``clone``, ``.to(device)`` and ``new_zeros`` of other rows (which is
+      how FSDP2 makes a shard) return one over new bytes.
+    - Entries of the first dimension, cut between blocks, are a QuantizedTensor, and read-only, since rows may share a scale.
+      Any other view is a plain copy: writing into it does not reach the tensor, while ``t[index] = value`` does.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, storage: QuantizedStorage, *, quantizer: Quantizer | None = None, requires_grad: bool = False
+    ) -> QuantizedTensor:
+        if not isinstance(storage, QuantizedStorage):
+            cure = "quantize a tensor by calling a quantizer: quantizer(x)"
+            raise QuantizedTensorError(
+                describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
+            )
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad
+        )
+
+    def __init__(self, storage: QuantizedStorage, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> None:
+        self._storage = storage
+        self._quantizer = None if quantizer is None else quantizer.copy()
+        self._readonly = ""
+
+    # -- what it holds -------------------------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> QuantizedStorage:  # type: ignore[override]
+        """The record of planes."""
+        return self._storage
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """How future casts into this tensor are made."""
+        return self._quantizer
+
+    @property
+    def readonly(self) -> str:
+        """Why this tensor must not be written; empty if it may."""
+        return self._readonly
+
+    @property
+    def rowwise(self) -> Plane | None:
+        """The rowwise plane, if there is one."""
+        return self._storage.rowwise
+
+    @property
+    def columnwise(self) -> Plane | None:
+        """The columnwise plane, if there is one."""
+        return self._storage.columnwise
+
+    @property
+    def usages(self) -> tuple[str, ...]:
+        """The directions that hold data."""
+        return self._storage.usages
+
+    @property
+    def format(self) -> Format:
+        """The rowwise format, or the columnwise one if only that exists."""
+        return self._storage.format
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """Usage and format of every plane, as text."""
+        return tuple(f"{usage}={self.plane(usage).format}" for usage in self.usages)
+
+    def plane(self, usage: str) -> Plane:
+        """The plane of ``usage``; MissingPlaneError says why there is none."""
+        return self._storage.plane(usage)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        notes = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", *self.signature, f"device={self.device}"]
+        if self.requires_grad:
+            notes.append("requires_grad=True" if self.grad_fn is None else f"grad_fn={self.grad_fn.name()}")
+        return f"{type(self).__name__}({', '.join(notes)})"
+
+    # -- reading and writing -------------------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:  # type: ignore[override]
+        """Plain values in ``dtype`` (None: the nominal one), from the plane ``usage`` (None: rowwise if there is one).
+
+        Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype, usage)
+        return decoded(self._storage, dtype, usage)
+
+    def quantize_(self, source: torch.Tensor, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
+        """Cast ``source``, of the same shape, into every plane, in place. Autograd notices the change but does not record it.
+
+        noop_flag: fp32 tensor of one element; where it is 1 nothing is written.
+        QuantizedTensorError without a quantizer, unless ``source`` is quantized in the same layout, or for a slice.
+        """
+        if source.shape != self.shape:
+            raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=tuple(source.shape),
+                                      cure="reshape or expand the source"))  # fmt: skip
+        target, quantized = as_matrix(self._storage), isinstance(source, QuantizedTensor)
+        if quantized and noop_flag is None and covers(source.storage, target):
+            self.check_writable("copy_", casting=False)
+            for tensor, origin in tensor_pairs(target, source.storage):
+                tensor.copy_(origin.reshape(tensor.shape))
+        else:
+            self.check_writable("a write")
+            values = source.storage.dequantize() if quantized else source.detach()
+            values = values.to(self.device).reshape(target.shape)
+            if not self._quantizer.is_quantizable(values):
+                values = values.to(self.dtype)
+            self._quantizer.update_quantized(values, target, noop_flag=noop_flag)  # type: ignore[union-attr]
+        increment_version([tensor for tensor in (self, *target.tensors()) if not tensor.is_inference()])
+        return self
+
+    def check_writable(self, operation: str, *, casting: bool = True) -> None:
+        """QuantizedTensorError unless ``operation`` may write here; ``casting``: it writes values, not bytes."""
+        if self._readonly:
+            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted="a whole tensor", got=self._readonly,
+                                                cure="clone() it, or assign to the whole tensor: t[index] = value"))  # fmt: skip
+        if casting and self._quantizer is None:
+            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted="a quantizer to cast the result with", got=None,
+                                                cure="make it with QuantizedTensor(storage, quantizer=...), or dequantize() first"))  # fmt: skip
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Have exactly the planes asked for; None leaves a plane as it is.
+
+        Per-tensor FP8 derives its columnwise plane from the rowwise one; otherwise planes can only be dropped. Where a plane
+        is asked for that can be neither kept nor derived: MissingPlaneError, and nothing has changed.
+        """
+        asked = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
+        wanted = [usage for usage, flag in asked.items() if (usage in self.usages if flag is None else flag)]
+        if not wanted:
+            raise QuantizedTensorError(describe("update_usage", wanted="at least one plane to be left", got="none",
+                                                cure="leave the usage of one plane True"))  # fmt: skip
+        planes = {usage: self._plane_or_derived(usage) if usage in wanted else None for usage in USAGES}
+        dropped = set(self.usages) - set(wanted)
+        why = "it was dropped by update_usage" if dropped else self._storage.why
+        self._storage = replace(self._storage, **planes, why=why)
+
+    def _plane_or_derived(self, usage: str) -> Plane:
+        rowwise = self.rowwise
+        if usage not in self.usages and rowwise is not None and rowwise.format.family == "tensor":
+            return replace(rowwise, usage=usage, data=rowwise.data.t().contiguous())
+        return self.plane(usage)
+
+    # -- what torch asks of a tensor subclass --------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return dispatch.run(QuantizedTensor, func, args, kwargs or {})
+
+    def over(self, storage: QuantizedStorage, *, readonly: str = "") -> QuantizedTensor:
+        """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
+        tensor = QuantizedTensor(storage, quantizer=self._quantizer)
+        tensor._readonly = readonly
+        return tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        planes = tuple((usage, p.format, p.shape, p.swizzled) for usage in self.usages if (p := self.plane(usage)))
+        names = [name for name in _INNER_TENSORS if getattr(self, name) is not None]
+        return names, (self.dtype, self._storage.why, planes, self._quantizer, self._readonly)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+        dtype, why, planes, quantizer, readonly = context
+        made: dict[str, Plane | None] = dict.fromkeys(USAGES)
+        for usage, form, shape, swizzled in planes:
+            fields = {field: inner.get(name) for name, (u, field) in _INNER_TENSORS.items() if u == usage}
+            made[usage] = Plane(usage, form, shape, swizzled=swizzled, **fields)  # type: ignore[arg-type]
+        tensor = QuantizedTensor(QuantizedStorage(torch.Size(outer_size), dtype, **made, why=why), quantizer=quantizer)
+        tensor._readonly = readonly
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise QuantizedTensorError(describe("deepcopy", wanted="a leaf of the autograd graph", got=repr(self),
+                                                cure="detach() it first"))  # fmt: skip
+        copy = QuantizedTensor(
+            map_tensors(self._storage, torch.clone), quantizer=self._quantizer, requires_grad=self.requires_grad
+        )
+        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(self._other_attributes(), memo))
+        copy.grad = deepcopy(self.grad, memo)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        storage = map_tensors(self._storage, torch.Tensor.detach)
+        return rebuild, (storage, self._quantizer, self.requires_grad, self._readonly, self._other_attributes())
+
+    def _other_attributes(self) -> dict[str, Any]:
+        """What others have set on this tensor, as nn.Parameter and frameworks do."""
+        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        values = self.dequantize().clone()
+        values[index] = value
+        self.copy_(values)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same bytes, cut off from autograd.
+
+        Assigning a quantized tensor takes over its storage. Assigning a plain one takes over its dtype and device, as
+        ``Module.to`` asks for, and casts its values, unless they are those that the tensor holds already.
+        """
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, QuantizedTensor):
+            new = self._moved_to(new)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._storage, self._quantizer, self._readonly = new._storage, new._quantizer or self._quantizer, new._readonly
+
+    def _moved_to(self, values: torch.Tensor) -> QuantizedTensor:
+        storage = map_tensors(self._storage, lambda plane: plane.to(values.device))
+        moved = self.over(replace(storage, dtype=values.dtype), readonly=self._readonly)
+        if values.shape != self.shape or not (values.is_meta or torch.equal(moved.dequantize(), values)):
+            moved.quantize_(values)
+        return moved
+
+    def float(self) -> torch.Tensor:
+        """Plain fp32 values."""
+        return self.dequantize(torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        """Plain bf16 values."""
+        return self.dequantize(torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        """Plain fp16 values."""
+        return self.dequantize(torch.float16)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the planes to shared memory."""
+        for tensor in self._storage.tensors():
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all planes are in shared memory."""
+        return all(tensor.is_shared() for tensor in self._storage.tensors())
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._storage.dequantize().__dlpack__(**options)
+
+    # -- the all-gather protocol of FSDP2 ------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+        """Row parts of this shard to gather, and what :meth:`fsdp_post_all_gather` needs to know."""
+        return gather.before(self, outer_size, ranks=mesh.size(), dtype=mp_policy.param_dtype)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        """The whole parameter from the gathered parts, with the tensors that it owns; with ``out``, written into it."""
+        return gather.after(self, all_gather_outputs, metadata, dtype=param_dtype, out=out)
+
+
+for _name, (_usage, _field) in _INNER_TENSORS.items():
+    setattr(QuantizedTensor, _name, property(lambda self, u=_usage, f=_field: getattr(getattr(self._storage, u), f, None)))
+
+
+class _Dequantize(torch.autograd.Function):
+    """Values with a gradient that passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None, usage: str | None) -> torch.Tensor:
+        return decoded(tensor.storage, dtype, usage)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+class _Quantize(torch.autograd.Function):
+    """A cast with a gradient that passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        return _cast(x, quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
+    return _Quantize.apply(x, quantizer) if torch.is_grad_enabled() and x.requires_grad else _cast(x, quantizer)
+
+
+def _cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    source = x.storage.dequantize() if isinstance(x, QuantizedTensor) else x
+    storage = quantizer.quantize(source)
+    memory = source.untyped_storage().data_ptr()
+    # An identity plane is the caller's own tensor, which a later write must not reach.
+    owned = map_tensors(storage, lambda t: t.clone() if t.untyped_storage().data_ptr() == memory else t.detach())
+    return QuantizedTensor(owned, quantizer=quantizer)
+
+
+def rebuild(
+    storage: QuantizedStorage, quantizer: Quantizer | None, requires_grad: bool, readonly: str, others: dict
+) -> QuantizedTensor:
+    """The inverse of pickling."""
+    tensor = QuantizedTensor(storage, quantizer=quantizer, requires_grad=requires_grad)
+    tensor._readonly = readonly
+    tensor.__dict__.update(others)
+    return tensor

@@ -1,0 +1,45 @@
+"""One quantizer of every kind, for the tests of quantized tensors."""
+
+import torch
+
+from opfuse.tensors import quantizers
+
+E4M3 = torch.float8_e4m3fn
+QUANTIZERS = {
+    "current": lambda: quantizers.Float8CurrentScalingQuantizer(E4M3),
+    "delayed": lambda: quantizers.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3),
+    "block1d": lambda: quantizers.Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+    "block2d": lambda: quantizers.Float8BlockQuantizer(E4M3),
+    "mxfp8": lambda: quantizers.MXFP8Quantizer(),
+    "mxfp8_swizzled": lambda: quantizers.MXFP8Quantizer(optimize_for_gemm=True),
+    "nvfp4": lambda: quantizers.NVFP4Quantizer(),
+    "nvfp4_rows": lambda: quantizers.NVFP4Quantizer(row_scaled_nvfp4=True),
+    "nvfp4_rotated": lambda: quantizers.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "hybrid": lambda: quantizers.HybridQuantizer(quantizers.MXFP8Quantizer(), quantizers.IdentityQuantizer()),
+    "identity": lambda: quantizers.IdentityQuantizer(),
+}
+SHAPE = (64, 96)
+
+
+def values(shape=SHAPE, seed=0, dtype=torch.bfloat16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(kind, shape=SHAPE, **kwargs):
+    tensor = QUANTIZERS[kind]()(values(shape, **kwargs))
+    return tensor
+
+
+def parameter(kind, **kwargs):
+    return torch.nn.Parameter(make(kind, **kwargs))
+
+
+def planes(tensor):
+    """Bytes of all planes, to be compared."""
+    return [t.detach().clone() for t in tensor.storage.tensors()]
+
+
+def same_bytes(a, b):
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b)
+    )

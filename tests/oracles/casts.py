@@ -30,7 +30,8 @@ NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}
 
 def encode(x: np.ndarray, element: str) -> np.ndarray:
     """Nearest codes, ties to the even code, saturating."""
-    values, magnitude = VALUES[element], np.abs(x.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        values, magnitude = VALUES[element], np.abs(x.astype(np.float64))
     middles = (values[:-1] + values[1:]) / 2
     below = np.searchsorted(middles, np.where(np.isnan(magnitude), 0, magnitude), side="left")
     tie = (below < len(middles)) & (magnitude == middles[np.minimum(below, len(middles) - 1)])
@@ -81,9 +82,9 @@ def block(lines: np.ndarray, element: str, rows: int, *, eps=0.0, pow2=True, inf
 def e8m0_code(amax: np.float32, element: str, rounding: str) -> int:
     if not np.isfinite(amax):
         return 255
-    if amax == 0:
-        return 0
     largest = VALUES[element][-1]
+    if amax * F32(1 / largest) == 0:
+        return 0
     if rounding == "floor":
         power = math.floor(math.log2(float(amax))) - math.floor(math.log2(largest))
     else:
@@ -127,30 +128,30 @@ def nv(lines: np.ndarray, amaxes: np.ndarray, rows: int = 1, encode_max: int = 4
     return codes, scales
 
 
-def nv_four_over_six(lines: np.ndarray, amaxes: np.ndarray, rows: int, mode: str, encode_max: int = 256):
+def nv_four_over_six(lines: np.ndarray, amaxes: np.ndarray, rows: int, mode: str):
     """As :func:`nv`, with the block's largest value mapped to 4 where the sum of errors is smaller."""
     codes, scales = _empty(lines, 1, 16, np.uint8)
     for where, (_, j) in _blocks(lines, rows, 16):
         amax = amaxes[where[0]][0]
-        global_scale = nv_global_scale(amax, encode_max)
+        global_scale = nv_global_scale(amax, 256)
         base = np.abs(lines[where]).max() / F32(6) * global_scale
         best = None
         for expand in (F32(1), F32(1.5)):  # 6 first: 4 must be strictly better
             byte = int(encode(np.array(base * expand), "e4m3"))
             q = _nv_candidate(lines[where], byte, global_scale)
-            error = _error(q, byte, amax, lines[where], mode, encode_max)
+            error = _error(q, byte, amax, lines[where], mode)
             if best is None or error < best[0]:
                 best = error, q, byte
         codes[where], scales[where[0], j] = best[1], best[2]
     return codes, scales
 
 
-def _error(q: np.ndarray, byte: int, amax: np.float32, x: np.ndarray, mode: str, encode_max: int) -> np.float32:
+def _error(q: np.ndarray, byte: int, amax: np.float32, x: np.ndarray, mode: str) -> np.float32:
     sums = []
     for q_row, x_row in zip(q, x):
         total = F32(0)
         for code, value in zip(q_row, x_row):
-            decoded = F32(decode(np.array(code), "e2m1")) * F32(decode(np.array(byte), "e4m3")) * amax / F32(6 * encode_max)
+            decoded = F32(decode(np.array(code), "e2m1")) * F32(decode(np.array(byte), "e4m3")) * amax / F32(6 * 256)
             difference = decoded - value
             total = total + (abs(difference) if mode == "MAE" else difference * difference)
         sums.append(total)

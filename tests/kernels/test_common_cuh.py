@@ -229,10 +229,11 @@ def test_host_philox_gives_the_words_of_the_oracle(host):
 
 
 def test_host_random_bytes_are_those_of_the_oracle(host):
-    elements = np.concatenate([np.arange(64), 2**36 + np.arange(40)]).astype(np.uint64)
+    blocks = (0, 1, 2, 2**32, 2**32 + 7)
+    elements = np.array([16 * block + byte for block in blocks for byte in range(16)], np.uint64)
     for seed, stream in ((0, 0), (2**64 - 5, 1)):
         got = host.each("random_byte", U8, elements, np.array([seed % 2**32, seed >> 32, stream], U32))
-        assert got.tolist() == [integer.random_byte(seed, stream, int(element)) for element in elements]
+        assert got.tolist() == [byte for block in blocks for byte in integer.random_bytes(seed, stream, block)]
 
 
 def test_host_contracts_nothing(host):
@@ -243,7 +244,11 @@ def test_host_contracts_nothing(host):
     check_equal(got, (x * y + z).view(U32), x.view(U32))
 
 
+WALKS = pytest.mark.parametrize("host", ["host", "nvcc"], indirect=True)
+
+
 @pytest.mark.slow
+@WALKS
 @pytest.mark.parametrize("name", ELEMENTS + FLOATS)
 def test_r2_host_encodes_every_fp32_value_as_the_oracle_says(host, name):
     """All 2^32 values, both signs and every NaN."""
@@ -255,6 +260,7 @@ def test_r2_host_encodes_every_fp32_value_as_the_oracle_says(host, name):
 
 
 @pytest.mark.slow
+@WALKS
 def test_r2_host_e8m0_of_every_fp32_value(host):
     """All 2^31 values >= 0: the least power of two that is not below, by comparison in fp64."""
     assert host.count("wrong_e8m0_codes") == 0

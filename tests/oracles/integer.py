@@ -76,7 +76,7 @@ def encode(bits: np.ndarray, name: str) -> np.ndarray:
     return np.where(magnitude > INF, encoding.nan, code).astype(np.uint16 if encoding.bits > 8 else np.uint8)
 
 
-def encode_e2m1_stochastic(bits: np.ndarray, random: int) -> np.ndarray:
+def encode_e2m1_stochastic(bits: np.ndarray, random: int | np.ndarray) -> np.ndarray:
     """The E2M1 code at or below |x| + random / 256 * step, the sum rounded to fp32; step 1/2 below 2, 1 below 4, else 2."""
     magnitude = np.minimum(_magnitude(bits), fp32_bits(8))
     significand, exponent = _unpack(magnitude)
@@ -220,11 +220,10 @@ def nvfp4_multiplier(block_scale: np.ndarray, global_scale: np.ndarray) -> np.nd
     return np.where(reciprocal == INF, np.uint32(LARGEST), reciprocal)
 
 
-def random_byte(seed: int, stream: int, element: int) -> int:
-    """Byte ``element`` % 16 of the Philox block ``element`` // 16 of a plane; the 64-bit seed is the key."""
-    block, byte = divmod(element, 16)
+def random_bytes(seed: int, stream: int, block: int) -> list[int]:
+    """The 16 bytes of Philox block ``block`` of a plane, little endian; the 64-bit seed is the key."""
     words = philox4x32((block % 2**32, block >> 32, stream, 0), (seed % 2**32, seed >> 32))
-    return words[byte // 4] >> 8 * (byte % 4) & 0xFF
+    return [byte for word in words for byte in word.to_bytes(4, "little")]
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -33,10 +33,10 @@ def mx(by: Any, x: np.ndarray, amax: np.ndarray, element: str, **options: Any) -
     return code, by.decode_e8m0(code), multiplier, by.encode(by.multiply(x, multiplier), element)
 
 
-def nvfp4(by: Any, x: np.ndarray, amax: np.ndarray, element: str, encode_max: int) -> Arrays:
-    """Global scale from ``amax``, block byte from the amax of the value alone, multiplier, codes."""
-    global_scale = by.nvfp4_global_scale(amax, encode_max)
-    block_scale = by.nvfp4_block_scale(x & MAGNITUDE, global_scale)
+def nvfp4(by: Any, x: np.ndarray, amax: np.ndarray, element: str, **options: Any) -> Arrays:
+    """Global scale from ``amax`` for ``encode_max``, block byte from ``block_amax`` (or the value alone), multiplier, codes."""
+    global_scale = by.nvfp4_global_scale(amax, options["encode_max"])
+    block_scale = by.nvfp4_block_scale(options.get("block_amax", x & MAGNITUDE), global_scale)
     multiplier = by.nvfp4_multiplier(block_scale, global_scale)
     return global_scale, block_scale, multiplier, by.encode(by.multiply(x, multiplier), element)
 
@@ -86,7 +86,7 @@ def amax_arrangements(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def mismatches(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Indices where the bits differ; every NaN of fp32 (uint32 arrays) counts as the same."""
+    """Flat indices where the bits differ; every NaN of fp32 (uint32 arrays) counts as the same."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     wrong = got != want
@@ -103,6 +103,6 @@ def check_equal(got: Arrays | np.ndarray, want: Arrays | np.ndarray, *inputs: np
         wrong = mismatches(g, w)
         if wrong.size:
             i = wrong[0]
-            given = ", ".join(f"{x[i]:#x}" for x in inputs if len(x) == len(g))
-            found = f"{wrong.size} of {g.size} differ, first [{i}], given ({given}): {g[i]:#x}, wants {w[i]:#x}"
+            given = ", ".join(f"{x.flat[i]:#x}" for x in inputs if x.shape == g.shape)
+            found = f"{wrong.size} of {g.size} differ, first [{i}], given ({given}): {g.flat[i]:#x}, wants {w.flat[i]:#x}"
             raise AssertionError(f"array {position}: {found}")

@@ -58,9 +58,12 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
 
     result = func(*tree_map(lower, tuple(args)), **tree_map(lower, kwargs))
     for tensor in written:
-        if plain[id(tensor)].shape != tensor.shape:
-            raise QuantizedTensorError(describe(f"{func} on {tensor!r}", wanted="an unchanged shape", got=tuple(plain[id(tensor)].shape),
-                                                cure="dequantize() it first"))  # fmt: skip
+        shape = plain[id(tensor)].shape
+        if shape != tensor.shape:
+            cure = "dequantize() it first"
+            raise QuantizedTensorError(
+                describe(f"{func} on {tensor!r}", wanted="an unchanged shape", got=tuple(shape), cure=cure)
+            )
     for tensor in written:
         tensor.quantize_(plain[id(tensor)])
     wrappers = {id(plain[id(tensor)]): tensor for tensor in written}
@@ -110,8 +113,8 @@ def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
     return NotImplemented if storage is None else t.over(storage, readonly=_SLICE)
 
 
-def _slice(func: Any, t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    if dim not in (0, -t.dim()) or step != 1:
+def _slice(func: Any, t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, *step: int) -> Any:
+    if dim not in (0, -t.dim()) or step not in ((), (1,)):
         return NotImplemented
     first, last, _ = slice(start, end).indices(t.shape[0])
     return _rows(t, first, last)
@@ -178,7 +181,8 @@ def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
 def _fresh(func: Any, t: QuantizedTensor, *args: Any, **options: Any) -> torch.Tensor:
     """Plain tensors like ``t`` need none of its values."""
     options["device"] = options.get("device") or t.device
-    return func(_stand_in(t), *args, **options)
+    made: torch.Tensor = func(_stand_in(t), *args, **options)
+    return made
 
 
 def _stand_in(t: QuantizedTensor) -> torch.Tensor:
@@ -203,8 +207,8 @@ def _dequantize(func: Any, t: QuantizedTensor) -> torch.Tensor:
 
 
 def _refuse(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
-    raise QuantizedTensorError(describe(f"{func} on {t!r}", wanted="the structure of its planes to stay", got="another memory",
-                                        cure="assign to .data, or copy_ into it"))  # fmt: skip
+    wanted, cure = "its planes to stay where they are", "assign to .data, or copy_ into it"
+    raise QuantizedTensorError(describe(f"{func} on {t!r}", wanted=wanted, got="other memory", cure=cure))
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

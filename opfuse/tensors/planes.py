@@ -1,13 +1,18 @@
-"""Whole records at once: map their tensors, compare their layouts, copy their bytes."""
+"""Whole records at once: map their tensors, compare their layouts, take them apart and put them together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.tensors.storage import Plane, QuantizedStorage
+
+INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
+"""Names for the tensors of a record, of which a plane need not have all: usage and field."""
 
 
 def map_tensors(storage: QuantizedStorage, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedStorage:
@@ -21,9 +26,9 @@ def map_tensors(storage: QuantizedStorage, change: Callable[[torch.Tensor], torc
 
 def decoded(storage: QuantizedStorage, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
     """Dequantized values in memory of their own: an identity plane is copied."""
-    values = storage.dequantize(dtype, usage)
-    own = all(values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() for tensor in storage.tensors())
-    return values if own else values.clone()
+    plane = storage.plane(usage or storage.usages[0])
+    values = storage.dequantize(dtype, plane.usage)
+    return values.clone() if plane.format.family == "identity" and values.dtype == plane.data.dtype else values
 
 
 def covers(source: QuantizedStorage, target: QuantizedStorage) -> bool:
@@ -48,3 +53,28 @@ def with_shape(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStor
 def as_matrix(storage: QuantizedStorage) -> QuantizedStorage:
     """The same planes under the shape of the matrix that they encode, whatever view of it the record is."""
     return with_shape(storage, storage.plane(storage.usages[0]).shape)
+
+
+def named_tensors(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
+    """The tensors of ``storage`` by name, from :data:`INNER_NAMES`."""
+    return {
+        name: tensor
+        for name, (usage, field) in INNER_NAMES.items()
+        if (tensor := getattr(getattr(storage, usage), field, None)) is not None
+    }
+
+
+def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
+    """All of ``storage`` but its tensors and its shape, as a value that compares."""
+    planes = (storage.plane(usage) for usage in storage.usages)
+    return storage.dtype, storage.why, tuple((p.usage, p.format, p.shape, p.swizzled) for p in planes)
+
+
+def assemble(tensors: Mapping[str, torch.Tensor], made: tuple[Any, ...], shape: Sequence[int]) -> QuantizedStorage:
+    """The storage that :func:`named_tensors` and :func:`structure` took apart."""
+    dtype, why, described = made
+    planes: dict[str, Plane] = {}
+    for usage, fmt, matrix, swizzled in described:
+        data, scale, amax = (tensors.get(name) for name, (owner, _) in INNER_NAMES.items() if owner == usage)
+        planes[usage] = Plane(usage, fmt, matrix, data, scale, amax, swizzled)  # type: ignore[arg-type]
+    return QuantizedStorage(torch.Size(shape), dtype, planes.get(ROWWISE), planes.get(COLUMNWISE), why)

@@ -9,13 +9,13 @@ format, the amax of NVFP4) is no row part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from opfuse.formats import ROWWISE
-from opfuse.kernels.layouts import Layout, ceil_div, load_scale, store_scale
+from opfuse.formats import ROWWISE, USAGES
+from opfuse.kernels.layouts import ceil_div, load_scale, store_scale
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 
@@ -85,9 +85,9 @@ def shares_scale(storage: QuantizedStorage) -> bool:
     return any(p.format.family == "tensor" or (p.amax is not None and not _amax_by_row(p)) for p in planes)
 
 
-def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change) -> QuantizedStorage:
-    planes = {usage: change(storage.plane(usage)) for usage in storage.usages}
-    return replace(storage, shape=torch.Size(shape), **planes)
+def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callable[[Plane], Plane]) -> QuantizedStorage:
+    rowwise, columnwise = (change(storage.plane(usage)) if usage in storage.usages else None for usage in USAGES)
+    return replace(storage, shape=torch.Size(shape), rowwise=rowwise, columnwise=columnwise)
 
 
 def _has_rows(storage: QuantizedStorage) -> bool:
@@ -116,30 +116,26 @@ def _is_transposed(plane: Plane) -> bool:
 def _rows_per_entry(plane: Plane, field: str) -> int:
     """Matrix rows in one entry of a row part."""
     if field == "data" and _is_transposed(plane):
-        return 8 // plane.format.element.bits
+        return 8 // plane.layout.element.bits
     return _rows_per_block(plane) if field == "scale" else 1
 
 
-def _layout(plane: Plane, rows: int) -> Layout:
-    return Layout(plane.format, plane.usage, (rows, plane.shape[1]), plane.swizzled)
-
-
 def _row_part(plane: Plane, field: str) -> torch.Tensor:
-    tensor = getattr(plane, field)
+    tensor: torch.Tensor = getattr(plane, field)
     if field == "data" and plane.format.family == "identity":
         return tensor.reshape(plane.shape)
     if field == "scale":
-        lines = load_scale(tensor, _layout(plane, plane.shape[0]))
+        lines = load_scale(tensor, plane.layout)
         return lines if plane.usage == ROWWISE else lines.t()
     return tensor.t() if field == "data" and _is_transposed(plane) else tensor
 
 
 def _from_parts(plane: Plane, parts: dict[str, torch.Tensor], rows: int) -> Plane:
     """A plane like ``plane`` with ``rows`` rows, made of ``parts`` by field."""
-    fields = dict(parts)
-    if _is_transposed(plane):
-        fields["data"] = parts["data"].t().contiguous()
-    if "scale" in parts:
-        lines = parts["scale"] if plane.usage == ROWWISE else parts["scale"].t()
-        fields["scale"] = store_scale(lines, _layout(plane, rows))
-    return replace(plane, shape=(rows, plane.shape[1]), **fields)
+    shape = (rows, plane.shape[1])
+    data = parts["data"].t().contiguous() if _is_transposed(plane) else parts["data"]
+    made = replace(plane, shape=shape, data=data, amax=parts.get("amax", plane.amax))
+    if "scale" not in parts:
+        return made
+    lines = parts["scale"] if plane.usage == ROWWISE else parts["scale"].t()
+    return replace(made, scale=store_scale(lines, made.layout))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,24 @@ from torch.autograd.graph import increment_version
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
 from opfuse.tensors import dispatch, gather
-from opfuse.tensors.planes import as_matrix, covers, decoded, map_tensors, tensor_pairs
+from opfuse.tensors.planes import (
+    INNER_NAMES,
+    as_matrix,
+    assemble,
+    covers,
+    decoded,
+    map_tensors,
+    named_tensors,
+    structure,
+    tensor_pairs,
+)
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
 
+_DATA: Any = torch.Tensor.data
 _STATE = ("_storage", "_quantizer", "_readonly")
-_INNER_TENSORS = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
 
 
 class QuantizedTensor(torch.Tensor):
@@ -44,7 +54,7 @@ class QuantizedTensor(torch.Tensor):
       Any other view is a plain copy: writing into it does not reach the tensor, while ``t[index] = value`` does.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -55,7 +65,7 @@ class QuantizedTensor(torch.Tensor):
             raise QuantizedTensorError(
                 describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
             )
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad
         )
 
@@ -118,47 +128,48 @@ class QuantizedTensor(torch.Tensor):
 
     # -- reading and writing -------------------------------------------------------------------------------------------
 
-    def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
         """Plain values in ``dtype`` (None: the nominal one), from the plane ``usage`` (None: rowwise if there is one).
 
         Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
         """
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype, usage)
-        return decoded(self._storage, dtype, usage)
+        values: torch.Tensor = _straight_through(lambda tensor: decoded(tensor.storage, dtype, usage), self)
+        return values
 
     def quantize_(self, source: torch.Tensor, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
         """Cast ``source``, of the same shape, into every plane, in place. Autograd notices the change but does not record it.
 
-        noop_flag: fp32 tensor of one element; where it is 1 nothing is written.
+        noop_flag: fp32 tensor of one element; where it is not 0 nothing is written.
         QuantizedTensorError without a quantizer, unless ``source`` is quantized in the same layout, or for a slice.
         """
         if source.shape != self.shape:
-            raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=tuple(source.shape),
-                                      cure="reshape or expand the source"))  # fmt: skip
-        target, quantized = as_matrix(self._storage), isinstance(source, QuantizedTensor)
-        if quantized and noop_flag is None and covers(source.storage, target):
+            got, cure = tuple(source.shape), "reshape or expand the source"
+            raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=got, cure=cure))
+        target = as_matrix(self._storage)
+        record = source.storage if isinstance(source, QuantizedTensor) else None
+        if record is not None and noop_flag is None and covers(record, target):
             self.check_writable("copy_", casting=False)
-            for tensor, origin in tensor_pairs(target, source.storage):
+            for tensor, origin in tensor_pairs(target, record):
                 tensor.copy_(origin.reshape(tensor.shape))
         else:
-            self.check_writable("a write")
-            values = source.storage.dequantize() if quantized else source.detach()
+            quantizer = self.check_writable("a write")
+            values = source.detach() if record is None else record.dequantize()
             values = values.to(self.device).reshape(target.shape)
-            if not self._quantizer.is_quantizable(values):
-                values = values.to(self.dtype)
-            self._quantizer.update_quantized(values, target, noop_flag=noop_flag)  # type: ignore[union-attr]
+            values = values if quantizer.is_quantizable(values) else values.to(self.dtype)
+            quantizer.update_quantized(values, target, noop_flag=noop_flag)
         increment_version([tensor for tensor in (self, *target.tensors()) if not tensor.is_inference()])
         return self
 
-    def check_writable(self, operation: str, *, casting: bool = True) -> None:
-        """QuantizedTensorError unless ``operation`` may write here; ``casting``: it writes values, not bytes."""
+    def check_writable(self, operation: str, *, casting: bool = True) -> Any:
+        """The quantizer. QuantizedTensorError unless ``operation`` may write here; ``casting``: it writes values, not bytes."""
+        where = f"{operation} on {self!r}"
         if self._readonly:
-            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted="a whole tensor", got=self._readonly,
-                                                cure="clone() it, or assign to the whole tensor: t[index] = value"))  # fmt: skip
+            cure = "clone() it, or assign to the whole tensor: t[index] = value"
+            raise QuantizedTensorError(describe(where, wanted="a whole tensor", got=self._readonly, cure=cure))
         if casting and self._quantizer is None:
-            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted="a quantizer to cast the result with", got=None,
-                                                cure="make it with QuantizedTensor(storage, quantizer=...), or dequantize() first"))  # fmt: skip
+            cure = "make it with QuantizedTensor(storage, quantizer=...), or dequantize() it first"
+            raise QuantizedTensorError(describe(where, wanted="a quantizer to cast the result with", got=None, cure=cure))
+        return self._quantizer
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Have exactly the planes asked for; None leaves a plane as it is.
@@ -169,23 +180,25 @@ class QuantizedTensor(torch.Tensor):
         asked = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         wanted = [usage for usage, flag in asked.items() if (usage in self.usages if flag is None else flag)]
         if not wanted:
-            raise QuantizedTensorError(describe("update_usage", wanted="at least one plane to be left", got="none",
-                                                cure="leave the usage of one plane True"))  # fmt: skip
-        planes = {usage: self._plane_or_derived(usage) if usage in wanted else None for usage in USAGES}
+            cure = "leave the usage of one plane True"
+            raise QuantizedTensorError(describe("update_usage", wanted="at least one plane to be left", got="none", cure=cure))
+        rowwise, columnwise = (self._plane_or_derived(usage) if usage in wanted else None for usage in USAGES)
         dropped = set(self.usages) - set(wanted)
         why = "it was dropped by update_usage" if dropped else self._storage.why
-        self._storage = replace(self._storage, **planes, why=why)
+        self._storage = replace(self._storage, rowwise=rowwise, columnwise=columnwise, why=why)
 
     def _plane_or_derived(self, usage: str) -> Plane:
         rowwise = self.rowwise
         if usage not in self.usages and rowwise is not None and rowwise.format.family == "tensor":
-            return replace(rowwise, usage=usage, data=rowwise.data.t().contiguous())
+            return replace(rowwise, usage=COLUMNWISE, data=rowwise.data.t().contiguous())
         return self.plane(usage)
 
     # -- what torch asks of a tensor subclass --------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch.run(QuantizedTensor, func, args, kwargs or {})
 
     def over(self, storage: QuantizedStorage, *, readonly: str = "") -> QuantizedTensor:
@@ -195,38 +208,33 @@ class QuantizedTensor(torch.Tensor):
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        planes = tuple((usage, p.format, p.shape, p.swizzled) for usage in self.usages if (p := self.plane(usage)))
-        names = [name for name in _INNER_TENSORS if getattr(self, name) is not None]
-        return names, (self.dtype, self._storage.why, planes, self._quantizer, self._readonly)
+        return list(named_tensors(self._storage)), (structure(self._storage), self._quantizer, self._readonly)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
-        dtype, why, planes, quantizer, readonly = context
-        made: dict[str, Plane | None] = dict.fromkeys(USAGES)
-        for usage, form, shape, swizzled in planes:
-            fields = {field: inner.get(name) for name, (u, field) in _INNER_TENSORS.items() if u == usage}
-            made[usage] = Plane(usage, form, shape, swizzled=swizzled, **fields)  # type: ignore[arg-type]
-        tensor = QuantizedTensor(QuantizedStorage(torch.Size(outer_size), dtype, **made, why=why), quantizer=quantizer)
-        tensor._readonly = readonly
-        return tensor
+        made, quantizer, readonly = context
+        return rebuild(assemble(inner, made, outer_size), quantizer, requires_grad=False, readonly=readonly, others={})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
-            return memo[id(self)]
+            found: QuantizedTensor = memo[id(self)]
+            return found
         if not self.is_leaf:
-            raise QuantizedTensorError(describe("deepcopy", wanted="a leaf of the autograd graph", got=repr(self),
-                                                cure="detach() it first"))  # fmt: skip
-        copy = QuantizedTensor(
-            map_tensors(self._storage, torch.clone), quantizer=self._quantizer, requires_grad=self.requires_grad
-        )
+            cure = "detach() it first"
+            raise QuantizedTensorError(describe("deepcopy", wanted="a leaf of the autograd graph", got=repr(self), cure=cure))
+        memo.update({id(group): group for group in _process_groups(self._quantizer)})
+        quantizer = deepcopy(self._quantizer, memo)
+        copy = QuantizedTensor(map_tensors(self._storage, torch.clone), quantizer=quantizer, requires_grad=self.requires_grad)
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(self._other_attributes(), memo))
         copy.grad = deepcopy(self.grad, memo)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A quantizer that reduces over a process group cannot be saved: what is loaded has none, and takes bytes only."""
         storage = map_tensors(self._storage, torch.Tensor.detach)
-        return rebuild, (storage, self._quantizer, self.requires_grad, self._readonly, self._other_attributes())
+        quantizer = None if _process_groups(self._quantizer) else self._quantizer
+        return rebuild, (storage, quantizer, self.requires_grad, self._readonly, self._other_attributes())
 
     def _other_attributes(self) -> dict[str, Any]:
         """What others have set on this tensor, as nn.Parameter and frameworks do."""
@@ -244,13 +252,14 @@ class QuantizedTensor(torch.Tensor):
         Assigning a quantized tensor takes over its storage. Assigning a plain one takes over its dtype and device, as
         ``Module.to`` asks for, and casts its values, unless they are those that the tensor holds already.
         """
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        alias: torch.Tensor = _DATA.__get__(self)
+        return alias
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, QuantizedTensor):
             new = self._moved_to(new)
-        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        _DATA.__set__(self, new)
         self._storage, self._quantizer, self._readonly = new._storage, new._quantizer or self._quantizer, new._readonly
 
     def _moved_to(self, values: torch.Tensor) -> QuantizedTensor:
@@ -275,12 +284,12 @@ class QuantizedTensor(torch.Tensor):
     def share_memory_(self) -> QuantizedTensor:
         """Move the planes to shared memory."""
         for tensor in self._storage.tensors():
-            tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
         """Whether all planes are in shared memory."""
-        return all(tensor.is_shared() for tensor in self._storage.tensors())
+        return all(tensor.is_shared() for tensor in self._storage.tensors())  # type: ignore[no-untyped-call]
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._storage.dequantize().__dlpack__(**options)
@@ -296,53 +305,61 @@ class QuantizedTensor(torch.Tensor):
         return gather.after(self, all_gather_outputs, metadata, dtype=param_dtype, out=out)
 
 
-for _name, (_usage, _field) in _INNER_TENSORS.items():
-    setattr(QuantizedTensor, _name, property(lambda self, u=_usage, f=_field: getattr(getattr(self._storage, u), f, None)))
+def _inner(name: str) -> property:
+    return property(lambda tensor: named_tensors(tensor.storage)[name])
 
 
-class _Dequantize(torch.autograd.Function):
-    """Values with a gradient that passes straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None, usage: str | None) -> torch.Tensor:
-        return decoded(tensor.storage, dtype, usage)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad, None, None
+for _name in INNER_NAMES:  # what __tensor_flatten__ names must be attributes
+    setattr(QuantizedTensor, _name, _inner(_name))
 
 
-class _Quantize(torch.autograd.Function):
-    """A cast with a gradient that passes straight through."""
+class _StraightThrough(torch.autograd.Function):
+    """A change of representation: the gradient of the result is that of the argument."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-        return _cast(x, quantizer)
+    def forward(ctx: Any, x: torch.Tensor, change: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return change(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+def _straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> Any:
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]
 
 
 def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
-    return _Quantize.apply(x, quantizer) if torch.is_grad_enabled() and x.requires_grad else _cast(x, quantizer)
 
+    def owning(x: torch.Tensor) -> QuantizedTensor:
+        storage = quantizer.quantize(x.storage.dequantize() if isinstance(x, QuantizedTensor) else x)
+        # An identity plane is the caller's own tensor, which a later write must not reach.
+        kept = {id(plane.data) for plane in map(storage.plane, storage.usages) if plane.format.family == "identity"}
+        storage = map_tensors(storage, lambda tensor: tensor.clone() if id(tensor) in kept else tensor)
+        return QuantizedTensor(storage, quantizer=quantizer)
 
-def _cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    source = x.storage.dequantize() if isinstance(x, QuantizedTensor) else x
-    storage = quantizer.quantize(source)
-    memory = source.untyped_storage().data_ptr()
-    # An identity plane is the caller's own tensor, which a later write must not reach.
-    owned = map_tensors(storage, lambda t: t.clone() if t.untyped_storage().data_ptr() == memory else t.detach())
-    return QuantizedTensor(owned, quantizer=quantizer)
+    made: QuantizedTensor = _straight_through(owning, x)
+    return made
 
 
 def rebuild(
-    storage: QuantizedStorage, quantizer: Quantizer | None, requires_grad: bool, readonly: str, others: dict
+    storage: QuantizedStorage,
+    quantizer: Quantizer | None,
+    requires_grad: bool,
+    readonly: str,
+    others: dict[str, Any],
 ) -> QuantizedTensor:
-    """The inverse of pickling."""
+    """A tensor from the parts that pickling takes it apart into."""
     tensor = QuantizedTensor(storage, quantizer=quantizer, requires_grad=requires_grad)
     tensor._readonly = readonly
     tensor.__dict__.update(others)
     return tensor
+
+
+def _process_groups(value: object) -> list[object]:
+    """The process groups that a quantizer, and those inside it, hold: they can be neither copied nor saved."""
+    if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
+        return [value]
+    return [group for field in vars(value).values() for group in _process_groups(field)] if is_dataclass(value) else []

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from formats import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+import torch.distributed.checkpoint as dcp
+from quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 from opfuse.errors import MissingPlaneError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
@@ -343,6 +344,22 @@ def test_flatten_and_unflatten(kind):
     assert twin.quantizer == t.quantizer
     assert twin.__tensor_flatten__()[1] == context
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(t)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a checkpoint without process group
+@every_kind
+def test_distributed_checkpoint_round_trip_is_bitwise(kind, tmp_path):
+    t, other = make(kind), make(kind, seed=1)
+    dcp.save({"weight": t}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"weight": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert same_bytes(planes(other), planes(t))
+
+
+def test_deepcopy_of_a_delayed_scaling_tensor_has_a_state_of_its_own():
+    w = make("delayed")
+    twin = copy.deepcopy(w)
+    twin.fill_(300)
+    assert (twin.quantizer.amax.item(), w.quantizer.amax.item()) == (300, values().abs().max().item())
 
 
 def test_dlpack_and_shared_memory_do_not_touch_a_null_pointer():

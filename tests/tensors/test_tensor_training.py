@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from formats import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+from quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from torch.utils.checkpoint import checkpoint
 
 from opfuse.errors import QuantizedTensorError
@@ -212,6 +212,17 @@ def test_casting_a_tensor_that_requires_grad_is_differentiable():
     t = QUANTIZERS["mxfp8"]()(x)
     (t.dequantize() * 3).sum().backward()
     assert torch.equal(x.grad, torch.full(SHAPE, 3, dtype=torch.bfloat16))
+
+
+def test_torch_compile_traces_through_the_planes():
+    w, x = torch.nn.Parameter(make("mxfp8", dtype=torch.float32)), values((8, 96), seed=1, dtype=torch.float32)
+    compiled = torch.compile(lambda x, w: torch.nn.functional.linear(x, w).relu(), backend="aot_eager")
+    y = compiled(x, w)
+    y.sum().backward()
+    expected, grad, w.grad = torch.nn.functional.linear(x, w).relu(), w.grad, None
+    expected.sum().backward()
+    assert torch.equal(y, expected)
+    assert torch.equal(grad, w.grad)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

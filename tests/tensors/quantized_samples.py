@@ -10,13 +10,13 @@ QUANTIZERS = {
     "delayed": lambda: quantizers.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3),
     "block1d": lambda: quantizers.Float8BlockQuantizer(E4M3, block_scaling_dim=1),
     "block2d": lambda: quantizers.Float8BlockQuantizer(E4M3),
-    "mxfp8": lambda: quantizers.MXFP8Quantizer(),
+    "mxfp8": quantizers.MXFP8Quantizer,
     "mxfp8_swizzled": lambda: quantizers.MXFP8Quantizer(optimize_for_gemm=True),
-    "nvfp4": lambda: quantizers.NVFP4Quantizer(),
+    "nvfp4": quantizers.NVFP4Quantizer,
     "nvfp4_rows": lambda: quantizers.NVFP4Quantizer(row_scaled_nvfp4=True),
     "nvfp4_rotated": lambda: quantizers.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
     "hybrid": lambda: quantizers.HybridQuantizer(quantizers.MXFP8Quantizer(), quantizers.IdentityQuantizer()),
-    "identity": lambda: quantizers.IdentityQuantizer(),
+    "identity": quantizers.IdentityQuantizer,
 }
 SHAPE = (64, 96)
 
@@ -26,8 +26,8 @@ def values(shape=SHAPE, seed=0, dtype=torch.bfloat16):
 
 
 def make(kind, shape=SHAPE, **kwargs):
-    tensor = QUANTIZERS[kind]()(values(shape, **kwargs))
-    return tensor
+    """The quantized tensor of :func:`values`."""
+    return QUANTIZERS[kind]()(values(shape, **kwargs))
 
 
 def parameter(kind, **kwargs):
@@ -35,7 +35,7 @@ def parameter(kind, **kwargs):
 
 
 def planes(tensor):
-    """Bytes of all planes, to be compared."""
+    """A copy of the tensors of all planes."""
     return [t.detach().clone() for t in tensor.storage.tensors()]
 
 

@@ -1,0 +1,198 @@
+"""Quantized parameters as FSDP2 shards: the gather protocol with pieces side by side, and with two processes."""
+
+import copy
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from quantized_samples import QUANTIZERS, make, planes, same_bytes, values
+from torch import nn
+
+from opfuse.errors import QuantizedTensorError, ShapeError
+from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
+
+every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
+SHAPE = (256, 96)
+REDUCING = {
+    "current": Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True),
+    "nvfp4": NVFP4Quantizer(with_amax_reduction=True),
+}
+SHARED_SCALE = ("current", "delayed", "nvfp4", "nvfp4_rotated", "nvfp4_rows")
+POLICY = SimpleNamespace(param_dtype=None)
+
+
+def shard(tensor, rank, ranks=2):
+    """A rank's shard, made by the operations that FSDP2 makes it with."""
+    piece = tensor.detach().chunk(ranks)[rank]
+    padded = piece.new_zeros(tensor.chunk(ranks)[0].shape)
+    padded.narrow(0, 0, piece.shape[0]).copy_(piece)
+    assert padded.view(-1).shape == (padded.numel(),)
+    return padded.narrow(0, 0, piece.shape[0])
+
+
+def gather(shards, shape, out=None, outputs=None):
+    """What FSDP2 does with the protocol; ``outputs`` are buffers to fill again."""
+    mesh = SimpleNamespace(size=lambda: len(shards))
+    stride = torch.empty(shape, device="meta").stride()
+    inputs, metadata = zip(*(s.fsdp_pre_all_gather(mesh, torch.Size(shape), stride, None, POLICY) for s in shards))
+    joined = [torch.cat([part.view(-1) for part in parts]).view(-1, *parts[0].shape[1:]) for parts in zip(*inputs)]
+    if outputs is not None:
+        for buffer, new in zip(outputs, joined):
+            buffer.data.copy_(new)
+        joined = outputs
+    return joined, shards[0].fsdp_post_all_gather(joined, metadata[0], shards[0].dtype, out=out)
+
+
+@every_kind
+def test_h20_gathered_shards_decode_to_the_shards(kind):
+    t = make(kind, shape=SHAPE)
+    shards = [shard(t, rank) for rank in range(2)]
+    assert all(isinstance(s, QuantizedTensor) for s in shards)
+    with torch.no_grad():
+        shards[0].add_(1.0)  # as an optimizer would: now a scale that all rows share is no longer the same on both
+    _, (whole, _) = gather(shards, SHAPE)
+    assert torch.equal(whole + 0, torch.cat([s.dequantize() for s in shards]))
+    assert isinstance(whole, QuantizedTensor) == (kind not in SHARED_SCALE)
+
+
+@pytest.mark.parametrize("kind", [*REDUCING, *sorted(set(QUANTIZERS) - set(SHARED_SCALE))])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_h20_gathered_shards_are_the_whole_bit_for_bit(kind, ranks):
+    t = make(kind, shape=SHAPE)
+    t = QuantizedTensor(t.storage, quantizer=REDUCING.get(kind, t.quantizer))
+    shards = [shard(t, rank, ranks) for rank in range(ranks)]
+    _, (whole, owned) = gather(shards, SHAPE)
+    assert isinstance(whole, QuantizedTensor)
+    assert whole.signature == t.signature
+    assert same_bytes(planes(whole), planes(t))
+    shard_memory = {tensor.data_ptr() for tensor in shards[0].storage.tensors()}
+    assert not shard_memory & {tensor.data_ptr() for tensor in owned}
+
+
+@every_kind
+def test_a_later_gather_refills_the_parameter_without_a_new_version(kind):
+    t = make(kind, shape=SHAPE)
+    shards = [shard(t, rank) for rank in range(2)]
+    outputs, (whole, owned) = gather(shards, SHAPE)
+    parameter = nn.Parameter(whole.as_strided(SHAPE, (96, 1), 0))
+    with torch.no_grad():
+        for s in shards:
+            s.mul_(-2)
+    for memory in (*owned, *outputs):
+        size = memory.untyped_storage().size()
+        memory.untyped_storage().resize_(0)
+        memory.untyped_storage().resize_(size)
+    version = parameter._version
+    _, returned = gather(shards, SHAPE, out=parameter, outputs=outputs)
+    assert returned is None
+    assert torch.equal(parameter.detach() + 0, torch.cat([s.dequantize() for s in shards]))
+    assert parameter._version == version
+
+
+def test_h21_shards_that_do_not_fill_a_scale_tile():
+    t = MXFP8Quantizer(columnwise=False)(values((96, 96)))
+    shards = [shard(t, rank) for rank in range(2)]
+    assert [s.shape[0] for s in shards] == [48, 48]
+    assert shards[0].rowwise.scale.shape == (128, 4)
+    _, (whole, _) = gather(shards, (96, 96))
+    assert same_bytes(planes(whole), planes(t))
+
+
+def test_rows_with_an_amax_of_their_own_are_gathered_quantized():
+    t = NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True)(values((96, 96)))
+    shards = [shard(t, rank) for rank in range(2)]
+    with torch.no_grad():
+        shards[1].mul_(3)
+    _, (whole, _) = gather(shards, (96, 96))
+    assert isinstance(whole, QuantizedTensor)
+    assert torch.equal(whole + 0, torch.cat([s.dequantize() for s in shards]))
+
+
+def test_h23_shards_that_cut_a_block_hold_plain_values_and_uneven_ones_are_refused():
+    t = make("block2d", shape=(192, 96))
+    piece = shard(t, 1)
+    assert type(piece) is torch.Tensor
+    assert torch.equal(piece, t.dequantize()[96:])
+    with pytest.raises(ShapeError, match="2 equal shards of a multiple of 128 rows"):
+        gather([make("block2d", shape=(256, 96)), make("block2d", shape=(128, 96))], (384, 96))
+
+
+class Layer(nn.Module):
+    def __init__(self, quantizer):
+        super().__init__()
+        self.weight = nn.Parameter(quantizer(values((128, 96), dtype=torch.float32)))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def train(model, x, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    outputs = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        outputs.append(y.detach())
+    return outputs
+
+
+@pytest.fixture
+def group():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_quantizer_with_a_process_group_is_copied_but_not_saved(group, tmp_path):
+    current = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True, amax_reduction_group=group)
+    hybrid = HybridQuantizer(current, current.copy())
+    for quantizer in (current, hybrid):
+        t = quantizer(values(SHAPE))
+        assert copy.deepcopy(t).quantizer == quantizer
+        assert copy.deepcopy(t).quantizer is not t.quantizer
+        torch.save(t, tmp_path / "t.pt")
+        loaded = torch.load(tmp_path / "t.pt", weights_only=True)
+        assert same_bytes(planes(loaded), planes(t))
+        with pytest.raises(QuantizedTensorError, match="wants a quantizer"):
+            loaded.zero_()
+        t.zero_()
+        t.copy_(loaded)
+        assert same_bytes(planes(loaded), planes(t))
+
+
+def worker(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = init_device_mesh("cpu", (2,)), values((8, 96), dtype=torch.float32)
+    for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4"):
+        quantizer = REDUCING[kind] if kind in REDUCING else QUANTIZERS[kind]()
+        expected = train(alone := Layer(quantizer), x)
+        model = Layer(quantizer)
+        fully_shard(model, mesh=mesh)
+        local = model.weight.to_local()
+        assert isinstance(local, QuantizedTensor), kind
+        for y, want in zip(train(model, x), expected, strict=True):
+            torch.testing.assert_close(y, want, rtol=0, atol=0)
+        rows = slice(64 * rank, 64 * rank + 64)
+        assert torch.equal(model.weight.to_local().dequantize(), alone.weight.dequantize()[rows]), kind
+        model.unshard()
+        assert isinstance(model.weight, QuantizedTensor), kind
+    dist.destroy_process_group()
+
+
+def test_r17_fsdp2_on_two_processes_equals_one():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port,), nprocs=2)

@@ -36,7 +36,7 @@ _NAMES = {
     "explain": "opfuse.compiler.explain",
 }
 
-__all__ = ["__version__", *_MODULES, *_NAMES]
+__all__ = list(_MODULES + tuple(_NAMES))
 
 
 def __getattr__(name: str) -> Any:

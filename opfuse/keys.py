@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import types
 import weakref
 from collections import OrderedDict
@@ -39,7 +40,9 @@ def token(thing: object) -> str:
             number = _names[name] = _names.get(name, 0) + 1
             _tokens[thing] = number
     except TypeError as error:
-        raise KeyValueError(f"{name}: has no identity that outlives it; use a frozen dataclass or a module-level function") from error
+        raise KeyValueError(
+            f"{name}: has no identity that outlives it; use a frozen dataclass or a module-level function"
+        ) from error
     return name if number == 1 else f"{name}#{number}"
 
 
@@ -62,7 +65,7 @@ def _canonical(value: object, path: str) -> Iterator[str]:
     elif isinstance(value, _CALLABLES):
         yield f"object:{token(value)};"
     elif (parts := key_fields(value)) is not None:
-        if is_dataclass(value) and not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if is_dataclass(value) and not vars(type(value))["__dataclass_params__"].frozen:
             raise KeyValueError(f"{path}: {kind} is a mutable dataclass; use @dataclass(frozen=True)")
         yield f"{token(type(value))}("
         for name, part in parts.items():
@@ -110,8 +113,12 @@ class Difference:
         return f"{self.path}: {self.old!r} -> {self.new!r}"
 
 
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
 def _same(old: object, new: object) -> bool:
-    return old is new or (type(old) is type(new) and (old == new or (old != old and new != new)))
+    return old is new or (type(old) is type(new) and (old == new or (_is_nan(old) and _is_nan(new))))
 
 
 def diff(old: object, new: object, path: str = "") -> Iterator[Difference]:

@@ -131,7 +131,9 @@ def _refusal(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> tuple[Gu
     return None
 
 
-def cover(graph: Graph, env: Env, rules: Sequence[Fusion], direction: str, taken: Mapping[int, str]) -> tuple[list[Group], list[Outcome]]:
+def cover(
+    graph: Graph, env: Env, rules: Sequence[Fusion], direction: str, taken: Mapping[int, str]
+) -> tuple[list[Group], list[Outcome]]:
     """Groups of the rules of one direction, and their outcomes.
 
     Rules claim in order, each over the whole chain from left to right; ``taken`` maps nodes that are claimed already to the
@@ -170,7 +172,7 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
         if outcome.status == FUSED:
             groups.append(Group(nodes, rule, binding))
             claimed.update(dict.fromkeys(nodes, rule.name))
-        start += len(nodes) if outcome.status == FUSED else 1
+        start = position[nodes[-1]] + 1
     return groups, outcomes or [_absence(rule, graph, nearest)]
 
 
@@ -192,7 +194,9 @@ def _absence(rule: Fusion, graph: Graph, nearest: Partial | None) -> Outcome:
         return Outcome(rule.name, rule.direction, ABSENT_STATUS)
     ops = tuple(graph.nodes[i].name for i in nearest.at)
     got = nearest.node.kind if nearest.node is not None else "the end of the run"
-    return Outcome(rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got)
+    return Outcome(
+        rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got
+    )
 
 
 DIRECTIONS = (JOINT, FORWARD, BACKWARD)

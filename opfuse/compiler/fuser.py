@@ -78,13 +78,15 @@ class OperationFuser:
         check_channels(self.ops)
         for op in self.ops:
             op.capture()
-        self.structure = digest(tuple(
-            (type(op), op.spec, tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels))) for op in self.ops
-        ))
+        self.structure = digest(
+            tuple(
+                (type(op), op.spec, tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)))
+                for op in self.ops
+            )
+        )
         self.num_extra_inputs = sum(channel.name is None for op in self.ops for channel in op.extra_input_channels)
         self.num_extra_outputs = sum(channel.to_caller for op in self.ops for channel in op.extra_output_channels)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
-        self._names = tuple(op.parameter_names for op in self.ops)
         self._slots = tuple(tuple((slot, name.rpartition(".")[2]) for name, slot in op.parameter_slots()) for op in self.ops)
 
     def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> PlanKey:
@@ -94,11 +96,29 @@ class OperationFuser:
         group = current_amax_group()
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         rows = x.numel() // (x.shape[-1] or 1) if x.dim() else 1
-        env = Env(recipe, token(group) if group is not None else None, torch.is_grad_enabled(), autocast, device.type, _arch(device),
-                  gcd(rows, ROWS), x.data_ptr() % 16 == 0, rules.level)
-        params = tuple([tuple([None if (p := slot[name]) is None else tensor_sig(p, shape=True) for slot, name in slots]) for slots in self._slots])
-        inputs = Inputs(tensor_sig(x, shape=False), tuple([tensor_sig(extra, shape=False) for extra in extras]), params,
-                        tuple([op.training for op in self.ops]))
+        env = Env(
+            recipe,
+            token(group) if group is not None else None,
+            torch.is_grad_enabled(),
+            autocast,
+            device.type,
+            _arch(device),
+            gcd(rows, ROWS),
+            x.data_ptr() % 16 == 0,
+            rules.level,
+        )
+        params = tuple(
+            [
+                tuple([None if (p := slot[name]) is None else tensor_sig(p, shape=True) for slot, name in slots])
+                for slots in self._slots
+            ]
+        )
+        inputs = Inputs(
+            tensor_sig(x, shape=False),
+            tuple([tensor_sig(extra, shape=False) for extra in extras]),
+            params,
+            tuple([op.training for op in self.ops]),
+        )
         return PlanKey(self.structure, env, inputs, rules.digest)
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
@@ -111,12 +131,18 @@ class OperationFuser:
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
         why = self.cache.why(key)
         if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            raise PlanMissError(describe(f"plan of {self.label}", wanted="a plan made before", got=str(why),
-                                         cure="run the call once before graph capture or on_miss('error')"))
+            raise PlanMissError(
+                describe(
+                    f"plan of {self.label}",
+                    wanted="a plan made before",
+                    got=str(why),
+                    cure="run the call once before graph capture or on_miss('error')",
+                )
+            )
         if key.env.recipe is not None and key.env.grad:
             key.env.recipe.check_trainable()
         start = time.perf_counter()
-        plan = compile_plan(self.ops, key, rules, self._names, self.presets)
+        plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label)
         self.cache.put(key, plan)
         _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
         return plan
@@ -126,8 +152,14 @@ class OperationFuser:
         if not isinstance(x, torch.Tensor):
             raise TypeError(describe(f"{self.label} input", wanted="a torch.Tensor", got=type(x).__name__, cure="pass a tensor"))
         if len(extras) != self.num_extra_inputs:
-            raise PipelineError(describe(self.label, wanted=f"{self.num_extra_inputs} extra inputs", got=len(extras),
-                                         cure="pass one tensor for each extra input that has no channel, in op order"))
+            raise PipelineError(
+                describe(
+                    self.label,
+                    wanted=f"{self.num_extra_inputs} extra inputs",
+                    got=len(extras),
+                    cure="pass one tensor for each extra input that has no channel, in op order",
+                )
+            )
         plan = self.plan(x, *extras)
         recorder = _recorder.get()
         if recorder is not None:

@@ -37,8 +37,9 @@ class CastSpec:
 class Node:
     """One step of the lowered pipeline.
 
-    op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds an operand (a weight) and is not on the main chain.
-    directions: the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" ….
+    op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds an operand, such as a
+    weight, and is not on the main chain. directions: the passes in which it does anything. needs: what wants a gradient:
+    "input", parameter names, "extra0" ….
     """
 
     index: int
@@ -111,7 +112,7 @@ class Graph:
         return tuple(node for node in self.nodes if direction in node.directions and not node.side)
 
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
-        """Whether ``follower`` alone continues ``node`` in ``direction``: the value between has no other reader and leaves nowhere."""
+        """Whether ``follower`` alone continues ``node``: the value between them has no other reader and leaves nowhere."""
         value = node.outputs[0]
         if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:
             return False

@@ -54,14 +54,14 @@ class _Builder:
         return node
 
 
-def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, names: Sequence[tuple[str, ...]]) -> Graph:
-    """The lowered graph of ``ops``. names: parameter names, op by op."""
+def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs) -> Graph:
+    """The lowered graph of ``ops``."""
     b = _Builder(env)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras = iter(inputs.extras)
     for index, op in enumerate(ops):
-        params = dict(zip(names[index], inputs.params[index]))
+        params = dict(zip(op.parameter_names, inputs.params[index]))
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
         casts = _casts(op, env, params, needs)
@@ -69,7 +69,19 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, names: Sequen
         if "input" in casts:
             _cast_input(b, index, casts["input"])
         if not op.is_cast:
-            _add_op(b, op, index, params, operands, extra_values, needs)
+            node = b.add(
+                kind=op.kind,
+                op=index,
+                spec=op.spec,
+                traits=op.traits,
+                params=tuple(params.items()),
+                inputs=(b.current, *extra_values),
+                outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
+                operands=operands,
+                directions=BOTH if needs else frozenset((FORWARD,)),
+                needs=needs,
+            )
+            _publish(b, op, node)
         if GRADIENT in casts:
             _cast_gradient(b, index, casts[GRADIENT])
     return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads)
@@ -138,19 +150,14 @@ def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
         b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
 
 
-def _add_op(b: _Builder, op: BasicOperation, index: int, params: Mapping[str, TensorSig | None], operands: Sequence[tuple[str, int]],
-            extra_values: tuple[int, ...], needs: frozenset[str]) -> None:
-    inputs = (b.current, *extra_values)
-    outputs = tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs))
-    b.add(kind=op.kind, op=index, spec=op.spec, traits=op.traits, params=tuple(params.items()), inputs=inputs, outputs=outputs,
-          operands=tuple(operands), directions=BOTH if needs else frozenset((FORWARD,)), needs=needs)
-    b.current = outputs[0]
-    for channel, value in zip(op.extra_output_channels, outputs[1:]):
+def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
+    """Make the node's outputs known: the main one goes on, the extra ones to their channels and to the caller."""
+    b.current, *extra_outputs = node.outputs
+    for channel, value in zip(op.extra_output_channels, extra_outputs):
         if channel.name is not None:
             b.channels[channel.name] = value
         if channel.to_caller:
             b.returned.append(value)
-
 
 
 def check_channels(ops: Sequence[BasicOperation]) -> None:
@@ -159,11 +166,23 @@ def check_channels(ops: Sequence[BasicOperation]) -> None:
     for op in ops:
         for i, channel in enumerate(op.extra_input_channels):
             if channel.name is not None and channel.name not in produced:
-                raise PipelineError(describe(f"{op.label} extra input {i}", wanted=f"an earlier op that produces channel {channel.name!r}",
-                                             got=sorted(produced), cure="put the producer before the consumer, or take the input from the caller"))
+                raise PipelineError(
+                    describe(
+                        f"{op.label} extra input {i}",
+                        wanted=f"an earlier op that produces channel {channel.name!r}",
+                        got=sorted(produced),
+                        cure="put the producer before the consumer, or take the input from the caller",
+                    )
+                )
         for channel in op.extra_output_channels:
             if channel.name in produced:
-                raise PipelineError(describe(f"{op.label} extra output", wanted="one producer a channel",
-                                             got=f"a second producer of {channel.name!r}", cure="rename one of the channels"))
+                raise PipelineError(
+                    describe(
+                        f"{op.label} extra output",
+                        wanted="one producer a channel",
+                        got=f"a second producer of {channel.name!r}",
+                        cure="rename one of the channels",
+                    )
+                )
             if channel.name is not None:
                 produced.add(channel.name)

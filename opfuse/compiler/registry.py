@@ -56,8 +56,11 @@ class RuleSet:
     def without(self, *names: str) -> RuleSet:
         """The same set without the named rules and functions; FusionError for a name it does not hold."""
         self._check(names)
-        return replace(self, rules=tuple(r for r in self.rules if r.name not in names),
-                       functions=tuple(f for f in self.functions if f.name not in names))
+        return replace(
+            self,
+            rules=tuple(r for r in self.rules if r.name not in names),
+            functions=tuple(f for f in self.functions if f.name not in names),
+        )
 
     def with_rule(self, rule: Fusion, *, first: bool = False) -> RuleSet:
         """The same set with one more rule, last or first; FusionError if the name is taken."""
@@ -82,13 +85,25 @@ class RuleSet:
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self.names:
-                raise FusionError(describe(f"fusion {name!r}", wanted=f"one of {self.names}", got=repr(name),
-                                           cure="name a registered fusion" + nearest(name, self.names)))
+                raise FusionError(
+                    describe(
+                        f"fusion {name!r}",
+                        wanted=f"one of {self.names}",
+                        got=repr(name),
+                        cure="name a registered fusion" + nearest(name, self.names),
+                    )
+                )
 
     def _free(self, name: str) -> None:
         if name in self.names:
-            raise FusionError(describe(f"fusion {name!r}", wanted="a new name", got="one that is registered",
-                                       cure="choose another name or unregister the old rule"))
+            raise FusionError(
+                describe(
+                    f"fusion {name!r}",
+                    wanted="a new name",
+                    got="one that is registered",
+                    cure="choose another name or unregister the old rule",
+                )
+            )
 
 
 _defaults: RuleSet | None = None
@@ -147,8 +162,8 @@ def register_fusion(rule: Fusion, *, prepend: bool = False) -> Registration:
     return Registration(rule.name)
 
 
-def _register(direction: str, func: Callable[..., Any], prepend: bool, name: str | None) -> Registration:
-    name = name or getattr(func, "__name__", type(func).__name__)
+def _register(direction: str, func: Callable[..., Any], prepend: bool, wanted: str | None) -> Registration:
+    name: str = str(wanted or getattr(func, "__name__", type(func).__name__))
     taken = default_rules().names
     if name in taken:
         name = next(candidate for i in count(2) if (candidate := f"{name}_{i}") not in taken)

@@ -23,7 +23,9 @@ class Term:
     high: int | None = 1
 
     def __str__(self) -> str:
-        count = {(1, 1): "", (0, 1): "?", (0, None): "*", (1, None): "+"}.get((self.low, self.high), f"{{{self.low},{self.high}}}")
+        count = {(1, 1): "", (0, 1): "?", (0, None): "*", (1, None): "+"}.get(
+            (self.low, self.high), f"{{{self.low},{self.high}}}"
+        )
         return "|".join(self.words) + count
 
     def accepts(self, node: Node) -> bool:
@@ -142,15 +144,31 @@ class Fusion:
             wanted = tuple(term.name for term in self.pattern)
             got = tuple(name for name, p in inspect.signature(implementation).parameters.items() if p.kind is p.KEYWORD_ONLY)
             if got != wanted:
-                raise FusionError(describe(f"fusion {self.name!r}", wanted=f"keyword-only parameters {wanted}", got=got,
-                                           cure="name the parameters of the implementation as the places of the pattern"))
+                raise FusionError(
+                    describe(
+                        f"fusion {self.name!r}",
+                        wanted=f"keyword-only parameters {wanted}",
+                        got=got,
+                        cure="name the parameters of the implementation as the places of the pattern",
+                    )
+                )
         if self.forward is None and self.backward is None:
-            raise FusionError(describe(f"fusion {self.name!r}", wanted="forward=, backward= or both", got="neither", cure="pass an implementation"))
+            raise FusionError(
+                describe(
+                    f"fusion {self.name!r}", wanted="forward=, backward= or both", got="neither", cure="pass an implementation"
+                )
+            )
         for guard in self.when:
             root = guard.reads.split(".")[0]
             if guard.test not in TESTS or root not in {"env", *(term.name for term in self.pattern)}:
-                raise FusionError(describe(f"fusion {self.name!r} guard {guard.reads!r}", got=f"{root!r} {guard.test!r}",
-                                           wanted=f"env or a name of the pattern, and a test of {tuple(TESTS)}", cure="mend the path"))
+                raise FusionError(
+                    describe(
+                        f"fusion {self.name!r} guard {guard.reads!r}",
+                        got=f"{root!r} {guard.test!r}",
+                        wanted=f"env or a name of the pattern, and a test of {tuple(TESTS)}",
+                        cure="mend the path",
+                    )
+                )
 
     @property
     def direction(self) -> str:
@@ -165,7 +183,7 @@ class Fusion:
 
 
 def fusion(name: str, pattern: Mapping[str, str | tuple[str, ...] | Term], **fields: Any) -> Fusion:
-    """A :class:`Fusion` whose pattern is written as ``dict(linear="linear", chain=run("elementwise"), quantize=maybe("quantize"))``."""
+    """A :class:`Fusion` whose pattern is written as a dictionary from places to kinds."""
     return Fusion(name, tuple(_term(place, what) for place, what in pattern.items()), **fields)
 
 

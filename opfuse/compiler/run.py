@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import QUANTIZE, Node
 from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
@@ -39,7 +40,7 @@ class Runner:
         nodes = self.plan.graph.nodes
         for group in self.segment.forward:
             if group.rule is not None:
-                self._forward_fused(group, values)
+                self._forward_fused(group.rule, group, values)
             elif group.opaque is not None:
                 self._forward_opaque(group, values)
             elif nodes[group.nodes[0]].kind == QUANTIZE:
@@ -79,22 +80,24 @@ class Runner:
         )
         self._store(node, (output, *extra_outputs[0]), values)
 
-    def _store(self, node: Node, outputs: Sequence[Value], values: dict[int, Value]) -> None:
+    def _store(self, node: Node, outputs: Sequence[Any], values: dict[int, Value]) -> None:
         values.update(zip(node.outputs, outputs))
         self.dirty += [(node.outputs[0], tensor) for tensor in self.contexts[node.index].dirty]
 
-    def _forward_fused(self, group: Group, values: dict[int, Value]) -> None:
+    def _forward_fused(self, rule: Fusion, group: Group, values: dict[int, Value]) -> None:
         nodes = self.plan.graph.nodes
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
         takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
-        output = group.rule.forward(x if takes_quantized else _plain(x), **self._bind(group, lambda i: self._context(nodes[i], values)))
+        output = _implementation(rule.forward)(
+            x if takes_quantized else _plain(x), **self._bind(rule, group, lambda i: self._context(nodes[i], values))
+        )
         self._store(last, (output,), values)
 
-    def _bind(self, group: Group, context_of: Any) -> dict[str, Any]:
+    def _bind(self, rule: Fusion, group: Group, context_of: Any) -> dict[str, Any]:
         bound: dict[str, Any] = {}
         members = set(group.nodes)
-        for term, place in zip(group.rule.pattern, group.binding):
+        for term, place in zip(rule.pattern, group.binding):
             contexts = tuple(context_of(i) for i in place if i in members)
             bound[term.name] = contexts if term.high != 1 else (contexts[0] if contexts else None)
         return bound
@@ -137,12 +140,12 @@ class Runner:
             if not grads.has(last.outputs):
                 continue
             if group.rule is not None:
-                self._backward_fused(group, grads)
+                self._backward_fused(group.rule, group, grads)
             elif group.opaque is not None:
                 self._backward_opaque(group, grads)
             elif last.kind == QUANTIZE:
                 value = last.outputs[0]
-                grads.put(value, self.plan.casts[last.index](grads.take(value)))
+                grads.put(value, self.plan.casts[last.index](cast(Value, grads.take(value))))
             else:
                 self._backward_op(last, grads)
         return grads
@@ -159,7 +162,7 @@ class Runner:
         grads.collect(node)
         grads.add(node.inputs[0], grad_input)
 
-    def _backward_fused(self, group: Group, grads: Gradients) -> None:
+    def _backward_fused(self, rule: Fusion, group: Group, grads: Gradients) -> None:
         nodes = self.plan.graph.nodes
         last = nodes[group.nodes[-1]]
         for index in group.nodes:
@@ -168,7 +171,9 @@ class Runner:
         dy = grads.take(last.outputs[0])
         accepts = last.kind != QUANTIZE and self.ops[last.op].accepts_quantized
         casts = {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
-        dx = group.rule.backward(dy if accepts else _plain_or_none(dy), **self._bind(group, lambda i: casts.get(i) or grads.contexts[i]))
+        dx = _implementation(rule.backward)(
+            dy if accepts else _plain_or_none(dy), **self._bind(rule, group, lambda i: casts.get(i) or grads.contexts[i])
+        )
         self._finish(group, [nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
@@ -178,7 +183,9 @@ class Runner:
             context.casts = self._absorbed(group, node.op)
             context.grad_extras = tuple(_plain_or_none(grads.take(value)) for value in node.outputs[1:])
         dx, params, extras = group.opaque.fuser_backward(
-            contexts, _plain_or_none(grads.take(members[-1].outputs[0])), basic_op_grad_extra_outputs=[c.grad_extras for c in contexts]
+            contexts,
+            _plain_or_none(grads.take(members[-1].outputs[0])),
+            basic_op_grad_extra_outputs=[c.grad_extras for c in contexts],
         )
         for context, grad_params, grad_extras in zip(contexts, params, extras):
             context.set_grads(params=grad_params, extras=grad_extras)
@@ -234,6 +241,10 @@ class Gradients:
             self.add(value, grad)
 
 
+def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    return cast(Callable[..., Any], function)
+
+
 def _plain(value: Value) -> torch.Tensor:
     return value.dequantize(value.dtype) if isinstance(value, QuantizedStorage) else value
 
@@ -269,8 +280,14 @@ class _SegmentFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedError(describe("backward of an opfuse pipeline", wanted="create_graph=False", got="a double backward",
-                                            cure="compute second derivatives with plain torch modules; quantized backward passes have none"))
+            raise UnsupportedError(
+                describe(
+                    "backward of an opfuse pipeline",
+                    wanted="create_graph=False",
+                    got="a double backward",
+                    cure="compute second derivatives with plain torch modules; quantized backward passes have none",
+                )
+            )
         received: dict[int, torch.Tensor | None] = {}
         for value, grad in zip(ctx.values, grad_outputs):
             earlier = received.get(value)
@@ -293,7 +310,9 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen.add(id(tensor))
 
 
-def run_plan(plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs) -> list[torch.Tensor]:
+def run_plan(
+    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs."""
     graph = plan.graph
     values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
@@ -302,7 +321,7 @@ def run_plan(plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras:
         inputs = [values[value] for value in segment.inputs]
         if segment.requires_grad:
             params = [p for op in segment.ops for p in ops[op].parameter_values()]
-            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)
+            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
         else:
             outputs = [_published(value) for value in runner.forward(inputs)]
         values.update(zip(segment.outputs, outputs))

@@ -13,7 +13,7 @@ from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
 if TYPE_CHECKING:
-    from opfuse.core.operation import BasicOperation
+    pass
 
 Value = torch.Tensor | QuantizedStorage
 """What travels along an edge of a pipeline."""
@@ -28,7 +28,7 @@ class Context:
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
     """
 
-    def __init__(self, op: BasicOperation, env: Env, needs: frozenset[str]) -> None:
+    def __init__(self, op: Any, env: Env, needs: frozenset[str]) -> None:
         self.op = op
         self.env = env
         self.needs = needs
@@ -40,6 +40,12 @@ class Context:
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
         self._saved: dict[str, Value | None] = {}
+
+    if TYPE_CHECKING:  # ops may set attributes of their own
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     @property
     def requires_grad(self) -> bool:
@@ -64,8 +70,14 @@ class Context:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""
         declared = self.op.saves
         if declared is None or set(values) != set(declared):
-            raise SavedTensorError(describe(f"{self.op.label} saved state", wanted=f"exactly {declared}", got=tuple(values),
-                                            cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs"))
+            raise SavedTensorError(
+                describe(
+                    f"{self.op.label} saved state",
+                    wanted=f"exactly {declared}",
+                    got=tuple(values),
+                    cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs",
+                )
+            )
         self._saved = values
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:

@@ -68,7 +68,9 @@ class FusibleOperation(nn.Module, ABC):
     def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run this op alone, as a pipeline of one."""
         if FusibleOperation.run_alone is None:
-            raise PipelineError(describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse"))
+            raise PipelineError(
+                describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse")
+            )
         return FusibleOperation.run_alone(self, x, *extra_inputs, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,8 +127,14 @@ class BasicOperation(FusibleOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "spec" or name in getattr(type(self.__dict__.get("spec")), "__dataclass_fields__", ()):
-            raise SpecError(describe(f"{self.label}.{name}", wanted="no assignment: hyper-parameters are frozen", got=repr(value),
-                                     cure=f"build a new {type(self).__name__} and put it in the pipeline"))
+            raise SpecError(
+                describe(
+                    f"{self.label}.{name}",
+                    wanted="no assignment: hyper-parameters are frozen",
+                    got=repr(value),
+                    cure=f"build a new {type(self).__name__} and put it in the pipeline",
+                )
+            )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
@@ -148,7 +156,11 @@ class BasicOperation(FusibleOperation):
         return slots
 
     def _find_slots(self) -> tuple[tuple[str, dict[str, nn.Parameter | None]], ...]:
-        return tuple((f"{prefix}.{name}".lstrip("."), module._parameters) for prefix, module in self.named_modules() for name in module._parameters)
+        return tuple(
+            (f"{prefix}.{name}".lstrip("."), module._parameters)
+            for prefix, module in self.named_modules()
+            for name in module._parameters
+        )
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -163,7 +175,9 @@ class BasicOperation(FusibleOperation):
         """The parameter of that name as it is now; PipelineError if there is none."""
         value = dict(zip(self.parameter_names, self.parameter_values())).get(name)
         if value is None:
-            raise PipelineError(describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call"))
+            raise PipelineError(
+                describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call")
+            )
         return value
 
     # -- quantization ------------------------------------------------------------------------------------------------------
@@ -186,7 +200,9 @@ class BasicOperation(FusibleOperation):
         state = self.quantizer_states.get(asked, length=recipe.amax_history_len, device=device)
         return recipe.quantizer(asked, state=state), state
 
-    def narrow_quantizer(self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
+    def narrow_quantizer(
+        self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
+    ) -> Quantizer | None:
         """``quantizer`` with the planes that will be read; None where the override needs no cast."""
         return cast_quantizer(quantizer, role, override, backward_gemms)
 
@@ -208,18 +224,36 @@ class BasicOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         return (self,)
 
-    def op_forward(self, ctx: Context, input_: Any, *, prev_op_grad_output_quantizer: Any = None, next_op_input_quantizer: Any = None,
-                   **kwargs: Any) -> Any:
+    def op_forward(
+        self,
+        ctx: Context,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Output for ``input_``, with what the backward needs kept in ``ctx``."""
-        raise PipelineError(describe(self.label, wanted="op_forward or fuser_forward", got="neither", cure="override one of them"))
+        raise PipelineError(
+            describe(self.label, wanted="op_forward or fuser_forward", got="neither", cure="override one of them")
+        )
 
     def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, Gradients]:
         """Gradient of the input, and of each parameter in the order of ``parameters()``."""
-        raise PipelineError(describe(self.label, wanted="op_backward or fuser_backward", got="neither", cure="override one of them"))
+        raise PipelineError(
+            describe(self.label, wanted="op_backward or fuser_backward", got="neither", cure="override one of them")
+        )
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Any, *, basic_op_extra_inputs: Sequence[tuple[torch.Tensor, ...]],
-                      prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
-                      basic_op_kwargs: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Sequence[torch.Tensor | None]]]:
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Context],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Sequence[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[Mapping[str, Any]],
+    ) -> tuple[Any, Sequence[Sequence[torch.Tensor | None]]]:
         """Output and, per basic op, its extra outputs; what an op with extra tensors overrides."""
         output = self.op_forward(
             basic_op_ctxs[0],
@@ -230,8 +264,13 @@ class BasicOperation(FusibleOperation):
         )
         return output, [()]
 
-    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: Any, *,
-                       basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[Any, Sequence[Gradients], Sequence[Gradients]]:
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[Context],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[Any, Sequence[Gradients], Sequence[Gradients]]:
         """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
@@ -255,24 +294,44 @@ class BasicOperation(FusibleOperation):
     def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
         """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
         if not isinstance(output_to_caller, bool):
-            raise TypeError(describe(f"{self.label} extra output {index}", wanted="a bool for output_to_caller", got=output_to_caller,
-                                     cure="pass True or False"))
+            raise TypeError(
+                describe(
+                    f"{self.label} extra output {index}",
+                    wanted="a bool for output_to_caller",
+                    got=output_to_caller,
+                    cure="pass True or False",
+                )
+            )
         self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
 
     def _channel_name(self, name: str | None) -> str | None:
         if name is not None and (not isinstance(name, str) or not name):
-            raise PipelineError(describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel"))
+            raise PipelineError(
+                describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel")
+            )
         return name
 
     def _set_channel(self, side: int, index: int, channel: Channel) -> None:
         channels = self._channels[side]
         what = ("input", "output")[side]
         if not 0 <= index < len(channels):
-            raise IndexError(describe(f"{self.label} extra {what} channel", wanted=f"an index below {len(channels)}", got=index,
-                                      cure=f"this op has {len(channels)} extra {what}s"))
+            raise IndexError(
+                describe(
+                    f"{self.label} extra {what} channel",
+                    wanted=f"an index below {len(channels)}",
+                    got=index,
+                    cure=f"this op has {len(channels)} extra {what}s",
+                )
+            )
         if self._captured:
-            raise ChannelError(describe(f"{self.label} extra {what} {index}", wanted="channels set before the first call", got="a captured op",
-                                        cure="set channels before the op enters a pipeline, or build a new op"))
+            raise ChannelError(
+                describe(
+                    f"{self.label} extra {what} {index}",
+                    wanted="channels set before the first call",
+                    got="a captured op",
+                    cure="set channels before the op enters a pipeline, or build a new op",
+                )
+            )
         channels[index] = channel
 
     def capture(self) -> None:
@@ -290,8 +349,14 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         ops = tuple(basic_ops)
         if not ops or not all(isinstance(op, BasicOperation) for op in ops):
-            raise PipelineError(describe(type(self).__name__, wanted="at least one BasicOperation", got=[type(op).__name__ for op in ops],
-                                         cure="pass the basic ops in forward order"))
+            raise PipelineError(
+                describe(
+                    type(self).__name__,
+                    wanted="at least one BasicOperation",
+                    got=[type(op).__name__ for op in ops],
+                    cure="pass the basic ops in forward order",
+                )
+            )
         self.basic_ops_list = nn.ModuleList(ops)
 
     @property
@@ -303,22 +368,38 @@ class FusedOperation(FusibleOperation):
         """Whether this class brings its own ``fuser_forward`` or ``fuser_backward``."""
         return getattr(cls, method) is not getattr(FusedOperation, method)
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Any, *, basic_op_extra_inputs: Any, prev_op_grad_output_quantizer: Any,
-                      next_op_input_quantizer: Any, basic_op_kwargs: Any) -> tuple[Any, Any]:
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Context],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Any,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> tuple[Any, Any]:
         outputs = []
         for op, ctx, extras, kwargs in zip(self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs):
             input_, extra_outputs = op.fuser_forward(
-                [ctx], input_, basic_op_extra_inputs=[extras], prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
+                [ctx],
+                input_,
+                basic_op_extra_inputs=[extras],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
                 basic_op_kwargs=[kwargs],
             )
             outputs += list(extra_outputs)
         return input_, outputs
 
-    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> tuple[Any, Any, Any]:
+    def fuser_backward(
+        self, basic_op_ctxs: list[Context], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> tuple[Any, Any, Any]:
         params: list[Gradients] = []
         extras: list[Gradients] = []
         for op, ctx, grad_extras in reversed(list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs))):
-            grad_output, grad_params, grad_inputs = op.fuser_backward([ctx], grad_output, basic_op_grad_extra_outputs=[grad_extras])
+            grad_output, grad_params, grad_inputs = op.fuser_backward(
+                [ctx], grad_output, basic_op_grad_extra_outputs=[grad_extras]
+            )
             params[:0], extras[:0] = grad_params, grad_inputs
         return grad_output, params, extras
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ class Env(NamedTuple):
         return self.recipe.backward_override if self.recipe is not None else None
 
     @property
-    def rounding(self) -> str:
+    def rounding(self) -> Literal["per_op", "single"]:
         """The recipe's rounding rule; ``per_op`` without a recipe."""
         return self.recipe.rounding if self.recipe is not None else "per_op"
 

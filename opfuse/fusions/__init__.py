@@ -4,14 +4,16 @@ from opfuse.compiler.registry import RuleSet
 from opfuse.fusions.backward import BACKWARD_ACTIVATION_BIAS, BACKWARD_ADD_RMS_NORM, BACKWARD_LINEAR_ADD, BACKWARD_LINEAR_SCALE
 from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD, NORM_QUANTIZE
 
-RULES = RuleSet((
-    LINEAR_SCALE_ADD,
-    LINEAR_ADD,
-    NORM_QUANTIZE,
-    EPILOGUE,
-    BACKWARD_LINEAR_ADD,
-    BACKWARD_LINEAR_SCALE,
-    BACKWARD_ADD_RMS_NORM,
-    BACKWARD_ACTIVATION_BIAS,
-))
+RULES = RuleSet(
+    (
+        LINEAR_SCALE_ADD,
+        LINEAR_ADD,
+        NORM_QUANTIZE,
+        EPILOGUE,
+        BACKWARD_LINEAR_ADD,
+        BACKWARD_LINEAR_SCALE,
+        BACKWARD_ADD_RMS_NORM,
+        BACKWARD_ACTIVATION_BIAS,
+    )
+)
 """Forward rules first, then backward rules."""

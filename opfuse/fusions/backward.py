@@ -9,6 +9,7 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, maybe, run
 from opfuse.core.context import Context, Value
+from opfuse.kernels.pointwise import compute_dtype
 from opfuse.ops.pointwise import run_chain_backward
 
 
@@ -22,7 +23,7 @@ def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.
     """dx = dy W, summed into the gradient of the extra output."""
     d_extra = extra.grad_extras[0]
     single = linear.env.rounding == "single" and d_extra is not None
-    dx = linear.op.input_gradient(linear, dy, out_dtype=_wide(dy) if single else None)
+    dx: torch.Tensor | None = linear.op.input_gradient(linear, dy, out_dtype=compute_dtype(dy.dtype) if single else None)
     linear.set_grads(params=(linear.op.weight_gradient(linear, dy),))
     if dx is None or d_extra is None:
         return dx if d_extra is None else d_extra
@@ -35,7 +36,7 @@ def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Contex
     grad: Value = dy if single else run_chain_backward(dy, [scale])
     grad = grad if quantize is None else quantize.op(grad)
     factor = scale.spec.scale if single else None
-    dx = linear.op.input_gradient(linear, grad, out_dtype=_wide(dy) if single else None)
+    dx: torch.Tensor | None = linear.op.input_gradient(linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None)
     linear.set_grads(params=(linear.op.weight_gradient(linear, grad, scale=factor),))
     return dx if dx is None or factor is None else (dx * factor).to(linear.compute_dtype)
 
@@ -51,13 +52,9 @@ def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) ->
     return dx
 
 
-def _wide(dy: Value) -> torch.dtype:
-    return torch.float64 if dy.dtype == torch.float64 else torch.float32
-
-
 BACKWARD_LINEAR_ADD = fusion(
     "backward_linear_add",
-    dict(extra="make_extra_output", linear="linear"),
+    {"extra": "make_extra_output", "linear": "linear"},
     when=(is_("extra.in_place", True),),
     backward=backward_linear_add,
     doc=backward_linear_add.__doc__ or "",
@@ -65,14 +62,14 @@ BACKWARD_LINEAR_ADD = fusion(
 
 BACKWARD_LINEAR_SCALE = fusion(
     "backward_linear_scale",
-    dict(linear="linear", quantize=maybe("quantize"), scale="constant_scale"),
+    {"linear": "linear", "quantize": maybe("quantize"), "scale": "constant_scale"},
     backward=backward_linear_scale,
     doc=backward_linear_scale.__doc__ or "",
 )
 
 BACKWARD_ADD_RMS_NORM = fusion(
     "backward_add_rms_norm",
-    dict(extra="make_extra_output", norm="rms_norm"),
+    {"extra": "make_extra_output", "norm": "rms_norm"},
     when=(is_("extra.in_place", False),),
     backward=backward_add_rms_norm,
     doc=backward_add_rms_norm.__doc__ or "",
@@ -80,7 +77,7 @@ BACKWARD_ADD_RMS_NORM = fusion(
 
 BACKWARD_ACTIVATION_BIAS = fusion(
     "backward_activation_bias",
-    dict(quantize=maybe("quantize"), chain=run("elementwise", low=1)),
+    {"quantize": maybe("quantize"), "chain": run("elementwise", low=1)},
     when=(is_("env.recipe.backward_override", None),),
     backward=backward_activation_bias,
     doc=backward_activation_bias.__doc__ or "",

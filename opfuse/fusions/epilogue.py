@@ -9,6 +9,7 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
+from opfuse.kernels.pointwise import compute_dtype
 from opfuse.ops.pointwise import run_chain, write_in_place
 
 
@@ -18,14 +19,12 @@ def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> 
     Under ``rounding="single"`` the producer hands its sums over unrounded, and the chain's end is the only rounding.
     """
     rounding = producer.env.rounding
-    result = producer.op.produce(producer, x, out_dtype=_wide(x) if rounding == "single" and chain else None)
+    result: torch.Tensor = producer.op.produce(
+        producer, x, out_dtype=compute_dtype(x.dtype) if rounding == "single" and chain else None
+    )
     if not chain:
         return result
     return run_chain(result, chain, dtype=producer.op.compute_dtype(producer.env, x), rounding=rounding)
-
-
-def _wide(x: Value) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize: Context | None) -> Any:
@@ -52,7 +51,7 @@ def linear_scale_add(x: Value, *, linear: Context, scale: Context, add: Context)
 
 LINEAR_SCALE_ADD = fusion(
     "linear_scale_add",
-    dict(linear="linear", scale="constant_scale", add="add_extra_input"),
+    {"linear": "linear", "scale": "constant_scale", "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_scale_add,
     doc=linear_scale_add.__doc__ or "",
@@ -60,17 +59,19 @@ LINEAR_SCALE_ADD = fusion(
 
 LINEAR_ADD = fusion(
     "linear_add",
-    dict(linear="linear", bias=maybe("bias"), add="add_extra_input"),
+    {"linear": "linear", "bias": maybe("bias"), "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_add,
     doc=linear_add.__doc__ or "",
 )
 
-NORM_QUANTIZE = fusion("norm_quantize", dict(norm="norm", quantize="quantize"), forward=norm_quantize, doc=norm_quantize.__doc__ or "")
+NORM_QUANTIZE = fusion(
+    "norm_quantize", {"norm": "norm", "quantize": "quantize"}, forward=norm_quantize, doc=norm_quantize.__doc__ or ""
+)
 
 EPILOGUE = fusion(
     "epilogue",
-    dict(producer=one("producer"), chain=run("elementwise"), quantize=maybe("quantize")),
+    {"producer": one("producer"), "chain": run("elementwise"), "quantize": maybe("quantize")},
     forward=epilogue,
     doc=epilogue.__doc__ or "",
 )

@@ -1,6 +1,11 @@
 """Ops to compose pipelines of, and the means to add more."""
 
-from opfuse.compiler.registry import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion, register_fusion
+from opfuse.compiler.registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+    register_fusion,
+)
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation, FusedOperation, FusibleOperation
 from opfuse.kernels.pointwise import Pointwise

@@ -158,11 +158,20 @@ class ClampedSwiGLU(GatedActivation):
     kind = "clamped_swiglu"
     math = activations.CLAMPED_SWIGLU
 
-    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, cache_quantized_input: bool = False,
-                 glu_interleave_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
         _check_interleave("ClampedSwiGLU", glu_interleave_size)
         _check_positive("ClampedSwiGLU", limit=limit)
-        PointwiseOperation.__init__(self, ClampedSwiGLUSpec(limit, alpha, glu_linear_offset, cache_quantized_input, glu_interleave_size))
+        PointwiseOperation.__init__(
+            self, ClampedSwiGLUSpec(limit, alpha, glu_linear_offset, cache_quantized_input, glu_interleave_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,14 @@ class SiTUGLU(GatedActivation):
     kind = "situglu"
     math = activations.SITUGLU
 
-    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
         _check_interleave("SiTUGLU", glu_interleave_size)
         _check_positive("SiTUGLU", beta1=beta1, beta2=beta2)
         PointwiseOperation.__init__(self, SiTUGLUSpec(beta1, beta2, cache_quantized_input, glu_interleave_size))
@@ -228,10 +244,19 @@ class ScaledSReLU(SReLU):
 
 def _check_interleave(where: str, size: Any) -> None:
     if size is not None and (not isinstance(size, int) or size < 1):
-        raise SpecError(describe(f"{where}.glu_interleave_size", wanted="None or a positive integer", got=repr(size), cure="give the group's columns"))
+        raise SpecError(
+            describe(
+                f"{where}.glu_interleave_size",
+                wanted="None or a positive integer",
+                got=repr(size),
+                cure="give the group's columns",
+            )
+        )
 
 
 def _check_positive(where: str, **constants: float) -> None:
     for name, value in constants.items():
         if not (math.isfinite(value) and value > 0):
-            raise SpecError(describe(f"{where}.{name}", wanted="a finite number above 0", got=value, cure=f"choose another {name}"))
+            raise SpecError(
+                describe(f"{where}.{name}", wanted="a finite number above 0", got=value, cure=f"choose another {name}")
+            )

@@ -13,6 +13,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.errors import DtypeError, ShapeError, SpecError, describe
+from opfuse.kernels import pointwise
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes import QuantizerRole, current_model_init
@@ -46,10 +47,24 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     saves = ("x", "w")
     accepts_quantized = True
 
-    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: torch.dtype | None = None,
-                 owner: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        owner: nn.Module | None = None,
+    ) -> None:
         if in_features < 1 or out_features < 1:
-            raise SpecError(describe("Linear", wanted="positive in_features and out_features", got=(in_features, out_features), cure="give both sizes"))
+            raise SpecError(
+                describe(
+                    "Linear",
+                    wanted="positive in_features and out_features",
+                    got=(in_features, out_features),
+                    cure="give both sizes",
+                )
+            )
         super().__init__(LinearSpec(in_features, out_features), owner=owner)
         weight = torch.empty(out_features, in_features, device=device, dtype=_checked(dtype or torch.get_default_dtype()))
         self.owner.weight = nn.Parameter(weight)
@@ -93,7 +108,10 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
         w = ctx.operands.get("weight", ctx.cast("weight", weight))
         ctx.compute_dtype = dtype
-        ctx.save(x=self._saved(ctx, x) if "weight" in ctx.needs else None, w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None)
+        ctx.save(
+            x=self._saved(ctx, x) if "weight" in ctx.needs else None,
+            w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None,
+        )
         return gemm("fprop", x, _operand(w, x, self.label), dtype=dtype, out_dtype=out_dtype)
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
@@ -110,8 +128,11 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""
         if "weight" not in ctx.needs:
             return None
-        grad = gemm("wgrad", self._gradient(ctx, dy), ctx.saved.x, dtype=ctx.compute_dtype)
-        return (grad if scale is None else grad * scale).to(self.owner.weight.dtype)
+        wide = None if scale is None else pointwise.compute_dtype(ctx.compute_dtype)
+        grad = gemm("wgrad", self._gradient(ctx, dy), ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide)
+        if scale is not None:
+            grad = (grad * scale).to(ctx.compute_dtype)
+        return grad.to(self.owner.weight.dtype)
 
     def _gradient(self, ctx: Context, dy: Value) -> Value:
         dy = ctx.cast("grad_output", dy)
@@ -126,8 +147,14 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
 
     def _check_input(self, x: Value) -> None:
         if len(x.shape) < 1 or x.shape[-1] != self.in_features:
-            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.in_features})", got=tuple(x.shape),
-                                      cure="check the preceding op's size"))
+            raise ShapeError(
+                describe(
+                    f"{self.label} input",
+                    wanted=f"shape (..., {self.in_features})",
+                    got=tuple(x.shape),
+                    cure="check the preceding op's size",
+                )
+            )
 
 
 def _checked(dtype: torch.dtype) -> torch.dtype:
@@ -153,7 +180,9 @@ class Linear(QuantizerStateMixin, FusibleOperation):
 
     kind = "linear"
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         parts: list[BasicOperation] = [BasicLinear(in_features, out_features, device=device, dtype=dtype, owner=self)]
         if bias:

@@ -14,6 +14,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import norm
+from opfuse.kernels.epilogue import Rounding
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,20 @@ class _Norm(BasicOperation):
 
     traits = frozenset(("norm", "producer"))
 
-    def __init__(self, normalized_shape: int | Iterable[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False, device: Any = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape or min(shape) < 1:
-            raise SpecError(describe(type(self).__name__, wanted="positive sizes", got=shape, cure="give the trailing dimensions"))
+            raise SpecError(
+                describe(type(self).__name__, wanted="positive sizes", got=shape, cure="give the trailing dimensions")
+            )
         _check_eps(type(self).__name__, eps)
         super().__init__(NormSpec(shape, float(eps), zero_centered_gamma))
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -49,8 +59,14 @@ class _Norm(BasicOperation):
 
     def _check_input(self, x: torch.Tensor) -> None:
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
-            raise ShapeError(describe(f"{self.label} input", wanted=f"trailing dimensions {self.normalized_shape}", got=tuple(x.shape),
-                                      cure="check the preceding op's size"))
+            raise ShapeError(
+                describe(
+                    f"{self.label} input",
+                    wanted=f"trailing dimensions {self.normalized_shape}",
+                    got=tuple(x.shape),
+                    cure="check the preceding op's size",
+                )
+            )
 
 
 class RMSNorm(_Norm):
@@ -63,20 +79,27 @@ class RMSNorm(_Norm):
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
         self._check_input(x)
         dtype = ctx.dtype(x)
-        y, rstd = norm.rms_norm(x, self.weight, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype)
+        y, rstd = norm.rms_norm(
+            x, self.weight, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype
+        )
         ctx.save(x=x if ctx.requires_grad else None, rstd=rstd if ctx.requires_grad else None)
         return y
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         saved = ctx.saved
-        dx, dweight = norm.rms_norm_backward(grad_output, saved.x, self.weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma)
+        dx, dweight = norm.rms_norm_backward(
+            grad_output, saved.x, self.weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
+        )
         return dx, (dweight,)
 
-    def backward_add(self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def backward_add(
+        self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: Rounding
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The gradient of an input that is normalised and also used elsewhere."""
         saved = ctx.saved
-        dx, dweight = norm.rms_norm_backward_add(dy, d_extra, saved.x, self.weight, saved.rstd,
-                                                 zero_centered_gamma=self.zero_centered_gamma, rounding=rounding)
+        dx, dweight = norm.rms_norm_backward_add(
+            dy, d_extra, saved.x, self.weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma, rounding=rounding
+        )
         return dx, (dweight,)
 
 
@@ -100,14 +123,17 @@ class LayerNorm(_Norm):
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
         self._check_input(x)
         dtype = out_dtype or ctx.dtype(x)
-        y, mean, rstd = norm.layer_norm(x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=dtype)
+        y, mean, rstd = norm.layer_norm(
+            x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=dtype
+        )
         ctx.save(**{name: value if ctx.requires_grad else None for name, value in {"x": x, "mean": mean, "rstd": rstd}.items()})
         return y
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         saved = ctx.saved
-        dx, dweight, dbias = norm.layer_norm_backward(grad_output, saved.x, self.weight, saved.mean, saved.rstd,
-                                                      zero_centered_gamma=self.zero_centered_gamma)
+        dx, dweight, dbias = norm.layer_norm_backward(
+            grad_output, saved.x, self.weight, saved.mean, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
+        )
         return dx, (dweight, dbias)
 
 

@@ -13,7 +13,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
-from opfuse.kernels.epilogue import Stage, backward_chain, forward_chain
+from opfuse.kernels.epilogue import Rounding, Stage, backward_chain, forward_chain
 from opfuse.kernels.pointwise import Pointwise
 
 
@@ -49,7 +49,9 @@ class PointwiseOperation(BasicOperation):
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         """This op's math with the operands of this call, for an input of ``shape``."""
-        return Stage(self.math, self.operands(ctx, shape, device), self.constants, getattr(self.spec, "glu_interleave_size", None))
+        return Stage(
+            self.math, self.operands(ctx, shape, device), self.constants, getattr(self.spec, "glu_interleave_size", None)
+        )
 
     def operands(self, ctx: Context, shape: torch.Size, device: torch.device) -> dict[str, torch.Tensor]:
         """Operand tensors by name."""
@@ -78,12 +80,14 @@ class PointwiseOperation(BasicOperation):
     def set_operand_grads(self, ctx: Context, grads: Mapping[str, torch.Tensor]) -> None:
         """File operand gradients as those of the parameters and of the extra inputs."""
         by_source = {source: grads.get(name) for name, source in self.sources.items()}
-        ctx.set_grads(params=[by_source.get(name) for name in self.parameter_names],
-                      extras=[by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)])
+        ctx.set_grads(
+            params=[by_source.get(name) for name in self.parameter_names],
+            extras=[by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)],
+        )
 
 
-def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: str = "per_op") -> torch.Tensor:
-    """The elementwise ops of ``contexts`` over ``x`` (I/O dtype or fp32 accumulator), each leaving its saved state; in ``dtype``."""
+def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
+    """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``."""
     stages: list[Stage] = []
     shape = x.shape
     for ctx in contexts:
@@ -98,7 +102,7 @@ def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtyp
     return y
 
 
-def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: str = "per_op") -> torch.Tensor:
+def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: Rounding = "per_op") -> torch.Tensor:
     """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts."""
     stages = [ctx.op.backward_stage(ctx) for ctx in contexts]
     saved = {i: x for i, ctx in enumerate(contexts) if (x := ctx.op.saved_input(ctx)) is not None}
@@ -125,7 +129,9 @@ class Bias(PointwiseOperation):
     math = activations.BIAS
     sources = {"bias": "bias"}
 
-    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None) -> None:
+    def __init__(
+        self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
+    ) -> None:
         if size < 1:
             raise SpecError(describe("Bias", wanted="a positive size", got=size, cure="give the number of columns"))
         super().__init__(BiasSpec(size), owner=owner)
@@ -141,8 +147,14 @@ class Bias(PointwiseOperation):
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if shape[-1] != self.size:
-            raise ShapeError(describe(f"{self.label} input", wanted=f"shape (..., {self.size})", got=tuple(shape),
-                                      cure="check the preceding op's size"))
+            raise ShapeError(
+                describe(
+                    f"{self.label} input",
+                    wanted=f"shape (..., {self.size})",
+                    got=tuple(shape),
+                    cure="check the preceding op's size",
+                )
+            )
         return super().forward_stage(ctx, shape, device)
 
 
@@ -196,8 +208,14 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
     """Put ``y`` into the op's extra tensor, and say that it changed."""
     extra = ctx.extras[0]
     if extra.dtype != y.dtype:
-        raise PipelineError(describe(f"{ctx.op.label} extra input", wanted=f"dtype {y.dtype}, that of the sum", got=extra.dtype,
-                                     cure="cast the extra tensor, or use in_place=False"))
+        raise PipelineError(
+            describe(
+                f"{ctx.op.label} extra input",
+                wanted=f"dtype {y.dtype}, that of the sum",
+                got=extra.dtype,
+                cure="cast the extra tensor, or use in_place=False",
+            )
+        )
     extra.copy_(y)
     ctx.dirty.append(extra)
     return extra
@@ -211,7 +229,7 @@ class DropoutSpec:
 
 
 class Dropout(PointwiseOperation):
-    """In training, y = x * mask / (1 - p) with mask ~ Bernoulli(1 - p); in evaluation, y = x. The mask is drawn with torch's generator."""
+    """In training y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) from torch's generator; in evaluation y = x."""
 
     math = activations.DROPOUT
 
@@ -232,4 +250,3 @@ class Dropout(PointwiseOperation):
 
     def backward_stage(self, ctx: Context) -> Stage:
         return Stage(self.math, {"mask": ctx.saved.mask}, {"scale": ctx.scale})
-

@@ -25,12 +25,17 @@ class Sequential(nn.Module):
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
         self.__dict__["_runs"] = None
-        self.__dict__["rules"] = rules
+        self.__dict__["_rules"] = rules
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
                 self.add_module(name, module)
         else:
             self.extend(modules)  # type: ignore[arg-type]
+
+    @property
+    def rules(self) -> RuleSet | None:
+        """The rule set of its own, or None."""
+        return self.__dict__["_rules"]
 
     # -- a list of modules -------------------------------------------------------------------------------------------------
 
@@ -55,7 +60,9 @@ class Sequential(nn.Module):
     def _name(self, index: SupportsIndex) -> str:
         position = index.__index__()
         if not -len(self) <= position < len(self):
-            raise IndexError(describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)"))
+            raise IndexError(
+                describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
+            )
         return list(self._modules)[position]
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -80,7 +87,9 @@ class Sequential(nn.Module):
 
     def _check(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
-            raise PipelineError(describe("Sequential", wanted="an nn.Module", got=type(module).__name__, cure="pass ops or modules"))
+            raise PipelineError(
+                describe("Sequential", wanted="an nn.Module", got=type(module).__name__, cure="pass ops or modules")
+            )
         return module
 
     def append(self, module: nn.Module) -> Sequential:
@@ -140,7 +149,9 @@ class Sequential(nn.Module):
         names = [name for name, _ in run]
         return OperationFuser([op for _, op in run], rules=self.rules, name=f"ops {names[0]}..{names[-1]}")
 
-    def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None
+    ) -> Any:
         """The last module's output, or a tuple of it and all extra outputs.
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
@@ -157,10 +168,20 @@ class Sequential(nn.Module):
             x, *more = result if isinstance(result, tuple) else (result,)
             outputs += more
         if extras:
-            raise PipelineError(describe("Sequential", wanted=f"{len(extra_inputs) - len(extras)} extra inputs", got=len(extra_inputs),
-                                         cure="pass one tensor for each extra input that has no channel"))
+            raise PipelineError(
+                describe(
+                    "Sequential",
+                    wanted=f"{len(extra_inputs) - len(extras)} extra inputs",
+                    got=len(extra_inputs),
+                    cure="pass one tensor for each extra input that has no channel",
+                )
+            )
         if kwargs:
-            raise PipelineError(describe("Sequential op_kwargs", wanted="ops of this Sequential", got=f"{len(kwargs)} others", cure="check the keys"))
+            raise PipelineError(
+                describe(
+                    "Sequential op_kwargs", wanted="ops of this Sequential", got=f"{len(kwargs)} others", cure="check the keys"
+                )
+            )
         return (x, *outputs) if outputs else x
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -168,8 +189,14 @@ class Sequential(nn.Module):
         for key, value in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
             if not isinstance(op, BasicOperation):
-                raise PipelineError(describe("Sequential op_kwargs", wanted="a BasicOperation or its index", got=repr(key),
-                                             cure="pass keyword arguments to basic ops only"))
+                raise PipelineError(
+                    describe(
+                        "Sequential op_kwargs",
+                        wanted="a BasicOperation or its index",
+                        got=repr(key),
+                        cure="pass keyword arguments to basic ops only",
+                    )
+                )
             found[id(op)] = value
         return found
 

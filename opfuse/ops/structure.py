@@ -50,8 +50,14 @@ class Reshape(BasicOperation):
         try:
             return input_.reshape(self.shape)
         except RuntimeError as error:
-            raise ShapeError(describe(f"{self.label} input", wanted=f"{input_.numel()} elements to fit {self.shape}", got=tuple(input_.shape),
-                                      cure="check the preceding op's size")) from error
+            raise ShapeError(
+                describe(
+                    f"{self.label} input",
+                    wanted=f"{input_.numel()} elements to fit {self.shape}",
+                    got=tuple(input_.shape),
+                    cure="check the preceding op's size",
+                )
+            ) from error
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
         return grad_output.reshape(ctx.input_shape), ()
@@ -73,7 +79,9 @@ class MakeExtraOutput(BasicOperation):
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
         return input_, [(input_,)]
 
-    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any) -> tuple[Any, Any, Any]:
+    def fuser_backward(
+        self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any
+    ) -> tuple[Any, Any, Any]:
         extra = basic_op_grad_extra_outputs[0][0]
         parts = [grad for grad in (grad_output, extra) if grad is not None]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], [()], [()]
@@ -104,7 +112,9 @@ class Quantize(QuantizerStateMixin, BasicOperation):
     def quantized_roles(self) -> tuple[str, ...]:
         return ("input",) * self.spec.forward + ("grad_output",) * self.spec.backward
 
-    def narrow_quantizer(self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
+    def narrow_quantizer(
+        self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
+    ) -> Quantizer | None:
         if role == "grad_output" and KEEP[override].backward != "quantized":
             return None
         return quantizer.wanting(rowwise=True, columnwise=False)

@@ -10,6 +10,7 @@ from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
+
 @dataclass(frozen=True)
 class Keep:
     """What a backward override keeps: ``saved`` operands, and the precision in which the backward products run."""
@@ -27,7 +28,11 @@ KEEP: dict[str | None, Keep] = {
 
 def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
     """The planes of ``role`` that ``gemms`` read."""
-    reads = [pair for gemm in gemms for pair in ((GEMMS[gemm].left, GEMMS[gemm].left_plane), (GEMMS[gemm].right, GEMMS[gemm].right_plane))]
+    reads = [
+        pair
+        for gemm in gemms
+        for pair in ((GEMMS[gemm].left, GEMMS[gemm].left_plane), (GEMMS[gemm].right, GEMMS[gemm].right_plane))
+    ]
     return frozenset(plane for reader, plane in reads if reader == role)
 
 

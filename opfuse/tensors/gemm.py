@@ -69,15 +69,23 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
 def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
     if left.format.family != right.format.family or left.format.rht != right.format.rht:
         what = GEMMS[name]
-        raise GemmError(describe(
-            f"{name} of {what.left} and {what.right}",
-            wanted="two formats of one family, both rotated or neither",
-            got=f"{what.left} {left.usage} {left.format}{_rotated(left)}, {what.right} {right.usage} {right.format}{_rotated(right)}",
-            cure="give both roles quantizers of one format, or IdentityQuantizer to one of them",
-        ))
+        raise GemmError(
+            describe(
+                f"{name} of {what.left} and {what.right}",
+                wanted="two formats of one family, both rotated or neither",
+                got=f"{what.left} {left.usage} {left.format}{_rotated(left)}, {what.right} {right.usage} {right.format}{_rotated(right)}",
+                cure="give both roles quantizers of one format, or IdentityQuantizer to one of them",
+            )
+        )
     if left.format.family == "block" and left.format.block == right.format.block == (128, 128):
-        raise GemmError(describe(name, wanted="at most one operand with 128x128 blocks", got="two",
-                                 cure="use block_scaling_dim=1 for one of the roles"))
+        raise GemmError(
+            describe(
+                name,
+                wanted="at most one operand with 128x128 blocks",
+                got="two",
+                cure="use block_scaling_dim=1 for one of the roles",
+            )
+        )
     return kernels.multiply(*(kernels.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right)))
 
 
@@ -105,6 +113,11 @@ def _check_shapes(name: str, left: Operand, right: Operand) -> None:
     sums = {"fprop": (columns, right_columns), "dgrad": (columns, right_rows), "wgrad": (rows, right_rows)}[name]
     if sums[0] != sums[1]:
         what = GEMMS[name]
-        raise ShapeError(describe(f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}",
-                                  wanted="equal summed dimensions", got=f"{sums[0]} and {sums[1]}", cure="check in_features and out_features"))
-
+        raise ShapeError(
+            describe(
+                f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}",
+                wanted="equal summed dimensions",
+                got=f"{sums[0]} and {sums[1]}",
+                cure="check in_features and out_features",
+            )
+        )

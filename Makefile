@@ -1,0 +1,31 @@
+# Two commands set everything up on a machine that has Python 3.11 or newer and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+BIN = $(VENV)/bin
+
+.PHONY: demo test check slow install clean
+
+demo: install
+	$(BIN)/opfuse run configs/quickstart.yaml
+
+test: install check
+	$(BIN)/pytest -n $(JOBS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+slow: install
+	$(BIN)/pytest -n $(JOBS) -m slow
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,plot]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,95 @@
+"""Who runs which nodes: the user's fused ops first, then fusion functions, then rules; what nobody claims runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from opfuse.compiler.cover import DIRECTIONS, FUSED, SHADOWED, Group, Outcome, cover
+from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.registry import FusionFunction, RuleSet
+from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.core.operation import BasicOperation, FusedOperation
+from opfuse.core.signature import Env
+from opfuse.errors import FusionError, describe
+
+
+def sides_of(direction: str) -> tuple[str, ...]:
+    """The passes that a rule of this direction runs in."""
+    return (FORWARD, BACKWARD) if direction == JOINT else (direction,)
+
+
+class Claims:
+    """Groups of nodes by pass, and the outcome of everything that asked for some."""
+
+    def __init__(self, graph: Graph, env: Env) -> None:
+        self.graph = graph
+        self.env = env
+        self.groups: dict[str, list[Group]] = {FORWARD: [], BACKWARD: []}
+        self.outcomes: list[Outcome] = []
+
+    def claim_presets(self, presets: Sequence[FusedOperation], ops: Sequence[BasicOperation]) -> None:
+        """Fused ops that stand in the pipeline itself take their ops in the passes they implement."""
+        position = {id(op): i for i, op in enumerate(ops)}
+        for fused in presets:
+            for side, method in ((FORWARD, "fuser_forward"), (BACKWARD, "fuser_backward")):
+                if fused.overrides(method):
+                    self._claim(fused, position[id(fused.basic_ops[0])], side, name=type(fused).__name__)
+
+    def claim_functions(self, rules: RuleSet, ops: Sequence[BasicOperation]) -> None:
+        """Fusion functions see the live ops and replace runs of them."""
+        for direction in DIRECTIONS:
+            for function in rules.functions_of(direction, self.env.level):
+                for start, fused in _replaced(function, ops, self.env):
+                    self._claim(fused, start, direction, name=function.name)
+
+    def claim_rules(self, rules: Sequence[Fusion], direction: str) -> None:
+        """Rules of one direction take what is left of it."""
+        sides = sides_of(direction)
+        taken = {i: group.name for side in sides for group in self.groups[side] for i in group.nodes}
+        found, outcomes = cover(self.graph, self.env, rules, direction, taken)
+        for side in sides:
+            self.groups[side] += [self._restricted(group, side) for group in found]
+        self.outcomes += outcomes
+
+    def complete(self, side: str) -> tuple[Group, ...]:
+        """All groups of one pass in forward order, with a group of its own for every node that nobody claimed."""
+        groups = self.groups[side]
+        owned = {i for group in groups for i in group.nodes}
+        alone = [Group((node.index,)) for node in self.graph.nodes if side in node.directions and node.index not in owned]
+        return tuple(sorted(groups + alone, key=lambda group: group.nodes[0]))
+
+    def _claim(self, fused: FusedOperation, start: int, direction: str, *, name: str) -> None:
+        """Give ``fused`` the nodes of its ops, unless some are taken: then the outcome says by whom."""
+        indices = range(start, start + len(fused.basic_ops))
+        sides = sides_of(direction)
+        names = tuple(node.name for node in self.graph.nodes if node.op in indices and not node.side)
+        for group in (group for side in sides for group in self.groups[side]):
+            if any(self.graph.nodes[i].op in indices for i in group.nodes):
+                self.outcomes.append(Outcome(name, direction, SHADOWED, names, by=group.name))
+                return
+        for side in sides:
+            nodes = tuple(node.index for node in self.graph.nodes if node.op in indices and side in node.directions)
+            if nodes:
+                self.groups[side].append(Group(nodes, opaque=fused))
+        self.outcomes.append(Outcome(name, direction, FUSED, names))
+
+    def _restricted(self, group: Group, side: str) -> Group:
+        nodes = tuple(i for i in group.nodes if side in self.graph.nodes[i].directions)
+        return Group(nodes, group.rule, group.binding)
+
+
+def _replaced(function: FusionFunction, ops: Sequence[BasicOperation], env: Env) -> list[tuple[int, FusedOperation]]:
+    """The FusedOperations that a function put in, with the index of their first basic op."""
+    result = function.func(list(ops), recipe=env.recipe)
+    if [id(basic) for op in result for basic in op.basic_ops] != [id(op) for op in ops]:
+        raise FusionError(
+            describe(
+                f"fusion function {function.name!r}",
+                wanted="the same basic ops in the same order",
+                got=[op.label for op in result],
+                cure="replace runs of ops by FusedOperations of exactly these ops",
+            )
+        )
+    starts = accumulate((len(op.basic_ops) for op in result), initial=0)
+    return [(start, op) for start, op in zip(starts, result) if isinstance(op, FusedOperation)]

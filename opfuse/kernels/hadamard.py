@@ -44,4 +44,4 @@ def _hadamard(chunks: torch.Tensor) -> torch.Tensor:
 def _vector(signs: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The signs as fp32, from an integer mask: no copy from the host, which a captured graph could not hold."""
     mask = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
-    return 1.0 - 2.0 * ((mask >> torch.arange(SIZE, device=device)) & 1)
+    return (1 - 2 * ((mask >> torch.arange(SIZE, device=device)) & 1)).to(torch.float32)

@@ -86,7 +86,7 @@ def encode_e2m1_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     below 4 and 2 above. Saturates at 6, keeps the sign also of what becomes zero; NaN becomes +6.
     """
     magnitude = x.abs()
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    step = torch.full_like(magnitude, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
     lifted = magnitude + random.to(torch.float32) * (1 / 256) * step
     code = torch.zeros_like(x, dtype=torch.uint8)
     for value in _E2M1_VALUES[1:]:

@@ -80,6 +80,10 @@ def test_rotation_is_the_product_with_the_signed_hadamard_matrix(signs):
     assert torch.allclose(exact_back, x.float(), atol=1e-5)
 
 
+def test_the_fixed_signs():
+    assert SIGNS == (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
 def test_rotation_is_orthogonal_so_it_cancels_in_a_product():
     a, b = torch.randint(-8, 9, (4, 64)).bfloat16(), torch.randint(-8, 9, (5, 64)).bfloat16()
     exact = a.float() @ b.float().t()

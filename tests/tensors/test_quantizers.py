@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ ROTATED = {"with_rht": True, "with_post_rht_amax": True}
 
 
 def delayed(scale=2.5, dtype=FP8, **options):
-    return Float8Quantizer(torch.tensor([scale]), torch.zeros(1), dtype, **options)
+    state = {"dtype": torch.float32}
+    return Float8Quantizer(torch.tensor([scale], **state), torch.zeros(1, **state), dtype, **options)
 
 
 QUANTIZERS = {
@@ -225,6 +227,33 @@ def test_settings_are_values(make):
     assert repr(make(rowwise=False)).startswith(f"{type(make()).__name__}(rowwise=False")
     with pytest.raises(AttributeError):
         make().rowwise = False
+
+
+@each
+def test_pickled_settings_are_equal(make):
+    copy = pickle.loads(pickle.dumps(make(columnwise=False)))
+    assert copy == make(columnwise=False)
+    equal(copy.quantize(torch.ones(32, 32).bfloat16()), make(columnwise=False).quantize(torch.ones(32, 32).bfloat16()))
+
+
+def test_a_process_group_is_not_pickled():
+    quantizer = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=lambda: "cannot be pickled")
+    assert quantizer.copy().amax_reduction_group is quantizer.amax_reduction_group
+    copy = pickle.loads(pickle.dumps(quantizer))
+    assert copy == quantizer
+    assert copy.amax_reduction_group is None
+
+
+@each
+def test_the_default_dtype_does_not_matter(make):
+    x = bf16(32, 64)
+    want, values = make().quantize(x), make().quantize(x).dequantize()
+    torch.set_default_dtype(torch.float64)
+    try:
+        equal(make().quantize(x), want)
+        assert torch.equal(make().quantize(x).dequantize(), values)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @each
@@ -495,6 +524,19 @@ def test_bad_settings_name_what_is_wanted(make):
 
 
 # --- stochastic rounding --------------------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_does_not_see_the_default_dtype():
+    x = bf16(32, 64)
+    quantizer = NVFP4Quantizer(stochastic_rounding=True, **ROTATED)
+    torch.manual_seed(5)
+    want = quantizer.quantize(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(5)
+        equal(quantizer.quantize(x), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_u08_stochastic_rounding_changes_bytes_but_not_the_format():

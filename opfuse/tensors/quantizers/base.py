@@ -65,6 +65,10 @@ class Quantizer(ABC):
         told = [f for f in fields(self) if f.repr and (f.default is MISSING or getattr(self, f.name) != f.default)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in told)})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All settings but a process group, which belongs to the process that made it."""
+        return {name: value for name, value in self.__dict__.items() if name != "amax_reduction_group"}
+
     def __call__(self, x: torch.Tensor) -> Any:
         """The quantized tensor of ``x``, of any shape with at least one dimension."""
         return type(self).wrap(x, self)

@@ -44,6 +44,7 @@ def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Contex
 def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) -> torch.Tensor:
     """dx of the normalisation, plus the gradient of the extra output."""
     d_extra = extra.grad_extras[0]
+    dx: torch.Tensor
     if d_extra is None:
         dx, params = norm.op.op_backward(norm, dy)
     else:

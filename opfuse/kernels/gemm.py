@@ -29,26 +29,25 @@ class Operand:
     blocks: torch.Tensor | None = None
 
 
-def operand(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
+def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
     """A stored plane as an operand."""
-    element = layout.format.element
-    return _OPERANDS[layout.format.family](decode(load_data(data, layout), element), scale, amax, layout)
+    return _OPERANDS[layout.format.family](decode(load_data(data, layout), layout.element), scale, amax, layout)
 
 
 def multiply(left: Operand, right: Operand) -> torch.Tensor:
     """left times right transposed, fp32 (left lines, right lines)."""
     if left.blocks is not None and right.blocks is not None:
-        return _multiply_blocks(left, right)
+        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks)
     result = left.values @ right.values.t()
     if left.factor is not None:
         result = result * left.factor
     return result if right.factor is None else result * right.factor.t()
 
 
-def _multiply_blocks(left: Operand, right: Operand) -> torch.Tensor:
-    result = left.values.new_zeros(len(left.values), len(right.values))
-    for i, (a, b) in enumerate(zip(left.values.split(BLOCK, 1), right.values.split(BLOCK, 1))):
-        result += (a @ b.t()) * (left.blocks[:, i, None] * right.blocks[None, :, i])
+def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    result = a.new_zeros(len(a), len(b))
+    for i, (left, right) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1))):
+        result += (left @ right.t()) * (a_scale[:, i, None] * b_scale[None, :, i])
     return result
 
 
@@ -57,7 +56,7 @@ def _tensor(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, lay
 
 
 def _block(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    rows = layout.format.block[0]
+    rows = layout.block[0]
     return Operand(q, blocks=load_scale(scale, layout).repeat_interleave(rows, 0)[: len(q)])
 
 
@@ -72,7 +71,7 @@ def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout
 
 
 def _scaled(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return from_tiles(to_tiles(q, layout.format.block) * scale[:, None, :, None], q.shape)
+    return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
 
 
 _OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "block": _block, "mx": _mx, "nv": _nv}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from opfuse.errors import DtypeError, ShapeError, SpecError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
-from opfuse.recipes import QuantizerRole, current_model_init
+from opfuse.recipes import Recipe, current_model_init
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.gemm import gemm
@@ -79,17 +79,16 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             nn.init.kaiming_uniform_(weight.detach(), a=math.sqrt(5))
-        self.owner.weight = nn.Parameter(self._initial(weight.detach()), requires_grad=self.owner.weight.requires_grad)
-
-    def _initial(self, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.detach()
         init = current_model_init()
-        if init is None:
-            return weight
-        quantizer = init.recipe.quantizer(QuantizerRole(module_type=self.kind, tensor_type="weight", name=self.name))
-        quantized = QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
-        if init.preserve_high_precision_init_val:
-            quantized.high_precision_init_val = weight.cpu()
-        return quantized
+        value = weight if init is None else self._quantized(weight, init.recipe)
+        self.owner.weight = nn.Parameter(value, requires_grad=self.owner.weight.requires_grad)
+        if init is not None and init.preserve_high_precision_init_val:
+            self.owner.weight.high_precision_init_val = weight.cpu()
+
+    def _quantized(self, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
+        quantizer, _ = self.make_quantizer("weight", recipe)
+        return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
 
     def _find_slots(self) -> Any:
         return (("weight", self.owner._parameters),)
@@ -197,18 +196,22 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         return self.__dict__["parts"]
 
     @property
+    def _product(self) -> BasicLinear:
+        return cast(BasicLinear, self.basic_ops[0])
+
+    @property
     def in_features(self) -> int:
         """Size of the last input dimension."""
-        return self.basic_ops[0].in_features
+        return self._product.in_features
 
     @property
     def out_features(self) -> int:
         """Size of the last output dimension."""
-        return self.basic_ops[0].out_features
+        return self._product.out_features
 
     def reset_parameters(self) -> None:
         """Values as ``nn.Linear`` draws them."""
-        self.basic_ops[0].reset_parameters()
+        self._product.reset_parameters()
         self._reset_bias()
 
     def _reset_bias(self) -> None:
@@ -221,9 +224,9 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     @property
-    def quantizer_states(self) -> DelayedScalingStates:
+    def quantizer_states(self) -> DelayedScalingStates:  # type: ignore[override]
         """Delayed-scaling states of the product."""
-        return self.basic_ops[0].quantizer_states
+        return self._product.quantizer_states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for old, new in (("basic_ops.0.weight", "weight"), ("basic_ops.1.bias", "bias")):

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -103,14 +103,17 @@ def digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One leaf in which two keys differ."""
+    """One leaf in which two keys differ, and where either value came from, if its owner knows."""
 
     path: str
     old: object
     new: object
+    old_source: str | None = None
+    new_source: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.old!r} -> {self.new!r}"
+        text = f"{self.path}: {self.old!r} -> {self.new!r}"
+        return text if self.old_source == self.new_source else f"{text} (was: {self.old_source}, now: {self.new_source})"
 
 
 def _is_nan(value: object) -> bool:
@@ -121,14 +124,23 @@ def _same(old: object, new: object) -> bool:
     return old is new or (type(old) is type(new) and (old == new or (_is_nan(old) and _is_nan(new))))
 
 
+def _source(owner: object, name: str) -> str | None:
+    sources = getattr(owner, "sources", None)
+    return sources.get(name) if isinstance(sources, Mapping) else None
+
+
 def diff(old: object, new: object, path: str = "") -> Iterator[Difference]:
-    """The leaves in which ``new`` differs from ``old``, with dotted paths."""
+    """The leaves in which ``new`` differs from ``old``, with dotted paths.
+
+    A part with a mapping ``sources`` from field to origin (a recipe) lends its fields' origins to the differences.
+    """
     if old is new:
         return
     old_parts, new_parts = key_fields(old), key_fields(new)
     if old_parts is not None and new_parts is not None and type(old) is type(new):
         for name in old_parts:
-            yield from diff(old_parts[name], new_parts[name], f"{path}.{name}".lstrip("."))
+            for found in diff(old_parts[name], new_parts[name], f"{path}.{name}".lstrip(".")):
+                yield found if found.old_source else replace(found, old_source=_source(old, name), new_source=_source(new, name))
     elif type(old) is tuple and type(new) is tuple and len(old) == len(new):
         for i, (left, right) in enumerate(zip(old, new)):
             yield from diff(left, right, f"{path}[{i}]")

@@ -14,7 +14,7 @@ from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import UnsupportedError, describe
+from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -294,9 +294,21 @@ class _SegmentFunction(torch.autograd.Function):
             received[value] = grad if earlier is None or grad is None else earlier + grad
             if grad is None:
                 received[value] = earlier
-        grads = ctx.runner.backward(received, iter(ctx.saved_tensors))
+        grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
         inputs = [_plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
         return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+
+
+def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
+        cure = "change inputs and parameters after the backward pass, or pass a clone"
+        wanted = "saved tensors as the forward pass left them"
+        raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
 
 
 def _published(value: Value) -> torch.Tensor:

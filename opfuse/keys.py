@@ -65,7 +65,7 @@ def _canonical(value: object, path: str) -> Iterator[str]:
     elif isinstance(value, _CALLABLES):
         yield f"object:{token(value)};"
     elif (parts := key_fields(value)) is not None:
-        if is_dataclass(value) and not vars(type(value))["__dataclass_params__"].frozen:
+        if is_dataclass(value) and not getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009 - typed stubs do not know it
             raise KeyValueError(f"{path}: {kind} is a mutable dataclass; use @dataclass(frozen=True)")
         yield f"{token(type(value))}("
         for name, part in parts.items():

@@ -111,7 +111,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             x=self._saved(ctx, x) if "weight" in ctx.needs else None,
             w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None,
         )
-        return gemm("fprop", x, _operand(w, x, self.label), dtype=dtype, out_dtype=out_dtype)
+        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype)
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
@@ -121,7 +121,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         if "input" not in ctx.needs:
             return None
         dy, dtype = self._gradient(ctx, dy), ctx.compute_dtype
-        return gemm("dgrad", dy, _operand(ctx.saved.w, dy, self.label), dtype=dtype, out_dtype=out_dtype)
+        return gemm("dgrad", dy, _operand(ctx.saved.w, dy), dtype=dtype, out_dtype=out_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
         """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""
@@ -162,7 +162,7 @@ def _checked(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _operand(weight: Any, other: Value, where: str) -> Value:
+def _operand(weight: Any, other: Value) -> Value:
     """A quantized parameter as a product reads it: its planes beside a quantized operand, its values beside a plain one."""
     if not isinstance(weight, QuantizedTensor):
         return weight
@@ -178,6 +178,8 @@ class Linear(QuantizerStateMixin, FusibleOperation):
     """
 
     kind = "linear"
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None

@@ -53,11 +53,14 @@ class Claims:
         self.outcomes += outcomes
 
     def complete(self, side: str) -> tuple[Group, ...]:
-        """All groups of one pass in forward order, with a group of its own for every node that nobody claimed."""
+        """All groups of one pass, with a group of its own for every node that nobody claimed.
+
+        In the order of their last nodes: what a group reads aside, such as a quantized weight, is made before the group runs.
+        """
         groups = self.groups[side]
         owned = {i for group in groups for i in group.nodes}
         alone = [Group((node.index,)) for node in self.graph.nodes if side in node.directions and node.index not in owned]
-        return tuple(sorted(groups + alone, key=lambda group: group.nodes[0]))
+        return tuple(sorted(groups + alone, key=lambda group: group.nodes[-1]))
 
     def _claim(self, fused: FusedOperation, start: int, direction: str, *, name: str) -> None:
         """Give ``fused`` the nodes of its ops, unless some are taken: then the outcome says by whom."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph, Node
@@ -77,18 +78,18 @@ class Chain:
                 self.next[i] = follower
 
 
-def _runs(chain: Chain, start: int) -> Iterator[Node | None]:
+def _runs(chain: Chain, start: int, claimed: Collection[int]) -> Iterator[Node | None]:
     position: int | None = start
-    while position is not None:
+    while position is not None and chain.nodes[position].index not in claimed:
         yield chain.nodes[position]
         position = position + 1 if chain.next[position] is not None else None
     while True:
         yield None
 
 
-def match(pattern: Sequence[Term], chain: Chain, start: int) -> Binding | Partial:
-    """Bind ``pattern`` greedily from the node at ``start``; a Partial says where it stopped."""
-    nodes = _runs(chain, start)
+def match(pattern: Sequence[Term], chain: Chain, start: int, claimed: Collection[int] = ()) -> Binding | Partial:
+    """Bind ``pattern`` greedily from the node at ``start``, up to a claimed node; a Partial says where it stopped."""
+    nodes = _runs(chain, start, claimed)
     node = next(nodes)
     bound: list[tuple[int, ...]] = []
     for term in pattern:
@@ -97,9 +98,15 @@ def match(pattern: Sequence[Term], chain: Chain, start: int) -> Binding | Partia
             here.append(node.index)
             node = next(nodes)
         if len(here) < term.low:
-            return Partial(len(bound), node, term, tuple(i for place in bound for i in place))
+            return Partial(len(bound), node, term, _flat(bound))
         bound.append(tuple(here))
+    if len(_flat(bound)) < 2:
+        return Partial(1, None, pattern[-1], _flat(bound))
     return tuple(bound)
+
+
+def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(i for place in binding for i in place)
 
 
 def read(path: str, graph: Graph, env: Env, names: Mapping[str, tuple[int, ...]]) -> list[Any]:
@@ -155,38 +162,48 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
     outcomes: list[Outcome] = []
     nearest: Partial | None = None
     start = 0
-    position = {node.index: i for i, node in enumerate(chain.nodes)}
     while start < len(chain.nodes):
-        binding = match(rule.pattern, chain, start)
-        if isinstance(binding, Partial):
-            nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
-            start += 1
-            continue
-        nodes = tuple(i for place in binding for i in place)
-        if len(nodes) < 2:
-            nearest = nearest or Partial(1, None, rule.pattern[-1], nodes)
-            start += 1
-            continue
-        outcome = _outcome(rule, graph, env, binding, claimed)
+        binding = match(rule.pattern, chain, start, claimed)
+        if not isinstance(binding, Partial):
+            outcome = _judged(rule, graph, env, binding)
+            if outcome.status == FUSED:
+                groups.append(Group(_flat(binding), rule, binding))
+                claimed.update(dict.fromkeys(_flat(binding), rule.name))
+        else:
+            # What a match lost to earlier claims is worth an outcome of its own.
+            binding = match(rule.pattern, chain, start)
+            if isinstance(binding, Partial):
+                nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
+                start += 1
+                continue
+            outcome = _shadowed(rule, graph, binding, claimed)
         outcomes.append(outcome)
-        if outcome.status == FUSED:
-            groups.append(Group(nodes, rule, binding))
-            claimed.update(dict.fromkeys(nodes, rule.name))
-        start = position[nodes[-1]] + 1
+        start += _advance(outcome, _flat(binding), claimed)
     return groups, outcomes or [_absence(rule, graph, nearest)]
 
 
-def _outcome(rule: Fusion, graph: Graph, env: Env, binding: Binding, claimed: Mapping[int, str]) -> Outcome:
-    nodes = tuple(i for place in binding for i in place)
-    ops = tuple(graph.nodes[i].name for i in nodes)
-    owner = next((claimed[i] for i in nodes if i in claimed), None)
-    if owner is not None:
-        return Outcome(rule.name, rule.direction, SHADOWED, ops, by=owner)
+def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
+    ops = tuple(graph.nodes[i].name for i in _flat(binding))
     refusal = _refusal(rule, graph, env, binding)
-    if refusal is not None:
-        guard, got = refusal
-        return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
-    return Outcome(rule.name, rule.direction, FUSED, ops)
+    if refusal is None:
+        return Outcome(rule.name, rule.direction, FUSED, ops)
+    guard, got = refusal
+    return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
+
+
+def _shadowed(rule: Fusion, graph: Graph, binding: Binding, claimed: Mapping[int, str]) -> Outcome:
+    nodes = _flat(binding)
+    owner = next(claimed[i] for i in nodes if i in claimed)
+    return Outcome(rule.name, rule.direction, SHADOWED, tuple(graph.nodes[i].name for i in nodes), by=owner)
+
+
+def _advance(outcome: Outcome, nodes: Sequence[int], claimed: Mapping[int, str]) -> int:
+    """How many nodes to go on by. What lies within a fused place, or a place missed for its environment, is settled with it."""
+    if outcome.status == FUSED or (outcome.guard or "").startswith("env."):
+        return len(nodes)
+    if outcome.status == SHADOWED:
+        return max(1, sum(1 for _ in takewhile(lambda i: claimed.get(i) == outcome.by, nodes)))
+    return 1
 
 
 def _absence(rule: Fusion, graph: Graph, nearest: Partial | None) -> Outcome:

@@ -116,7 +116,6 @@ class Graph:
         value = node.outputs[0]
         if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:
             return False
-        readers = [i for i in self.consumers.get(value, ()) if direction in self.nodes[i].directions and i > node.index]
-        if direction == FORWARD:
-            return len(node.outputs) == 1 and readers == [follower.index]
-        return all(i == follower.index for i in readers)
+        if direction != BACKWARD and len(node.outputs) > 1:
+            return False
+        return sum(i > node.index and FORWARD in self.nodes[i].directions for i in self.consumers.get(value, ())) <= 1

@@ -1,6 +1,6 @@
 """Lowering: basic ops and the environment in, a graph with explicit quantization out.
 
-Around an op with quantized operands stand ``quantize`` nodes, in this order: parameters (aside), the input, the op, and the
+Around an op with quantized operands stand ``quantize`` nodes, in this order: the input, parameters (aside), the op, and the
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
 from what needs a gradient.
 """
@@ -65,9 +65,9 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs) -> Graph:
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
         casts = _casts(op, env, params, needs)
-        operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
         if "input" in casts:
             _cast_input(b, index, casts["input"])
+        operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
         if not op.is_cast:
             node = b.add(
                 kind=op.kind,

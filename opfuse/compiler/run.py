@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from opfuse.compiler.cover import Group
-from opfuse.compiler.graph import QUANTIZE, Node
+from opfuse.compiler.graph import BACKWARD, QUANTIZE, Node
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
@@ -136,19 +136,27 @@ class Runner:
             grads.add(value, grad)
         nodes = self.plan.graph.nodes
         for group in self.segment.backward:
-            last = nodes[group.nodes[-1]]
-            if not grads.has(last.outputs):
-                continue
-            if group.rule is not None:
-                self._backward_fused(group.rule, group, grads)
-            elif group.opaque is not None:
-                self._backward_opaque(group, grads)
-            elif last.kind == QUANTIZE:
-                value = last.outputs[0]
-                grads.put(value, self.plan.casts[last.index](cast(Value, grads.take(value))))
+            if group.rule is not None and group.rule.direction == BACKWARD and not grads.has(nodes[group.nodes[-1]].outputs[:1]):
+                # Only an extra output in its midst may have got a gradient: the saved state is that of the ops one by one.
+                for index in reversed(group.nodes):
+                    self._backward_group(Group((index,)), grads)
             else:
-                self._backward_op(last, grads)
+                self._backward_group(group, grads)
         return grads
+
+    def _backward_group(self, group: Group, grads: Gradients) -> None:
+        last = self.plan.graph.nodes[group.nodes[-1]]
+        if not grads.has(last.outputs):
+            return
+        if group.rule is not None:
+            self._backward_fused(group.rule, group, grads)
+        elif group.opaque is not None:
+            self._backward_opaque(group, grads)
+        elif last.kind == QUANTIZE:
+            value = last.outputs[0]
+            grads.put(value, self.plan.casts[last.index](cast(Value, grads.take(value))))
+        else:
+            self._backward_op(last, grads)
 
     def _backward_op(self, node: Node, grads: Gradients) -> None:
         op = self.ops[node.op]

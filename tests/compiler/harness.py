@@ -1,0 +1,192 @@
+"""One training step of a pipeline as a flat dictionary of named tensors, so that two runs are compared bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.compiler.fuser import recorded_plans
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.registry import RuleSet, use_rules
+from opfuse.compiler.run import Runner
+from opfuse.core.operation import BasicOperation
+from opfuse.tensors.storage import QuantizedStorage
+
+UNFUSED = RuleSet(())
+
+RECIPES = {
+    "none": lambda **_: None,
+    "delayed": lambda **fields: recipes.DelayedScaling(amax_history_len=4, **fields),
+    "fp8_current": recipes.Float8CurrentScaling,
+    "fp8_block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+OVERRIDES = (None, "dequantized", "high_precision")
+HAS_OVERRIDE = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+CASES = [("none", None), ("delayed", None), *((name, override) for name in HAS_OVERRIDE for override in OVERRIDES)]
+"""Every recipe under every override that it takes."""
+
+
+def recipe_for(
+    name: str, override: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **fields: object
+) -> recipes.Recipe | None:
+    """A recipe of the table that takes tensors of ``dtype`` (the rotation of NVFP4 is for bf16 only)."""
+    if name == "nvfp4" and dtype != torch.bfloat16:
+        fields["disable_rht"] = True
+    if override is not None:
+        fields["backward_override"] = override
+    return RECIPES[name](**fields)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal values that depend on shape and seed only."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Step:
+    """How to run one training step. extras: leaves that want a gradient; ops get copies, which they may overwrite."""
+
+    recipe: recipes.Recipe | None = None
+    rules: RuleSet | None = None
+    seed: int = 7
+    steps: int = 1
+    input_grad: bool = True
+
+
+@dataclass
+class Result:
+    """Named tensors of a run, and the plans that ran in its last step."""
+
+    tensors: dict[str, torch.Tensor | None]
+    plans: list[Plan]
+
+    def outcomes(self, rule: str) -> list:
+        """What became of ``rule``, place by place."""
+        return [outcome for plan in self.plans for outcome in plan.outcomes if outcome.rule == rule]
+
+
+def run(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: Step = Step()) -> Result:
+    """Forward and backward of a copy of ``model``: outputs, all gradients, saved state of every op, delayed-scaling state."""
+    model = copy.deepcopy(model)
+    for index in range(step.steps):
+        last = index == step.steps - 1
+        model.zero_grad(set_to_none=True)
+        result = _step(model, x, extras, step, index)
+        if last:
+            return result
+    raise ValueError("steps must be positive")
+
+
+def _step(model: torch.nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], step: Step, index: int) -> Result:
+    torch.manual_seed(step.seed + index)
+    x = (x * (1 + index)).detach().requires_grad_(step.input_grad)
+    leaves = [extra.detach().clone().requires_grad_() for extra in extras]
+    scope = contextlib.nullcontext() if step.rules is None else use_rules(step.rules)
+    with saved_states() as saved, recorded_plans() as plans:
+        with scope, opfuse.autocast(enabled=step.recipe is not None, recipe=step.recipe):
+            outputs = model(x, *(leaf.clone() for leaf in leaves))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        tensors: dict[str, torch.Tensor | None] = {f"output {i}": plain(output) for i, output in enumerate(outputs)}
+        grads = [randn(*output.shape, seed=100 + i, dtype=output.dtype) for i, output in enumerate(outputs)]
+        with contextlib.ExitStack() as stack:
+            if step.rules is not None:
+                stack.enter_context(use_rules(step.rules))
+            torch.autograd.backward(
+                [output for output in outputs if output.requires_grad],
+                [grad for output, grad in zip(outputs, grads) if output.requires_grad],
+            )
+    tensors["grad of input"] = x.grad
+    tensors |= {f"grad of extra {i}": leaf.grad for i, leaf in enumerate(leaves)}
+    tensors |= {f"grad of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    tensors |= saved | delayed_state(model)
+    return Result(tensors, plans)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, quantized or not."""
+    return (tensor.dequantize() if isinstance(tensor, opfuse.QuantizedTensor) else tensor).detach().clone()
+
+
+@contextlib.contextmanager
+def saved_states() -> Iterator[dict[str, torch.Tensor | None]]:
+    """Collects what every op saves for its backward pass, under ``saved OP.NAME``, as copies."""
+    found: dict[str, torch.Tensor | None] = {}
+    forward = Runner.forward
+
+    def recording(runner: Runner, tensors: Sequence[torch.Tensor]) -> list:
+        outputs = forward(runner, tensors)
+        for context in runner.contexts.values():
+            if isinstance(context.op, BasicOperation):
+                position = next(i for i, op in enumerate(runner.ops) if op is context.op)
+                for name, value in context.saved_state().items():
+                    found.update(_flat(f"saved {position}:{context.op.kind}.{name}", value))
+        return outputs
+
+    Runner.forward = recording
+    try:
+        yield found
+    finally:
+        Runner.forward = forward
+
+
+def _flat(name: str, value: object) -> dict[str, torch.Tensor | None]:
+    if isinstance(value, opfuse.QuantizedTensor):
+        value = value.storage
+    if not isinstance(value, QuantizedStorage):
+        return {name: None if value is None else value.detach().clone()}
+    tensors = {}
+    for usage in value.usages:
+        plane = value.plane(usage)
+        for field in ("data", "scale", "amax"):
+            part = getattr(plane, field)
+            tensors[f"{name} {usage} {plane.format} {field}"] = None if part is None else part.detach().clone()
+    return tensors
+
+
+def delayed_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scales and amax histories of every op."""
+    modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "quantizer_states")]
+    return {
+        f"state {name} {key}": tensor for name, module in modules for key, tensor in module.quantizer_states.to_dict().items()
+    }
+
+
+def differences(left: Mapping[str, torch.Tensor | None], right: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Names whose bits, dtypes or shapes differ, or that only one side has."""
+    return sorted(name for name in {*left, *right} if name not in left or name not in right or not same(left[name], right[name]))
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Equal bits, dtype and shape; None only equals None."""
+    if left is None or right is None:
+        return left is right
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(bits(left), bits(right))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def to(model: torch.nn.Module, dtype: torch.dtype, *, seed: int = 3) -> torch.nn.Module:
+    """``model`` in ``dtype`` with parameters that are neither all zero nor all one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def mlp(width: int = 64) -> ops.Sequential:
+    """norm, linear, GELU, linear."""
+    return ops.Sequential(ops.RMSNorm(width), ops.Linear(width, 2 * width), ops.GELU(), ops.Linear(2 * width, width))

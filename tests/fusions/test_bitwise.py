@@ -1,0 +1,115 @@
+"""R4: under ``rounding="per_op"`` a fused pipeline equals its ops run one by one, bit for bit.
+
+Compared are outputs, the gradients of inputs, extra inputs and parameters, what every op saved for its backward pass, and the
+state of delayed scaling. Every case also says where its rule must have fired, or which guard must have kept it from firing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
+
+from opfuse import ops
+from opfuse.compiler.cover import Outcome
+from opfuse.compiler.registry import RuleSet
+from opfuse.fusions import RULES
+
+ROWS, WIDTH = 64, 64
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pipeline in which one rule fires. kinds: the nodes it takes with a recipe and without one. extras: how many."""
+
+    model: Callable[[], ops.Sequential]
+    kinds: tuple[str, ...]
+    kinds_without_recipe: tuple[str, ...]
+    extras: int = 0
+
+
+PLACES = {
+    "linear_scale_add": Place(
+        lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH, bias=False), ops.ConstantScale(0.3), ops.AddExtraInput(in_place=True)),
+        ("linear", "constant_scale", "add_extra_input"),
+        ("linear", "constant_scale", "add_extra_input"),
+        extras=1,
+    ),
+    "linear_add": Place(
+        lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.AddExtraInput(in_place=True)),
+        ("linear", "bias", "add_extra_input"),
+        ("linear", "bias", "add_extra_input"),
+        extras=1,
+    ),
+    "norm_quantize": Place(
+        lambda: ops.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH)),
+        ("layer_norm", "quantize"),
+        (),
+    ),
+    "epilogue": Place(
+        lambda: ops.Sequential(
+            ops.Linear(WIDTH, 2 * WIDTH), ops.SwiGLU(), ops.Dropout(0.3), ops.AddExtraInput(), ops.Linear(WIDTH, WIDTH)
+        ),
+        ("linear", "bias", "swiglu", "dropout", "add_extra_input", "quantize"),
+        ("linear", "bias", "swiglu", "dropout", "add_extra_input"),
+        extras=1,
+    ),
+    "backward_linear_add": Place(
+        lambda: ops.Sequential(ops.RMSNorm(WIDTH), ops.MakeExtraOutput(in_place=True), ops.Linear(WIDTH, WIDTH)),
+        ("make_extra_output", "linear"),
+        ("make_extra_output", "linear"),
+    ),
+    "backward_linear_scale": Place(
+        lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH, bias=False), ops.ConstantScale(0.3)),
+        ("linear", "quantize", "constant_scale"),
+        ("linear", "constant_scale"),
+    ),
+    "backward_add_rms_norm": Place(
+        lambda: ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)),
+        ("make_extra_output", "rms_norm"),
+        ("make_extra_output", "rms_norm"),
+    ),
+    "backward_activation_bias": Place(
+        lambda: ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.ConstantScale(1.5), ops.GEGLU(), ops.Linear(WIDTH, WIDTH)),
+        ("quantize", "bias", "constant_scale", "geglu"),
+        ("bias", "constant_scale", "geglu"),
+    ),
+}
+NEEDS_QUANTIZED_BACKWARD = ("backward_activation_bias",)
+
+
+def test_r4_every_rule_has_a_place():
+    assert set(PLACES) == {rule.name for rule in RULES.rules}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize("rule", RULES.rules, ids=lambda rule: rule.name)
+def test_r4_fused_equals_unfused(rule, name, override, dtype):
+    place = PLACES[rule.name]
+    model = to(place.model(), dtype)
+    recipe = recipe_for(name, override, dtype=dtype)
+    x, extras = randn(ROWS, WIDTH, dtype=dtype), [randn(ROWS, WIDTH, seed=1 + i, dtype=dtype) for i in range(place.extras)]
+    steps = 2 if name == "delayed" else 1
+    fused, unfused = (run(model, x, *extras, step=Step(recipe, rules, steps=steps)) for rules in (RuleSet((rule,)), UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert not any(plan.fusions for plan in unfused.plans)
+    outcomes = fused.outcomes(rule.name)
+    kinds = place.kinds if recipe is not None and not (override and rule.direction == "backward") else place.kinds_without_recipe
+    if rule.name in NEEDS_QUANTIZED_BACKWARD and (recipe is None or override is not None):
+        got = "nothing" if recipe is None else repr(override)
+        assert {(o.status, o.guard, o.wanted, o.got) for o in outcomes} == {
+            ("missed", "env.recipe.backward_override", "None", got)
+        }
+    elif not kinds:
+        assert [outcome.status for outcome in outcomes] == ["absent"]
+    else:
+        assert kinds in [_kinds(outcome) for outcome in outcomes if outcome.status == "fused"]
+
+
+def _kinds(outcome: Outcome) -> tuple[str, ...]:
+    return tuple(op.split(":")[1].partition("[")[0] for op in outcome.ops)

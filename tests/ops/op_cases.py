@@ -1,0 +1,238 @@
+"""One entry for every op of ``ops.OPS``: how to make it, inputs it takes, and its formula in plain torch.
+
+The formulas are written from the definitions and share no code with opfuse. They get tensors in fp64 and return the output, or
+(output, extra output); their gradients are autograd's.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from opfuse import ops
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, the shapes it is tried on, and what it computes.
+
+    formula: ``formula(x, params, extras)``. trailing: last dimensions of x. extras: for each extra input "row" (one value a
+    row) or "full" (the shape of x). kinks: points where a derivative jumps, which inputs stay away from. roundings: how often
+    a value is rounded to the I/O dtype on its way.
+    """
+
+    make: Callable[[], torch.nn.Module]
+    formula: Callable
+    trailing: tuple[int, ...] = (8,)
+    extras: tuple[str, ...] = ()
+    kinks: tuple[float, ...] = ()
+    roundings: int = 1
+
+
+ROWS = (2, 3)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def qgelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def srelu(x):
+    return torch.clamp(x, min=0) ** 2
+
+
+def clamped(a, b, limit, alpha, offset):
+    a = torch.clamp(a, max=limit)
+    return a * torch.sigmoid(alpha * a) * (torch.clamp(b, -limit, limit) + offset)
+
+
+def situ(a, b, beta1, beta2):
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))
+
+
+def halves(x, group=None):
+    """(a, b) of the last dimension; with ``group``, they alternate in groups of that many columns."""
+    if group is None:
+        return x.chunk(2, dim=-1)
+    columns = torch.arange(x.shape[-1])
+    first = (columns // group) % 2 == 0
+    return x[..., first], x[..., ~first]
+
+
+def glu(act, group=None):
+    def formula(x, params, extras):
+        a, b = halves(x, group)
+        y = act(a) * b
+        return y * extras[0].unsqueeze(-1) if extras else y
+
+    return formula
+
+
+def pair(function, *constants, group=None):
+    def formula(x, params, extras):
+        y = function(*halves(x, group), *constants)
+        return y * extras[0].unsqueeze(-1) if extras else y
+
+    return formula
+
+
+def unary(act):
+    return lambda x, params, extras: act(x) * extras[0].unsqueeze(-1) if extras else act(x)
+
+
+def layer_norm(x, params, extras, *, eps=1e-5, dims=1, shift=0.0):
+    trailing = tuple(range(x.dim() - dims, x.dim()))
+    centered = x - x.mean(trailing, keepdim=True)
+    variance = (centered**2).mean(trailing, keepdim=True)
+    return centered / torch.sqrt(variance + eps) * (params["weight"] + shift) + params["bias"]
+
+
+def rms_norm(x, params, extras, *, eps=1e-5, dims=1, shift=0.0):
+    trailing = tuple(range(x.dim() - dims, x.dim()))
+    return x / torch.sqrt((x**2).mean(trailing, keepdim=True) + eps) * (params["weight"] + shift)
+
+
+def dropout(x, params, extras):
+    """The op draws its mask first thing from torch's generator; so does this, from the same seed."""
+    torch.manual_seed(5)
+    keep = torch.rand(x.shape, dtype=torch.float32) >= 0.25
+    return torch.where(keep, x / 0.75, 0.0)
+
+
+LIMIT = 1.25
+
+CASES: dict[str, list[Case]] = {
+    "linear": [
+        Case(lambda: ops.Linear(8, 5), lambda x, p, e: x @ p["weight"].T + p["bias"], roundings=2),
+        Case(lambda: ops.Linear(8, 5, bias=False), lambda x, p, e: x @ p["weight"].T),
+    ],
+    "basic_linear": [Case(lambda: ops.BasicLinear(8, 5), lambda x, p, e: x @ p["weight"].T)],
+    "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
+    "gelu": [Case(ops.GELU, unary(gelu))],
+    "qgelu": [Case(ops.QGELU, unary(qgelu))],
+    "relu": [Case(ops.ReLU, unary(F.relu), kinks=(0.0,))],
+    "srelu": [Case(ops.SReLU, unary(srelu), kinks=(0.0,))],
+    "silu": [Case(ops.SiLU, unary(lambda x: x * torch.sigmoid(x)))],
+    "glu": [Case(ops.GLU, glu(torch.sigmoid))],
+    "geglu": [Case(ops.GEGLU, glu(gelu))],
+    "qgeglu": [Case(ops.QGEGLU, glu(qgelu))],
+    "reglu": [Case(ops.ReGLU, glu(F.relu), kinks=(0.0,))],
+    "sreglu": [Case(ops.SReGLU, glu(srelu), kinks=(0.0,))],
+    "swiglu": [
+        Case(ops.SwiGLU, glu(F.silu)),
+        Case(lambda: ops.SwiGLU(glu_interleave_size=2), glu(F.silu, group=2)),
+        Case(lambda: ops.SwiGLU(glu_interleave_size=4), glu(F.silu)),
+    ],
+    "clamped_swiglu": [
+        Case(ops.ClampedSwiGLU, pair(clamped, 7.0, 1.702, 1.0)),
+        Case(
+            lambda: ops.ClampedSwiGLU(limit=LIMIT, alpha=1.5, glu_linear_offset=0.5),
+            pair(clamped, LIMIT, 1.5, 0.5),
+            kinks=(-LIMIT, LIMIT),
+        ),
+        Case(
+            lambda: ops.ClampedSwiGLU(limit=LIMIT, glu_interleave_size=2),
+            pair(clamped, LIMIT, 1.702, 1.0, group=2),
+            kinks=(-LIMIT, LIMIT),
+        ),
+    ],
+    "situglu": [
+        Case(ops.SiTUGLU, pair(situ, 4.0, 25.0)),
+        Case(lambda: ops.SiTUGLU(beta1=1.5, beta2=2.0, glu_interleave_size=1), pair(situ, 1.5, 2.0, group=1)),
+    ],
+    "scaled_swiglu": [
+        Case(ops.ScaledSwiGLU, glu(F.silu), extras=("row",)),
+        Case(lambda: ops.ScaledSwiGLU(glu_interleave_size=2), glu(F.silu, group=2), extras=("row",)),
+    ],
+    "scaled_situglu": [
+        Case(ops.ScaledSiTUGLU, pair(situ, 4.0, 25.0), extras=("row",)),
+        Case(lambda: ops.ScaledSiTUGLU(beta1=1.5, glu_interleave_size=2), pair(situ, 1.5, 25.0, group=2), extras=("row",)),
+    ],
+    "scaled_clamped_qgeglu": [
+        Case(ops.ScaledClampedQGeGLU, pair(clamped, 7.0, 1.702, 1.0), extras=("row",)),
+        Case(
+            lambda: ops.ScaledClampedQGeGLU(limit=LIMIT, glu_interleave_size=2),
+            pair(clamped, LIMIT, 1.702, 1.0, group=2),
+            extras=("row",),
+            kinks=(-LIMIT, LIMIT),
+        ),
+    ],
+    "scaled_srelu": [Case(ops.ScaledSReLU, unary(srelu), extras=("row",), kinks=(0.0,))],
+    "add_extra_input": [Case(ops.AddExtraInput, lambda x, p, e: x + e[0], extras=("full",))],
+    "make_extra_output": [
+        Case(ops.MakeExtraOutput, lambda x, p, e: (x, x)),
+        Case(lambda: ops.MakeExtraOutput(in_place=True), lambda x, p, e: (x, x)),
+    ],
+    "constant_scale": [Case(lambda: ops.ConstantScale(-0.75), lambda x, p, e: -0.75 * x)],
+    "identity": [Case(ops.Identity, lambda x, p, e: x)],
+    "reshape": [Case(lambda: ops.Reshape((4, -1)), lambda x, p, e: x.reshape(4, -1))],
+    "quantize": [Case(lambda: ops.Quantize(True, True), lambda x, p, e: x)],
+    "dropout": [
+        Case(lambda: ops.Dropout(0.25), dropout),
+        Case(lambda: ops.Dropout(0.25).eval(), lambda x, p, e: x),
+        Case(lambda: ops.Dropout(0.0), lambda x, p, e: x),
+    ],
+    "layer_norm": [
+        Case(lambda: ops.LayerNorm(8), layer_norm),
+        Case(
+            lambda: ops.LayerNorm((3, 8), eps=0.1, zero_centered_gamma=True),
+            lambda x, p, e: layer_norm(x, p, e, eps=0.1, dims=2, shift=1.0),
+            trailing=(3, 8),
+        ),
+    ],
+    "rms_norm": [
+        Case(lambda: ops.RMSNorm(8), rms_norm),
+        Case(
+            lambda: ops.RMSNorm((3, 8), eps=0.1, zero_centered_gamma=True),
+            lambda x, p, e: rms_norm(x, p, e, eps=0.1, dims=2, shift=1.0),
+            trailing=(3, 8),
+        ),
+    ],
+    "l2_normalization": [
+        Case(ops.L2Normalization, lambda x, p, e: x / torch.sqrt((x**2).sum(-1, keepdim=True) + 1e-6)),
+        Case(lambda: ops.L2Normalization(eps=0.5), lambda x, p, e: x / torch.sqrt((x**2).sum(-1, keepdim=True) + 0.5)),
+    ],
+}
+
+ALL = [(f"{kind}-{i}", case) for kind, cases in CASES.items() for i, case in enumerate(cases)]
+"""Every case with its name."""
+
+
+def away(x, kinks):
+    """``x`` with every value at least 0.05 from each kink."""
+    for kink in kinks:
+        near = (x - kink).abs() < 0.05
+        x = torch.where(near, kink + torch.where(x < kink, -0.05, 0.05), x)
+    return x
+
+
+def make(case, dtype, leading=ROWS):
+    """(op, x, extras): the op with random parameters, x with these leading dimensions; all of ``dtype``, wanting gradients."""
+    op = case.make().to(dtype)
+    with torch.no_grad():
+        for parameter in op.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    shape = (*leading, *case.trailing)
+    x = away(torch.randn(shape, dtype=torch.float64), case.kinks).to(dtype).requires_grad_()
+    shapes = {"row": leading, "full": shape}
+    return op, x, [torch.randn(shapes[extra], dtype=torch.float64).to(dtype).requires_grad_() for extra in case.extras]
+
+
+def tuple_of(value):
+    """``value`` as a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def reference(case, op, x, extras, grads):
+    """Outputs and gradients (x, extras, parameters by name) of the formula in fp64, from the same values."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, *extras, *op.parameters())]
+    names = [name for name, _ in op.named_parameters()]
+    params = dict(zip(names, leaves[1 + len(extras) :]))
+    outputs = tuple_of(case.formula(leaves[0], params, leaves[1 : 1 + len(extras)]))
+    wanted = torch.autograd.grad(outputs, leaves, [g.double() for g in grads], allow_unused=True, materialize_grads=True)
+    return outputs, wanted

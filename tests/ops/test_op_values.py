@@ -1,0 +1,84 @@
+"""Every op against its formula in fp64: gradients by gradcheck, values and gradients in every dtype."""
+
+import pytest
+import torch
+from op_cases import ALL, CASES, make, reference, tuple_of
+
+from opfuse import ops
+
+EPS = 2.0**-24
+every_case = pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])
+
+
+def test_r6_every_op_has_a_case():
+    assert set(CASES) == set(ops.OPS)
+
+
+def call(op, x, extras):
+    torch.manual_seed(5)
+    return op(x, *extras)
+
+
+@every_case
+def test_r6_gradcheck(case):
+    op, x, extras = make(case, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x, *rest: call(op, x, rest[: len(extras)]), (x, *extras, *op.parameters()), atol=1e-7, rtol=1e-5
+    )
+
+
+LEADING = [(), (4,), (1, 1), (2, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@every_case
+def test_r6_leading_dimensions(case, leading):
+    op, x, extras = make(case, torch.float64, leading)
+    outputs = tuple_of(call(op, x, extras))
+    dy = [torch.randn_like(y) for y in outputs]
+    wanted, wanted_grads = reference(case, op, x, extras, dy)
+    grads = torch.autograd.grad(outputs, (x, *extras, *op.parameters()), dy)
+    for got, want in zip((*outputs, *grads), (*wanted, *wanted_grads), strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def bound(want, dtype):
+    """Half a unit in the last place of ``dtype`` for the one rounding, and what fp32 arithmetic before it may lose."""
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(want.abs().clamp(min=info.tiny)))
+    half_ulp = torch.exp2(exponent) * info.eps / 2
+    return half_ulp + 64 * EPS * want.abs().amax().clamp(min=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for _, case in ALL if case.roundings == 1], ids=[n for n, c in ALL if c.roundings == 1])
+def test_values_and_gradients_are_rounded_once(case, dtype):
+    op, x, extras = make(case, dtype)
+    outputs = tuple_of(call(op, x, extras))
+    dy = [torch.randn_like(y) for y in outputs]
+    wanted, wanted_grads = reference(case, op, x, extras, dy)
+    grads = torch.autograd.grad(outputs, (x, *extras, *op.parameters()), dy)
+    for got, want in zip((*outputs, *grads), (*wanted, *wanted_grads), strict=True):
+        assert got.dtype == dtype
+        worst = ((got.double() - want).abs() / bound(want, dtype)).max().item()
+        assert worst <= 1, f"{worst:.3g} of the bound"
+
+
+@every_case
+def test_r10_no_rows(case):
+    op, x, extras = make(case, torch.float32, (0,))
+    outputs = tuple_of(call(op, x, extras))
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+    assert x.grad.shape == x.shape
+    for parameter in op.parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+    for extra in extras:
+        assert extra.grad.shape == extra.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_linear_is_its_product_and_its_bias_each_rounded(dtype):
+    linear, x = ops.Linear(8, 5, dtype=dtype), torch.randn(2, 3, 8, dtype=dtype)
+    product = (x.double() @ linear.weight.double().T).to(dtype)
+    assert torch.equal(linear(x), (product.double() + linear.bias.double()).to(dtype))

@@ -132,9 +132,10 @@ def _split(func: Any, t: QuantizedTensor, sizes: int | Sequence[int], dim: int =
 
 def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
     """One matrix of a stack of matrices."""
-    if dim not in (0, -t.dim()) or t.dim() < 3:
+    count = t.shape[0]
+    if dim not in (0, -t.dim()) or t.dim() < 3 or not -count <= index < count:
         return NotImplemented
-    piece = _rows(t, index % t.shape[0], index % t.shape[0] + 1)
+    piece = _rows(t, index % count, index % count + 1)
     return piece if piece is NotImplemented else t.over(with_shape(piece.storage, t.shape[1:]), readonly=_SLICE)
 
 

@@ -1,0 +1,102 @@
+"""Writes the tables of README.md from the code: ``python docs/tables.py`` rewrites them, ``--check`` only compares."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import opfuse
+from opfuse.compiler.rules import Fusion
+from opfuse.formats import E4M3, NVFP4, Format, fp8_block, fp8_tensor, mxfp8
+from opfuse.ops import OPS
+from opfuse.recipes import RECIPES
+from opfuse.recipes.policy import KEEP
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def support() -> str:
+    """Recipe by hardware: native or emulated."""
+    rows = opfuse.support_matrix()
+    archs = list(dict.fromkeys(row.arch for row in rows))
+    names = ["CPU" if arch == (0, 0) else f"sm_{arch[0]}{arch[1]}" for arch in archs]
+    status = {(row.kind, row.arch): row.status for row in rows}
+    body = [[f"`{cls.__name__}`", kind, *(status[kind, arch] for arch in archs)] for kind, cls in RECIPES.items()]
+    return table(["recipe", "kind", *names], body)
+
+
+def formats() -> str:
+    """Element, block, scale and columnwise layout of every format."""
+    listed = (fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3), NVFP4)
+    return table(["format", "element", "scale shared by", "scale", "columnwise data"], map(_format_row, listed))
+
+
+def _format_row(format: Format) -> list[object]:
+    element = format.element.name.upper() if format.element else ""
+    block = "x".join(map(str, format.block)) if format.block else "the tensor"
+    scale = format.scale.upper() if format.family != "nv" else "E4M3 under a global fp32 amax"
+    return [format.name.replace("_e4m3", ""), element, block, scale, "transposed" if format.transposed else "same shape"]
+
+
+def overrides() -> str:
+    """What a backward override saves and computes in."""
+    return table(
+        ["backward_override", "saved for backward", "backward products"],
+        [[f"`{name}`", keep.saved, keep.backward.replace("_", " ")] for name, keep in KEEP.items()],
+    )
+
+
+def ops() -> str:
+    """Ops by configuration name."""
+    return table(
+        ["op", "class", "what it computes"],
+        [[f"`{name}`", f"`{cls.__name__}`", _summary(cls.__doc__)] for name, cls in sorted(OPS.items())],
+    )
+
+
+def rules() -> str:
+    """Fusion rules in the order in which they claim."""
+    return table(["rule", "direction", "pattern", "what it runs"], map(_rule_row, opfuse.fusions.RULES.rules))
+
+
+def _rule_row(rule: Fusion) -> list[str]:
+    pattern = " ".join(map(str, rule.pattern))
+    return [f"`{rule.name}`", rule.direction, f"`{pattern}`", _summary(rule.doc)]
+
+
+def _summary(doc: str | None) -> str:
+    first = " ".join((doc or "").strip().split("\n\n")[0].split())
+    return re.sub(r":\w+:`", "`", first).replace("``", "`")
+
+
+TABLES = {"support": support, "formats": formats, "overrides": overrides, "ops": ops, "rules": rules}
+
+
+def rendered(text: str) -> str:
+    """``text`` with every marked table replaced by a fresh one."""
+    for name, make in TABLES.items():
+        marks = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = marks.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if the tables are, or now are, as the code says; 1 if ``--check`` found a difference."""
+    before = README.read_text(encoding="utf-8")
+    after = rendered(before)
+    if "--check" in arguments:
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""The README tells the truth: its tables are the code's, its examples run and do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from docs import tables
+from opfuse import ops, recipes
+from opfuse.compiler.fuser import recorded_plans
+
+TEXT = tables.README.read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What the README's Python blocks define, run in order."""
+    space: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        exec(compile(block, "README.md", "exec"), space)
+    return space
+
+
+def test_tables_are_what_the_code_says() -> None:
+    assert tables.rendered(TEXT) == TEXT, "run `python docs/tables.py`"
+
+
+def test_first_example_trains_and_explains(names: dict[str, Any]) -> None:
+    assert names["mlp"][1].weight.grad.abs().sum() > 0
+    assert names["x"].grad.shape == (128, 256)
+    assert names["mlp"].cache_info().plans == 1
+
+
+def test_activation_example_has_the_right_gradient_and_fuses(names: dict[str, Any]) -> None:
+    op = names["Softsign"]()
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(op, (x,))
+    model = ops.Sequential(ops.Linear(32, 32), op, ops.Linear(32, 32))
+    with recipes.autocast(recipe=recipes.MXFP8BlockScaling()), recorded_plans() as plans:
+        model(torch.randn(32, 32))
+    fused = [outcome.ops for outcome in plans[0].outcomes if outcome.rule == "epilogue" and outcome.status == "fused"]
+    assert any("softsign" in name for places in fused for name in places)
+
+
+def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
+    from opfuse import register_fusion
+
+    model = ops.Sequential(ops.Linear(16, 16, bias=False), ops.ConstantScale(0.3))
+    x = torch.randn(4, 16)
+    plain = model(x)
+    with register_fusion(names["rule"], prepend=True), recorded_plans() as plans:
+        fused = model(x)
+    assert "scaled_linear" in plans[0].fusions
+    assert torch.equal(plain, fused)
+
+
+def test_commands_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", TEXT, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

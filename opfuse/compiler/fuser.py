@@ -16,7 +16,7 @@ import torch
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
-from opfuse.compiler.run import run_plan
+from opfuse.compiler.segment import run_plan
 from opfuse.core.operation import FusedOperation, FusibleOperation
 from opfuse.core.signature import Env, tensor_sig
 from opfuse.errors import PipelineError, PlanMissError, describe

@@ -1,4 +1,4 @@
-"""Running a plan: one autograd node a segment, values by number, gradients summed by number."""
+"""Running one segment of a plan: values by number, gradients summed by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -162,9 +161,9 @@ class Runner:
         op = self.ops[node.op]
         context = grads.contexts[node.index]
         dy = grads.take(node.outputs[0])
-        context.grad_extras = tuple(_plain_or_none(grads.take(value)) for value in node.outputs[1:])
+        context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
         grad_input, (grad_params,), (grad_extras,) = op.fuser_backward(
-            [context], dy if op.accepts_quantized else _plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
+            [context], dy if op.accepts_quantized else plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
         )
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)
@@ -175,12 +174,12 @@ class Runner:
         last = nodes[group.nodes[-1]]
         for index in group.nodes:
             if nodes[index].kind != QUANTIZE:
-                grads.contexts[index].grad_extras = tuple(_plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
+                grads.contexts[index].grad_extras = tuple(plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
         dy = grads.take(last.outputs[0])
         accepts = last.kind != QUANTIZE and self.ops[last.op].accepts_quantized
         casts = {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
         dx = _implementation(rule.backward)(
-            dy if accepts else _plain_or_none(dy), **self._bind(rule, group, lambda i: casts.get(i) or grads.contexts[i])
+            dy if accepts else plain_or_none(dy), **self._bind(rule, group, lambda i: casts.get(i) or grads.contexts[i])
         )
         self._finish(group, [nodes[i] for i in group.nodes], dx, grads)
 
@@ -189,10 +188,10 @@ class Runner:
         contexts = [grads.contexts[node.index] for node in members]
         for node, context in zip(members, contexts):
             context.casts = self._absorbed(group, node.op)
-            context.grad_extras = tuple(_plain_or_none(grads.take(value)) for value in node.outputs[1:])
+            context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
         dx, params, extras = group.opaque.fuser_backward(
             contexts,
-            _plain_or_none(grads.take(members[-1].outputs[0])),
+            plain_or_none(grads.take(members[-1].outputs[0])),
             basic_op_grad_extra_outputs=[c.grad_extras for c in contexts],
         )
         for context, grad_params, grad_extras in zip(contexts, params, extras):
@@ -257,92 +256,5 @@ def _plain(value: Value) -> torch.Tensor:
     return value.dequantize(value.dtype) if isinstance(value, QuantizedStorage) else value
 
 
-def _plain_or_none(value: Value | None) -> torch.Tensor | None:
+def plain_or_none(value: Value | None) -> torch.Tensor | None:
     return None if value is None else _plain(value)
-
-
-class _SegmentFunction(torch.autograd.Function):
-    """The autograd node of one segment: inputs and parameters in, outputs out."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = [_published(value) for value in runner.forward(tensors[:count])]
-        ctx.values = list(runner.segment.outputs)
-        inputs = {id(t) for t in tensors}
-        for value, tensor in runner.dirty:
-            if id(tensor) in inputs:
-                ctx.mark_dirty(tensor)
-                if not any(tensor is output for output in outputs):
-                    outputs.append(tensor)
-                    ctx.values.append(value)
-        ctx.runner = runner
-        ctx.count = count
-        ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
-        saved: list[torch.Tensor] = []
-        for context in runner.contexts.values():
-            saved += context.release()
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        return tuple(_distinct(outputs))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                describe(
-                    "backward of an opfuse pipeline",
-                    wanted="create_graph=False",
-                    got="a double backward",
-                    cure="compute second derivatives with plain torch modules; quantized backward passes have none",
-                )
-            )
-        received: dict[int, torch.Tensor | None] = {}
-        for value, grad in zip(ctx.values, grad_outputs):
-            earlier = received.get(value)
-            received[value] = grad if earlier is None or grad is None else earlier + grad
-            if grad is None:
-                received[value] = earlier
-        grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
-        inputs = [_plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
-        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
-
-
-def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
-    try:
-        return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
-        cure = "change inputs and parameters after the backward pass, or pass a clone"
-        wanted = "saved tensors as the forward pass left them"
-        raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
-
-
-def _published(value: Value) -> torch.Tensor:
-    return QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value
-
-
-def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
-    for tensor in outputs:
-        yield tensor.view_as(tensor) if id(tensor) in seen else tensor
-        seen.add(id(tensor))
-
-
-def run_plan(
-    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
-) -> list[torch.Tensor]:
-    """The pipeline's outputs, main first, for its inputs."""
-    graph = plan.graph
-    values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
-    for segment in plan.segments:
-        runner = Runner(plan, segment, ops, kwargs)
-        inputs = [values[value] for value in segment.inputs]
-        if segment.requires_grad:
-            params = [p for op in segment.ops for p in ops[op].parameter_values()]
-            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
-        else:
-            outputs = [_published(value) for value in runner.forward(inputs)]
-        values.update(zip(segment.outputs, outputs))
-    return [values[value] for value in graph.outputs]

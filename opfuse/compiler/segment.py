@@ -1,0 +1,103 @@
+"""The autograd node of a segment, and a plan run segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.run import Kwargs, Runner, plain_or_none
+from opfuse.core.context import Value
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+
+class _SegmentFunction(torch.autograd.Function):
+    """The autograd node of one segment: inputs and parameters in, outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = [_published(value) for value in runner.forward(tensors[:count])]
+        ctx.values = list(runner.segment.outputs)
+        inputs = {id(t) for t in tensors}
+        for value, tensor in runner.dirty:
+            if id(tensor) in inputs:
+                ctx.mark_dirty(tensor)
+                if not any(tensor is output for output in outputs):
+                    outputs.append(tensor)
+                    ctx.values.append(value)
+        ctx.runner = runner
+        ctx.count = count
+        ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
+        saved: list[torch.Tensor] = []
+        for context in runner.contexts.values():
+            saved += context.release()
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return tuple(_distinct(outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                describe(
+                    "backward of an opfuse pipeline",
+                    wanted="create_graph=False",
+                    got="a double backward",
+                    cure="compute second derivatives with plain torch modules; quantized backward passes have none",
+                )
+            )
+        received: dict[int, torch.Tensor | None] = {}
+        for value, grad in zip(ctx.values, grad_outputs):
+            earlier = received.get(value)
+            received[value] = grad if earlier is None or grad is None else earlier + grad
+            if grad is None:
+                received[value] = earlier
+        grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
+        inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
+        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+
+
+def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
+        cure = "change inputs and parameters after the backward pass, or pass a clone"
+        wanted = "saved tensors as the forward pass left them"
+        raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
+
+
+def _published(value: Value) -> torch.Tensor:
+    return QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value
+
+
+def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in outputs:
+        yield tensor.view_as(tensor) if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+
+
+def run_plan(
+    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+) -> list[torch.Tensor]:
+    """The pipeline's outputs, main first, for its inputs."""
+    graph = plan.graph
+    values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
+    for segment in plan.segments:
+        runner = Runner(plan, segment, ops, kwargs)
+        inputs = [values[value] for value in segment.inputs]
+        if segment.requires_grad:
+            params = [p for op in segment.ops for p in ops[op].parameter_values()]
+            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
+        else:
+            outputs = [_published(value) for value in runner.forward(inputs)]
+        values.update(zip(segment.outputs, outputs))
+    return [values[value] for value in graph.outputs]

@@ -11,6 +11,7 @@ import torch
 from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     pass
@@ -58,13 +59,15 @@ class Context:
         return self.op.spec
 
     def dtype(self, x: Value) -> torch.dtype:
-        """The I/O dtype of an elementwise op on ``x``: torch.autocast's, or that of ``x``."""
-        return self.env.autocast or x.dtype
+        """The dtype in which the op computes on ``x``."""
+        return self.op.compute_dtype(self.env, x)
 
     def cast(self, role: str, x: Value) -> Value:
-        """``x`` quantized for ``role`` where a user's fused op took over the op's own cast; else ``x`` as it is."""
+        """``x`` quantized for ``role``, out of the compute dtype, where a user's fused op took over the op's cast; else ``x``."""
         cast = self.casts.get(role)
-        return x if cast is None or isinstance(x, QuantizedStorage) else cast(x)
+        if cast is None or isinstance(x, QuantizedStorage):
+            return x
+        return cast(x if isinstance(x, QuantizedTensor) else x.to(self.dtype(x)))
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""
@@ -115,7 +118,7 @@ class Context:
             elif value is not None:
                 tensors.append(value)
                 self._saved[name] = _RELEASED
-        self.operands, self.extras = {}, ()
+        self.operands, self.extras, self.dirty = {}, (), []
         return tensors
 
     def restored(self, tensors: Iterator[torch.Tensor]) -> Context:

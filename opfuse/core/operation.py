@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from opfuse.core.context import Context, Value
-from opfuse.core.signature import Env
+from opfuse.core.signature import Env, checked_dtype
 from opfuse.errors import ChannelError, PipelineError, SpecError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe, current_recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -187,8 +187,9 @@ class BasicOperation(FusibleOperation):
         return self.roles
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
-        """The dtype in which this op reads ``x``."""
-        return env.autocast or x.dtype
+        """The dtype in which this op computes on ``x``: torch.autocast's, or that of ``x``. DtypeError for integers and bytes."""
+        dtype = checked_dtype(f"{self.label} input", x.dtype)
+        return env.autocast or dtype
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""

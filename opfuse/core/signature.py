@@ -6,7 +6,18 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from opfuse.errors import DtypeError, describe
 from opfuse.recipes import Recipe
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What ops compute in. fp64 is for checks of gradients; no recipe takes it."""
+
+
+def checked_dtype(where: str, dtype: torch.dtype) -> torch.dtype:
+    """``dtype`` itself; DtypeError unless ops compute in it."""
+    if dtype not in DTYPES:
+        raise DtypeError(describe(where, wanted=f"a dtype of {DTYPES}", got=dtype, cure="cast it to one of these"))
+    return dtype
 
 
 class TensorSig(NamedTuple):

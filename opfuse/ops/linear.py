@@ -11,8 +11,8 @@ from torch import nn
 
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.core.signature import Env
-from opfuse.errors import DtypeError, ShapeError, SpecError, describe
+from opfuse.core.signature import Env, checked_dtype
+from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
@@ -22,8 +22,6 @@ from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
                 )
             )
         super().__init__(LinearSpec(in_features, out_features), owner=owner)
-        weight = torch.empty(out_features, in_features, device=device, dtype=_checked(dtype or torch.get_default_dtype()))
+        weight = torch.empty(
+            out_features, in_features, device=device, dtype=checked_dtype("Linear", dtype or torch.get_default_dtype())
+        )
         self.owner.weight = nn.Parameter(weight)
         self.reset_parameters()
 
@@ -94,7 +94,8 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         return (("weight", self.owner._parameters),)
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
-        return env.autocast or self.owner.weight.dtype
+        super().compute_dtype(env, x)
+        return env.autocast or checked_dtype(f"{self.label} weight", self.owner.weight.dtype)
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
@@ -102,10 +103,10 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
         weight = self.parameter("weight")
-        dtype = _checked(ctx.env.autocast or weight.dtype)
+        dtype = ctx.dtype(x)
         self._check_input(x)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
-        w = ctx.operands.get("weight", ctx.cast("weight", weight))
+        w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
         ctx.compute_dtype = dtype
         ctx.save(
             x=self._saved(ctx, x) if "weight" in ctx.needs else None,
@@ -154,12 +155,6 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
                     cure="check the preceding op's size",
                 )
             )
-
-
-def _checked(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise DtypeError(describe("Linear", wanted=f"a dtype of {DTYPES}", got=dtype, cure="choose one of these"))
-    return dtype
 
 
 def _operand(weight: Any, other: Value) -> Value:

@@ -15,6 +15,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import norm
 from opfuse.kernels.epilogue import Rounding
+from opfuse.kernels.pointwise import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,10 @@ class NormSpec:
 
 
 class _Norm(BasicOperation):
-    """A normalisation with a weight. ``produce`` gives the result in any dtype, for an epilogue that rounds later."""
+    """A normalisation with a weight. ``produce`` gives the result in any dtype, for an epilogue that rounds later.
+
+    The weight is saved, too, where dx reads it, so that autograd notices a change before the backward pass.
+    """
 
     traits = frozenset(("norm", "producer"))
 
@@ -57,6 +61,16 @@ class _Norm(BasicOperation):
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
 
+    def _save(self, ctx: Context, **values: torch.Tensor) -> None:
+        """Keep the input and its statistics if the gradient of the input or of the weight is wanted."""
+        wanted = not ctx.needs.isdisjoint(("input", "weight"))
+        kept = {name: value if wanted else None for name, value in values.items()}
+        ctx.save(weight=self.weight if "input" in ctx.needs else None, **kept)
+
+    def _weight(self, ctx: Context) -> torch.Tensor:
+        """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
+        return self.weight if ctx.saved.weight is None else ctx.saved.weight
+
     def _check_input(self, x: torch.Tensor) -> None:
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ShapeError(
@@ -73,7 +87,7 @@ class RMSNorm(_Norm):
     """y = x * rsqrt(mean(x^2) + eps) * gamma, where gamma is the weight, or 1 + weight if zero-centered."""
 
     kind = "rms_norm"
-    saves = ("x", "rstd")
+    saves = ("x", "weight", "rstd")
 
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
@@ -82,13 +96,13 @@ class RMSNorm(_Norm):
         y, rstd = norm.rms_norm(
             x, self.weight, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype
         )
-        ctx.save(x=x if ctx.requires_grad else None, rstd=rstd if ctx.requires_grad else None)
+        self._save(ctx, x=x, rstd=rstd)
         return y
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        saved = ctx.saved
+        saved, weight = ctx.saved, self._weight(ctx)
         dx, dweight = norm.rms_norm_backward(
-            grad_output, saved.x, self.weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
+            grad_output, saved.x, weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
         )
         return dx, (dweight,)
 
@@ -96,9 +110,9 @@ class RMSNorm(_Norm):
         self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: Rounding
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The gradient of an input that is normalised and also used elsewhere."""
-        saved = ctx.saved
+        saved, weight = ctx.saved, self._weight(ctx)
         dx, dweight = norm.rms_norm_backward_add(
-            dy, d_extra, saved.x, self.weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma, rounding=rounding
+            dy, d_extra, saved.x, weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma, rounding=rounding
         )
         return dx, (dweight,)
 
@@ -107,7 +121,7 @@ class LayerNorm(_Norm):
     """y = (x - mean) * rstd * gamma + beta, where gamma is the weight, or 1 + weight if zero-centered."""
 
     kind = "layer_norm"
-    saves = ("x", "mean", "rstd")
+    saves = ("x", "weight", "mean", "rstd")
 
     def __init__(self, normalized_shape: int | Iterable[int], **options: Any) -> None:
         super().__init__(normalized_shape, **options)
@@ -122,17 +136,20 @@ class LayerNorm(_Norm):
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
         self._check_input(x)
-        dtype = out_dtype or ctx.dtype(x)
+        dtype = ctx.dtype(x)
         y, mean, rstd = norm.layer_norm(
-            x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=dtype
+            x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype
         )
-        ctx.save(**{name: value if ctx.requires_grad else None for name, value in {"x": x, "mean": mean, "rstd": rstd}.items()})
+        self._save(ctx, x=x, mean=mean, rstd=rstd)
         return y
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        saved = ctx.saved
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+        saved, weight = ctx.saved, self._weight(ctx)
+        if saved.x is None:
+            summed = grad_output.to(compute_dtype(grad_output.dtype)).sum_to_size(weight.shape)
+            return None, (None, summed.to(weight.dtype))
         dx, dweight, dbias = norm.layer_norm_backward(
-            grad_output, saved.x, self.weight, saved.mean, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
+            grad_output, saved.x, weight, saved.mean, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
         )
         return dx, (dweight, dbias)
 
@@ -160,7 +177,8 @@ class L2Normalization(BasicOperation):
 
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
-        y, rstd = norm.l2_normalization(x, eps=self.eps, dtype=out_dtype or ctx.dtype(x))
+        dtype = ctx.dtype(x)
+        y, rstd = norm.l2_normalization(x, eps=self.eps, dtype=out_dtype or dtype)
         ctx.save(x=x if ctx.requires_grad else None, rstd=rstd if ctx.requires_grad else None)
         return y
 

@@ -49,6 +49,9 @@ class PointwiseOperation(BasicOperation):
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         """This op's math with the operands of this call, for an input of ``shape``."""
+        if not shape and (self.math.is_gated or {"row", "column"} & set(self.math.operands.values())):
+            cure = "unsqueeze it"
+            raise ShapeError(describe(f"{self.label} input", wanted="at least one dimension", got=tuple(shape), cure=cure))
         return Stage(
             self.math, self.operands(ctx, shape, device), self.constants, getattr(self.spec, "glu_interleave_size", None)
         )
@@ -146,7 +149,7 @@ class Bias(PointwiseOperation):
         return (("bias", self.owner._parameters),)
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
-        if shape[-1] != self.size:
+        if shape[-1:] != (self.size,):
             raise ShapeError(
                 describe(
                     f"{self.label} input",
@@ -184,8 +187,8 @@ class InPlaceSpec:
 class AddExtraInput(PointwiseOperation):
     """y = x + extra; the gradient goes to both.
 
-    in_place: the sum is written into the extra tensor, which autograd then sees as changed; a leaf that wants a gradient is
-    refused by torch.
+    in_place: the sum is written into the extra tensor that the caller gives, which autograd then sees as changed. A leaf that
+    wants a gradient is refused. What comes through a channel is never written, since other ops may read it.
     """
 
     math = activations.ADD
@@ -205,16 +208,18 @@ class AddExtraInput(PointwiseOperation):
 
 
 def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
-    """Put ``y`` into the op's extra tensor, and say that it changed."""
-    extra = ctx.extras[0]
+    """Put ``y`` into the op's extra tensor, and say that it changed. PipelineError if the tensor cannot take it."""
+    if ctx.op.extra_input_channels[0].name is not None:
+        return y
+    extra, where, cure = ctx.extras[0], f"{ctx.op.label} extra input", "use in_place=False"
     if extra.dtype != y.dtype:
         raise PipelineError(
-            describe(
-                f"{ctx.op.label} extra input",
-                wanted=f"dtype {y.dtype}, that of the sum",
-                got=extra.dtype,
-                cure="cast the extra tensor, or use in_place=False",
-            )
+            describe(where, wanted=f"dtype {y.dtype}, that of the sum", got=extra.dtype, cure=f"cast it, or {cure}")
+        )
+    root = extra._base if extra._base is not None else extra
+    if ctx.env.grad and root.is_leaf and root.requires_grad:
+        raise PipelineError(
+            describe(where, wanted="a tensor to overwrite", got="a leaf that requires grad", cure=f"clone it, or {cure}")
         )
     extra.copy_(y)
     ctx.dirty.append(extra)
@@ -238,15 +243,16 @@ class Dropout(PointwiseOperation):
             raise SpecError(describe("Dropout", wanted="0 <= p < 1", got=p, cure="give the probability of a zero"))
         super().__init__(DropoutSpec(float(p)))
 
-    @property
-    def constants(self) -> dict[str, float]:
-        return {"scale": 1 / (1 - self.spec.p) if self.training else 1.0}
-
-    def operands(self, ctx: Context, shape: torch.Size, device: torch.device) -> dict[str, torch.Tensor]:
-        ctx.scale = self.constants["scale"]
+    def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if not self.training:
-            return {"mask": torch.ones((), dtype=torch.uint8, device=device).expand(shape)}
-        return {"mask": torch.rand(shape, dtype=torch.float32, device=device).ge_(self.spec.p).to(torch.uint8)}
+            return self._stage(None)
+        return self._stage(torch.rand(shape, dtype=torch.float32, device=device).ge_(self.spec.p).to(torch.uint8))
 
     def backward_stage(self, ctx: Context) -> Stage:
-        return Stage(self.math, {"mask": ctx.saved.mask}, {"scale": ctx.scale})
+        return self._stage(ctx.saved.mask)
+
+    def _stage(self, mask: torch.Tensor | None) -> Stage:
+        """Zeros where the mask has them; without a mask, nothing happens and nothing is saved."""
+        if mask is None:
+            return Stage(activations.CONSTANT_SCALE, constants={"scale": 1.0})
+        return Stage(self.math, {"mask": mask}, {"scale": 1 / (1 - self.spec.p)})

@@ -17,6 +17,8 @@ from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import PipelineError, describe
 
 GRADIENT = "grad_output"
+TRANSPARENT = "transparent"
+"""Trait of an op that returns its input itself, quantized or not."""
 
 
 class Inputs(NamedTuple):
@@ -30,7 +32,11 @@ class Inputs(NamedTuple):
 
 @dataclass
 class _Builder:
-    """The graph so far: the current main value, which values carry gradients, which are quantized."""
+    """The graph so far: the current main value, and which values carry gradients.
+
+    casts: quantized values and the nodes that made them. copies: values that are a copy of another, quantized or not.
+    cast_gradients: values whose gradient is quantized.
+    """
 
     env: Env
     nodes: list[Node] = field(default_factory=list)
@@ -38,6 +44,8 @@ class _Builder:
     current: int = 0
     grads: set[int] = field(default_factory=set)
     casts: dict[int, int] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+    cast_gradients: set[int] = field(default_factory=set)
     channels: dict[str, int] = field(default_factory=dict)
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
@@ -68,9 +76,10 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs) -> Graph:
         if "input" in casts:
             _cast_input(b, index, casts["input"])
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
-        if not op.is_cast:
+        # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
+        if not op.is_cast or (GRADIENT in casts and b.current == 0):
             node = b.add(
-                kind=op.kind,
+                kind="identity" if op.is_cast else op.kind,
                 op=index,
                 spec=op.spec,
                 traits=op.traits,
@@ -134,6 +143,7 @@ def _cast_input(b: _Builder, op: int, spec: CastSpec) -> None:
     value = b.new_value(grad=b.current in b.grads)
     node = b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(value,), directions=frozenset((FORWARD,)))
     b.casts[value] = node.index
+    b.copies[value] = b.current
     b.current = value
 
 
@@ -143,16 +153,21 @@ def _widened(spec: CastSpec, other: CastSpec) -> CastSpec:
 
 
 def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
-    last = b.nodes[-1] if b.nodes else None
-    if last is not None and last.kind == QUANTIZE and last.directions == {BACKWARD}:
-        return
-    if b.current in b.grads:
+    original = b.current
+    while original in b.copies:
+        original = b.copies[original]
+    if b.current in b.grads and original not in b.cast_gradients:
+        b.cast_gradients.add(original)
         b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
 
 
 def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
     """Make the node's outputs known: the main one goes on, the extra ones to their channels and to the caller."""
     b.current, *extra_outputs = node.outputs
+    if TRANSPARENT in op.traits:
+        b.copies[b.current] = node.inputs[0]
+        if node.inputs[0] in b.casts:
+            b.casts[b.current] = b.casts[node.inputs[0]]
     for channel, value in zip(op.extra_output_channels, extra_outputs):
         if channel.name is not None:
             b.channels[channel.name] = value

@@ -151,7 +151,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
     read = dict.fromkeys(value for node in members for value in node.inputs if value not in made)
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
-    trains = any(node.needs for node in members)
+    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
     return Segment(
         nodes,
         tuple(read),

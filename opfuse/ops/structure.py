@@ -20,6 +20,7 @@ from opfuse.tensors.quantizers import Quantizer
 class Identity(BasicOperation):
     """y = x, quantized or not."""
 
+    traits = frozenset(("transparent",))
     saves = ()
     accepts_quantized = True
 
@@ -95,7 +96,7 @@ class QuantizeSpec:
     backward: bool = False
 
 
-class Quantize(QuantizerStateMixin, BasicOperation):
+class Quantize(QuantizerStateMixin, Identity):
     """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
 
     Rowwise data is made, and columnwise data too where a matrix product follows that reads it. Under a backward override
@@ -103,8 +104,6 @@ class Quantize(QuantizerStateMixin, BasicOperation):
     """
 
     is_cast = True
-    accepts_quantized = True
-    saves = ()
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__(QuantizeSpec(forward, backward))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,13 +52,25 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 
 @dataclass(frozen=True)
 class Step:
-    """How to run one training step. extras: leaves that want a gradient; ops get copies, which they may overwrite."""
+    """How to run training steps. input_grad: whether the input wants a gradient. silent: indices of outputs that get none."""
 
     recipe: recipes.Recipe | None = None
     rules: RuleSet | None = None
     seed: int = 7
     steps: int = 1
     input_grad: bool = True
+    silent: frozenset[int] = frozenset()
+
+    def with_rules(self, rules: RuleSet) -> Step:
+        """The same step under other rules."""
+        return replace(self, rules=rules)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Its rules and its recipe."""
+        rules = contextlib.nullcontext() if self.rules is None else use_rules(self.rules)
+        with rules, opfuse.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            yield
 
 
 @dataclass
@@ -77,37 +89,32 @@ def run(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: St
     """Forward and backward of a copy of ``model``: outputs, all gradients, saved state of every op, delayed-scaling state."""
     model = copy.deepcopy(model)
     for index in range(step.steps):
-        last = index == step.steps - 1
         model.zero_grad(set_to_none=True)
-        result = _step(model, x, extras, step, index)
-        if last:
-            return result
-    raise ValueError("steps must be positive")
+        result = train(model, x * (1 + index), *extras, step=replace(step, seed=step.seed + index))
+    return result
 
 
-def _step(model: torch.nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], step: Step, index: int) -> Result:
-    torch.manual_seed(step.seed + index)
-    x = (x * (1 + index)).detach().requires_grad_(step.input_grad)
+def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: Step) -> Result:
+    """One step of ``model`` itself. Extra inputs are copies of leaves, which ops may overwrite."""
+    torch.manual_seed(step.seed)
+    x = x.detach().clone().requires_grad_(step.input_grad)
     leaves = [extra.detach().clone().requires_grad_() for extra in extras]
-    scope = contextlib.nullcontext() if step.rules is None else use_rules(step.rules)
-    with saved_states() as saved, recorded_plans() as plans:
-        with scope, opfuse.autocast(enabled=step.recipe is not None, recipe=step.recipe):
-            outputs = model(x, *(leaf.clone() for leaf in leaves))
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        tensors: dict[str, torch.Tensor | None] = {f"output {i}": plain(output) for i, output in enumerate(outputs)}
-        grads = [randn(*output.shape, seed=100 + i, dtype=output.dtype) for i, output in enumerate(outputs)]
-        with contextlib.ExitStack() as stack:
-            if step.rules is not None:
-                stack.enter_context(use_rules(step.rules))
-            torch.autograd.backward(
-                [output for output in outputs if output.requires_grad],
-                [grad for output, grad in zip(outputs, grads) if output.requires_grad],
-            )
+    with saved_states() as saved, recorded_plans() as plans, step.scope():
+        outputs = model(x, *(leaf.clone() for leaf in leaves))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors: dict[str, torch.Tensor | None] = {f"output {i}": plain(output) for i, output in enumerate(outputs)}
+    backward = [(y, _gradient(y, i)) for i, y in enumerate(outputs) if y.requires_grad and i not in step.silent]
+    if backward:
+        torch.autograd.backward(*map(list, zip(*backward)))
     tensors["grad of input"] = x.grad
     tensors |= {f"grad of extra {i}": leaf.grad for i, leaf in enumerate(leaves)}
     tensors |= {f"grad of {name}": parameter.grad for name, parameter in model.named_parameters()}
     tensors |= saved | delayed_state(model)
     return Result(tensors, plans)
+
+
+def _gradient(output: torch.Tensor, index: int) -> torch.Tensor:
+    return randn(*output.shape, seed=100 + index, dtype=output.dtype)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""R4 over whole pipelines: all built-in rules at once against no rule, bit for bit, on models and on random compositions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiler.harness import CASES, UNFUSED, Step, differences, recipe_for, run
+from compiler.pipelines import BLOCKS, COMPOSED, pipeline
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from opfuse.fusions import RULES
+
+FIRES = {
+    "mlp": {"norm_quantize", "epilogue"},
+    "swiglu mlp": {"norm_quantize", "epilogue"},
+    "residual": {"epilogue", "backward_add_rms_norm"},
+    "residual in place": {"epilogue", "linear_add", "backward_linear_add"},
+    "dropout": {"epilogue"},
+    "scaled activation": {"epilogue", "backward_linear_scale"},
+    "scaled residual": {"linear_scale_add", "backward_linear_scale"},
+    "two taps": {"backward_add_rms_norm", "backward_linear_add", "epilogue"},
+    "explicit casts": {"epilogue"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize("composed", COMPOSED)
+def test_r4_composed_pipelines(composed, name, override, dtype):
+    made = COMPOSED[composed]()
+    model, tensors, recipe = made.model(dtype), made.tensors(dtype), recipe_for(name, override, dtype=dtype)
+    fused, unfused = (run(model, *tensors, step=Step(recipe, rules, steps=2)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    fired = {rule for plan in fused.plans for rule in plan.fusions}
+    assert fired >= FIRES[composed] - ({"norm_quantize"} if recipe is None else set())
+    assert not any(plan.fusions for plan in unfused.plans)
+
+
+@given(
+    blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=8),
+    case=st.sampled_from(CASES),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+    frozen=st.sets(st.integers(0, 7)),
+    grads=st.tuples(st.booleans(), st.frozensets(st.integers(0, 2), max_size=2)),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_r4_random_pipelines(blocks, case, dtype, frozen, grads):
+    """frozen: parameters that want no gradient. grads: whether the input wants one, and the outputs that get none."""
+    made = pipeline(blocks)
+    model, tensors = made.model(dtype), made.tensors(dtype)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(i not in frozen)
+    input_grad, silent = grads
+    step = Step(recipe_for(*case, dtype=dtype), input_grad=input_grad, silent=silent)
+    fused, unfused = (run(model, *tensors, step=step.with_rules(rules)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []

@@ -67,6 +67,12 @@ def _arch(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@cache
+def _casts(device: str) -> bool:
+    """Whether torch.autocast knows the device; it does not know ``meta``."""
+    return torch.amp.is_autocast_available(device)
+
+
 class OperationFuser:
     """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once."""
 
@@ -94,7 +100,7 @@ class OperationFuser:
         device = x.device
         recipe = current_recipe()
         group = current_amax_group()
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        autocast = torch.get_autocast_dtype(device.type) if _casts(device.type) and torch.is_autocast_enabled(device.type) else None
         rows = x.numel() // (x.shape[-1] or 1) if x.dim() else 1
         env = Env(
             recipe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class OpfuseError(Exception):
@@ -74,7 +75,15 @@ class QuantizedTensorError(OpfuseError, RuntimeError):
 
 
 class ConfigError(OpfuseError, ValueError):
-    """One or more findings in a configuration file."""
+    """One or more findings in a configuration file, its arguments; as text, one after the other."""
+
+    @property
+    def findings(self) -> tuple[Any, ...]:
+        """The findings, in the order of the file."""
+        return self.args
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class UnsupportedError(OpfuseError, RuntimeError):

@@ -1,0 +1,163 @@
+"""Guards as a file writes them: a dotted path and a value, or a value with a word before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+import torch
+
+from opfuse.compiler.graph import QUANTIZE
+from opfuse.compiler.rules import Guard
+from opfuse.config.document import meaning
+from opfuse.config.findings import Problem, Refused, shown, similar
+from opfuse.config.operations import NOT_WRITTEN, parameters
+from opfuse.config.recipes import read
+from opfuse.core.signature import Env
+from opfuse.fusions.declared import KINDS
+from opfuse.ops import OPS
+from opfuse.recipes import RECIPES
+from opfuse.recipes.settings import Domain, settings_of
+from opfuse.recipes.settings import one_of as choice
+
+WORDS = {">=": "at_least", "multiple of": "multiple_of", "not": "is_not"}
+"""Words before a value, and the test of :data:`opfuse.compiler.rules.TESTS` each stands for; without one: ``is``, or ``one_of``."""
+
+_WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
+
+PARAMETERS = ("weight", "bias")
+"""Parameters of the built-in ops; a guard may read their dtype, shape and requires_grad."""
+
+
+def _version(value: Any) -> tuple[int, int]:
+    """``9.0`` as (9, 0)."""
+    found = re.fullmatch(r"(\d+)(?:\.(\d+))?", str(value))
+    if found is None or isinstance(value, bool):
+        raise ValueError
+    return int(found[1]), int(found[2] or 0)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    found = None if value is None else getattr(torch, str(value), value)
+    if found is not None and not isinstance(found, torch.dtype):
+        raise ValueError
+    return found
+
+
+def _plain(kind: type) -> Domain:
+    def check(value: Any) -> Any:
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError
+        return kind(value)
+
+    return Domain({int: "an integer", float: "a number", bool: "True or False", str: "text"}[kind], check)
+
+
+VERSION = Domain("a compute capability such as 9.0", _version)
+DTYPE = Domain("the name of a torch dtype", _dtype)
+ANYTHING = Domain("a value", lambda value: value)
+FLAG, INTEGER, NUMBER, TEXT = _plain(bool), _plain(int), _plain(float), _plain(str)
+_OF_HINT = {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}
+
+RECIPE = {
+    **{name: rule.domain for cls in RECIPES.values() for name, (_, rule) in settings_of(cls).items() if rule is not None},
+    "kind": choice(*RECIPES),
+}
+ENVIRONMENT = {
+    **{name: _OF_HINT.get(hint, ANYTHING) for name, hint in get_type_hints(Env).items()},
+    **{name: RECIPE[name] for name in ("backward_override", "rounding")},
+    "arch": VERSION,
+    "autocast": DTYPE,
+}
+TENSOR = {"dtype": DTYPE, "requires_grad": FLAG}
+CAST = {"role": choice("input", "grad_output")}
+"""What may be read of the recipe, of a call's environment, of a parameter and of a cast."""
+
+Places = Mapping[str, tuple[str, ...]]
+"""Names of a pattern's places, each with its words."""
+
+
+def _attributes(words: Sequence[str]) -> dict[str, Domain]:
+    """What may be read of an op at a place: its hyper-parameters."""
+    classes = [cls for cls in OPS.values() for word in words if word in KINDS.get(cls.kind, ())]
+    found = {
+        name: _OF_HINT.get(p.annotation, ANYTHING)
+        for cls in classes
+        for name, p in parameters(cls).items()
+        if name not in NOT_WRITTEN
+    }
+    return {**found, **(CAST if QUANTIZE in words else {})}
+
+
+def _lookup(step: str, known: Mapping[str, Any], of: str) -> Any:
+    if step not in known:
+        raise Refused(Problem("unknown-path", f"{of} has no {shown(step)} to read", similar(step, known), on="key"))
+    return known[step]
+
+
+def domain_of(path: str, places: Places) -> Domain:
+    """What the value at ``path`` can be; Refused if there is nothing to read."""
+    root, *steps = path.split(".")
+    known: dict[str, Any] = {"env": {**ENVIRONMENT, "recipe": RECIPE}, "recipe": RECIPE}
+    found = known.get(root) or {**_attributes(places.get(root, ())), **dict.fromkeys(PARAMETERS, TENSOR)}
+    _lookup(root, {**known, **places}, "a guard")
+    for of, step in zip((root, *steps), steps):
+        found = _lookup(step, found, of) if isinstance(found, dict) else _lookup(step, {}, of)
+    if isinstance(found, dict):
+        raise Refused(Problem("unknown-path", f"a guard reads a part of {path}", f"write {path}.{next(iter(found))}", on="key"))
+    return found
+
+
+def to_guard(path: str, written: Any, places: Places) -> Guard:
+    """The guard that ``path: written`` stands for. Refused if the path or the value cannot be."""
+    domain = domain_of(path, places)
+    reads = f"env.{path}" if path.startswith("recipe.") else path
+    if isinstance(written, list):
+        if not written:
+            raise Refused(Problem("bad-value", f"{path} wants at least one value", "list what it may be"))
+        return Guard(reads, "one_of", tuple(read(path, domain, value) for value in written))
+    word = _WORD.fullmatch(written) if isinstance(written, str) else None
+    test = WORDS[word[1]] if word else "is"
+    value = meaning(word[2]) if word else written
+    if test == "multiple_of":
+        return Guard(reads, test, _divisor(path, domain, value))
+    if test == "at_least" and domain not in (INTEGER, NUMBER, VERSION):
+        raise Refused(Problem("bad-value", f"{path} has no order, so '>=' cannot be asked of it", "list the values it may have"))
+    return Guard(reads, test, read(path, domain, value))
+
+
+def _divisor(path: str, domain: Domain, value: Any) -> int:
+    if domain is not INTEGER or type(value) is not int or value < 1:
+        raise Refused(Problem("bad-value", f"{path} wants 'multiple of' an integer of at least 1, got {shown(value)}"))
+    return value
+
+
+def to_guards(when: Mapping[str, Any], places: Places) -> tuple[Guard, ...]:
+    """The guards of one ``when``; Refused with everything wrong in it."""
+    guards: list[Guard] = []
+    problems: list[Problem] = []
+    for path, written in when.items():
+        try:
+            guards.append(to_guard(path, written, places))
+        except Refused as refused:
+            problems += [replace(problem, loc=(path, *problem.loc)) for problem in refused.problems]
+    if problems:
+        raise Refused(*problems)
+    return tuple(guards)
+
+
+def contradiction(guards: Iterable[Guard]) -> str | None:
+    """A path at which no value passes all ``guards``, as far as finitely many values are asked for; None if there is none."""
+    by_path: dict[str, list[Guard]] = {}
+    for guard in guards:
+        by_path.setdefault(guard.reads, []).append(guard)
+    for path, asked in by_path.items():
+        candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
+        if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
+            return path
+    return None
+
+
+_FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}

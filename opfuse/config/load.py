@@ -1,0 +1,67 @@
+"""Loading: a file in, a :class:`Config` or all of its findings out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from opfuse import ops
+from opfuse.compiler.registry import RuleSet
+from opfuse.config.document import MAX_BYTES, read
+from opfuse.config.findings import Finding, Span, refuse
+from opfuse.config.models import PydocTopics, Train
+from opfuse.config.operations import Entry
+from opfuse.config.report import report
+from opfuse.config.root import DTYPES, SECTIONS, Root
+from opfuse.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration that has no findings.
+
+    recipe: None is high precision. dtype: of parameters and activations. rules: the active rule set with the file's changes.
+    data: None if the file names none.
+    """
+
+    path: str
+    recipe: Recipe | None
+    dtype: torch.dtype
+    rules: RuleSet
+    pipeline: tuple[Entry, ...]
+    data: PydocTopics | None
+    train: Train
+
+    def build(self, device: Any = None) -> ops.Sequential:
+        """The pipeline with new parameters, initialised with torch's generator."""
+        built = [entry.build(dtype=self.dtype, device=device) for entry in self.pipeline]
+        return ops.Sequential(*built, rules=self.rules)
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in the file at ``path``. ConfigError with every finding if there is any."""
+    file = Path(path)
+    try:
+        data = file.open("rb").read(MAX_BYTES + 1)
+    except OSError as error:
+        refuse([Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), "check the path")])
+    return loads(data, str(path))
+
+
+def loads(data: str | bytes, path: str = "<text>") -> Config:
+    """The configuration in ``data``, YAML in UTF-8. path: how findings call it. ConfigError with every finding if there is any."""
+    document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
+    refuse(document.findings)
+    try:
+        root = Root.model_validate(document.root.plain(), context=document)
+    except ValidationError as error:
+        report(document, error, SECTIONS)
+        refuse(document.findings)
+        raise
+    return Config(
+        path, root.recipe, DTYPES[root.pipeline.dtype], root.fusions.apply(), tuple(root.pipeline.ops), root.data, root.train
+    )

@@ -1,0 +1,53 @@
+"""The shape of a configuration file: strict pydantic models whose validators make core objects, once.
+
+What one section holds is checked here; how recipes, ops and rules are spelled is derived from their classes in
+``recipes``, ``operations`` and ``rules`` beside this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A mapping with exactly these keys, values of exactly these types, that never changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class PydocTopics(Section):
+    """Bytes of the help texts that come with Python: predict the next byte from the ``context`` bytes before it.
+
+    embedding: columns that stand for one byte, so that a sample has ``context * embedding`` columns.
+    validation_fraction: part of the text that is kept for validation.
+    """
+
+    classes: ClassVar[int] = 256
+
+    kind: Literal["pydoc_topics"]
+    context: Positive = 16
+    embedding: Positive = 16
+    validation_fraction: float = Field(0.1, gt=0, lt=1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of one sample."""
+        return self.context * self.embedding
+
+
+class Train(Section):
+    """How to train. eval_every: steps between two evaluations."""
+
+    steps: Positive = 300
+    batch_size: Positive = 128
+    learning_rate: float = Field(3e-3, gt=0, lt=float("inf"))
+    weight_decay: float = Field(0.0, ge=0, lt=float("inf"))
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    seed: Seed = 0
+    eval_every: Positive = 50

@@ -1,0 +1,149 @@
+"""The pipeline's ops, derived from the signatures of their constructors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
+
+from opfuse.config.findings import Problem, Refused, sentence, shown, similar
+from opfuse.config.models import Section
+from opfuse.core.operation import FusibleOperation
+from opfuse.errors import OpfuseError
+from opfuse.ops import OPS
+
+PLACEMENT = ("device", "dtype")
+"""Parameters that the pipeline decides, for all its ops."""
+
+NOT_WRITTEN = {"self", "spec", "owner", *PLACEMENT}
+
+SPELLINGS = {"normalized_shape": "size"}
+"""Parameters that have a shorter name in a file."""
+
+
+def parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Parameters of the constructor by name, with those that ``**options`` passes on to a base class."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = inspect.signature(vars(base)["__init__"], eval_str=True).parameters
+        found = {**{name: p for name, p in own.items() if p.kind is not p.VAR_KEYWORD}, **found}
+        if all(p.kind is not p.VAR_KEYWORD for p in own.values()):
+            break
+    return found
+
+
+def _written(hint: Any) -> Any:
+    """The type of a parameter as a file can hold it: lists for every iterable."""
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(map(_written, get_args(hint)))]  # noqa: UP007
+    if get_origin(hint) is not None and issubclass(get_origin(hint), Iterable):
+        return list[get_args(hint)[0]]  # type: ignore[misc]
+    return hint
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _channel_field(count: int) -> tuple[Any, Any]:
+    names = {"items": {"type": "string", "minLength": 1}, "type": "array", "minItems": count, "maxItems": count}
+    schema = {"anyOf": [{"type": "string", "minLength": 1}, names]} if count == 1 else names
+    name = Annotated[str, Field(min_length=1)]
+    kind = Annotated[list[name], Field(min_length=count, max_length=count), BeforeValidator(_as_list), WithJsonSchema(schema)]
+    return kind, None
+
+
+def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
+    fields: dict[str, Any] = {"op": (Literal[key], ...)}
+    for name, parameter in parameters(cls).items():
+        if name not in NOT_WRITTEN:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[SPELLINGS.get(name, name)] = _written(parameter.annotation), default
+    for side in CHANNELS:
+        count = getattr(cls, f"num_{side}s")
+        if isinstance(count, int) and count:
+            fields[side] = _channel_field(count)
+    return create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **fields)
+
+
+CHANNELS = ("extra_input", "extra_output")
+
+MODELS: Mapping[str, type[Section]] = {key: _model(key, cls) for key, cls in OPS.items()}
+"""The model of a pipeline entry by its op."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op of a pipeline, ready to be built any number of times."""
+
+    op: str
+    arguments: tuple[tuple[str, Any], ...]
+    extra_input: tuple[str, ...] = ()
+    extra_output: tuple[str, ...] = ()
+
+    def build(self, *, dtype: torch.dtype, device: Any = None) -> FusibleOperation:
+        """A new op with its channels set; its parameters have ``dtype`` and lie on ``device``."""
+        cls = OPS[self.op]
+        placement = {"device": device, "dtype": dtype}
+        taken = {name: placement[name] for name in PLACEMENT if name in parameters(cls)}
+        op = cls(**dict(self.arguments), **taken)
+        for i, name in enumerate(self.extra_input):
+            op.set_extra_input_channel(i, name)
+        for i, name in enumerate(self.extra_output):
+            op.set_extra_output_channel(i, name, output_to_caller=False)
+        return op
+
+
+def to_entry(section: Any) -> Entry:
+    """The entry that ``section`` describes, built once to see that the op takes it."""
+    names = {SPELLINGS.get(name, name): name for name in parameters(OPS[section.op])}
+    given = {names[key]: getattr(section, key) for key in section.model_fields_set if key in names}
+    channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
+    entry = Entry(section.op, tuple(given.items()), **channels)
+    try:
+        entry.build(dtype=torch.float32, device="meta")
+    except (OpfuseError, RuntimeError, OverflowError, TypeError) as error:
+        message, cure = sentence(str(error))
+        raise Refused(Problem("bad-value", f"{section.op} cannot be built: {message}", cure)) from error
+    return entry
+
+
+def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Refused unless every channel has one producer, and a consumer after it."""
+    problems: list[Problem] = []
+    producers: dict[str, int] = {}
+    consumed = {name for entry in entries for name in entry.extra_input}
+    for i, entry in enumerate(entries):
+        for name in entry.extra_input:
+            if name not in producers:
+                message = f"no earlier op produces channel {shown(name)}"
+                problems.append(Problem("unknown-channel", message, similar(name, producers), (i, "extra_input")))
+        for name in entry.extra_output:
+            if name in producers:
+                message, help = f"channel {shown(name)} has a producer, op {producers[name]}", "rename one of the two"
+                problems.append(Problem("duplicate-channel", message, help, (i, "extra_output")))
+            elif name not in consumed:
+                message, help = f"nothing reads channel {shown(name)}", "name it as the extra_input of a later op"
+                problems.append(Problem("unused-channel", message, help, (i, "extra_output")))
+            producers[name] = i
+    if problems:
+        raise Refused(*problems)
+    return entries
+
+
+OpSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="op"), AfterValidator(to_entry)]  # type: ignore  # noqa: UP007
+"""One entry of ``pipeline.ops``; validates to an :class:`Entry`."""
+
+
+class Pipeline(Section):
+    """What is computed. dtype: of parameters and of what travels between ops."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    ops: Annotated[list[OpSection], Field(min_length=1), AfterValidator(check_channels)]

@@ -1,0 +1,130 @@
+"""What pydantic refuses, as findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from opfuse.config.document import Document
+from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
+from opfuse.recipes import RECIPES
+
+Sections = Mapping[tuple[str, ...], type[BaseModel]]
+Line = Mapping[str, Any]
+"""One error of pydantic: ``type``, ``loc``, ``msg``, ``input`` and ``ctx``."""
+
+CHOICES = {"kind": "recipe", "op": "op"}
+"""Keys that choose one of several models, and what they choose."""
+
+NAMED = {"list_type": "a list", "model_type": "a mapping", "model_attributes_type": "a mapping", "dict_type": "a mapping"}
+"""Types that are called otherwise in YAML than in Python."""
+
+
+def report(document: Document, error: ValidationError, sections: Sections) -> None:
+    """Add what ``error`` says to the findings of ``document``. sections: the model of each place, tags included."""
+    wanted: dict[Loc, list[str]] = {}
+    lines = error.errors(include_url=False)
+    for line in lines:
+        place = address(line["loc"], document, sections)
+        make = PROBLEMS.get(line["type"])
+        if make is None:
+            wanted.setdefault(place, []).append(_wanted(line))
+            continue
+        for problem in make(line, sections):
+            _add(document, place, problem)
+    inputs = {address(line["loc"], document, sections): line["input"] for line in lines}
+    for place, options in wanted.items():
+        message = f"{_name(place)} wants {' or '.join(dict.fromkeys(options))}, got {shown(inputs[place])}"
+        _add(document, place, Problem("bad-value", message, _like(inputs[place], options)))
+
+
+def _add(document: Document, place: Loc, problem: Problem) -> None:
+    document.report(document.find((*place, *problem.loc), on=problem.on), problem.code, problem.message, problem.help)
+
+
+def _names(loc: Loc) -> tuple[str, ...]:
+    return tuple(step for step in loc if isinstance(step, str))
+
+
+def address(loc: Loc, document: Document, sections: Sections) -> Loc:
+    """The steps of ``loc`` that exist in ``document``, without the names of models that pydantic puts between them."""
+    place: list[str | int] = []
+    node = document.root
+    for i, step in enumerate(loc):
+        before = _names(loc[:i])
+        is_tag = before not in sections and (*before, step) in sections
+        below = None if is_tag else node.child(step)
+        if below is not None:
+            place.append(step)
+            node = below
+    return tuple(place)
+
+
+def _name(place: Loc) -> str:
+    """How a message calls the value at ``place``: ``in_features``, ``ops[2]``."""
+    if not place:
+        return "the file"
+    return f"{_name(place[:-1])}[{place[-1]}]" if isinstance(place[-1], int) else str(place[-1])
+
+
+def _wanted(line: Line) -> str:
+    return NAMED.get(line["type"]) or re.sub(r"^\w+ should (be|have|match) ", "", line["msg"])
+
+
+def _like(value: object, options: list[str]) -> str:
+    return similar(value, re.findall("'([^']+)'", " ".join(options))) if isinstance(value, str) else ""
+
+
+# -- kinds of errors that need more than a sentence about the value ----------------------------------------------------
+
+
+def _unknown_key(line: Line, sections: Sections) -> list[Problem]:
+    *above, key = line["loc"]
+    known = getattr(sections.get(_names(tuple(above))), "model_fields", {})
+    return [Problem("unknown-key", f"unknown key {shown(key)}", similar(str(key), known), on="key")]
+
+
+def _missing_key(line: Line, sections: Sections) -> list[Problem]:
+    *above, key = line["loc"]
+    return [
+        Problem(
+            "missing-key", f"{_inside(_names(tuple(above)), sections)} needs a key {shown(key)}", f"add `{key}: ...`", on="key"
+        )
+    ]
+
+
+def _inside(names: tuple[str, ...], sections: Sections) -> str:
+    return f"'{names[-1]}'" if names else "the file"
+
+
+def _unknown_choice(line: Line, sections: Sections) -> list[Problem]:
+    key, tag = line["ctx"]["discriminator"].strip("'"), line["ctx"]["tag"]
+    what = CHOICES[key]
+    known = [names[-1] for names in sections if names[:-1] == _names(line["loc"]) and names[:-1] not in sections]
+    help = "it holds a function: build it in Python" if tag in RECIPES else similar(tag, known) or f"one of {', '.join(known)}"
+    return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
+
+
+def _no_choice(line: Line, sections: Sections) -> list[Problem]:
+    key = line["ctx"]["discriminator"].strip("'")
+    if not isinstance(line["input"], Mapping):
+        return [Problem("bad-value", f"{_name(line['loc'])} wants a mapping, got {shown(line['input'])}")]
+    keys = [key] if key in CHOICES else [names[-1] for names in sections if names[:-1] == _names(line["loc"])]
+    return [Problem("missing-key", f"{_name(line['loc'])} needs a key {' or '.join(map(shown, keys))}", f"add `{keys[0]}: ...`")]
+
+
+def _refused(line: Line, sections: Sections) -> list[Problem]:
+    error = line["ctx"]["error"]
+    return list(error.problems) if isinstance(error, Refused) else [Problem("refused-recipe", *sentence(str(error)))]
+
+
+PROBLEMS: Mapping[str, Callable[[Line, Sections], list[Problem]]] = {
+    "extra_forbidden": _unknown_key,
+    "missing": _missing_key,
+    "union_tag_invalid": _unknown_choice,
+    "union_tag_not_found": _no_choice,
+    "value_error": _refused,
+}

@@ -1,0 +1,52 @@
+"""A configuration as a whole: its sections, and whether they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from opfuse.config import operations, recipes, rules
+from opfuse.config.findings import Refused
+from opfuse.config.models import PydocTopics, Section, Train
+from opfuse.config.trial import trial
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Root(Section):
+    """A configuration of opfuse."""
+
+    version: Annotated[int, Field(ge=1, le=1)]
+    recipe: recipes.RecipeSection
+    pipeline: operations.Pipeline
+    fusions: rules.Fusions = rules.Fusions()
+    data: PydocTopics | None = None
+    train: Train = Train()
+
+    @model_validator(mode="after")
+    def _runs(self) -> Self:
+        problem = trial(self.pipeline.ops, self.recipe, DTYPES[self.pipeline.dtype], rows=self.train.batch_size, data=self.data)
+        if problem is not None:
+            raise Refused(problem)
+        return self
+
+
+TAGGED: Mapping[tuple[str, ...], Mapping[str, type[Section]]] = {
+    ("recipe",): recipes.MODELS,
+    ("pipeline", "ops"): operations.MODELS,
+    ("fusions", "rules"): rules.ENTRIES,
+}
+"""Sections that are one of several models, by their place in the file."""
+
+SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
+    (): Root,
+    ("pipeline",): operations.Pipeline,
+    ("fusions",): rules.Fusions,
+    ("data",): PydocTopics,
+    ("train",): Train,
+    **{(*place, tag): model for place, models in TAGGED.items() for tag, model in models.items()},
+}
+"""The model of each place in the file; the name of one of several comes last."""

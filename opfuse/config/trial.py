@@ -1,0 +1,77 @@
+"""A rehearsal: every op once, forward and backward, on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from opfuse.config.findings import Problem, sentence
+from opfuse.config.models import PydocTopics
+from opfuse.config.operations import Entry
+from opfuse.core.operation import FusibleOperation
+from opfuse.errors import OpfuseError
+from opfuse.fusions.declared import KINDS
+from opfuse.recipes import Recipe, autocast
+
+_SIZES = ("in_features", "normalized_shape", "size")
+"""Parameters that tell how many columns an op takes."""
+
+_RESHAPING = ("reshape",)
+
+
+def trial(
+    entries: Sequence[Entry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: PydocTopics | None
+) -> Problem | None:
+    """The first problem that ``rows`` samples would meet on their way through the pipeline, or None.
+
+    Ends early, without a problem, where an op takes tensors from the caller or where nothing tells the input's columns.
+    """
+    if (refusal := recipe.training_refusal() if recipe is not None else None) is not None:
+        return Problem("refused-recipe", *sentence(refusal), ("recipe",))
+    columns = data.columns if data is not None else _columns(entries)
+    if columns is None:
+        return None
+    last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
+    if isinstance(last, Problem) or data is None or last is None or last[-1] == data.classes:
+        return last if isinstance(last, Problem) else None
+    message = f"the pipeline returns {last[-1]} columns, {data.kind} has {data.classes} classes"
+    return Problem("does-not-fit", message, f"end with out_features: {data.classes}", ("pipeline", "ops", len(entries) - 1))
+
+
+def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
+    """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
+    channels: dict[str, torch.Size] = {}
+    for i, entry in enumerate(entries):
+        try:
+            op = replace(entry, extra_input=(), extra_output=()).build(dtype=dtype, device="meta")
+            if op.num_extra_inputs > len(entry.extra_input):
+                return None
+            shape, *extras = _run(op, [shape, *(channels[name] for name in entry.extra_input)], recipe, dtype)
+        except (OpfuseError, RuntimeError, OverflowError) as error:
+            message, cure = sentence(str(error))
+            return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
+        channels |= dict(zip(entry.extra_output, extras))
+    return shape
+
+
+def _columns(entries: Sequence[Entry]) -> int | None:
+    """What the first op that knows its columns takes, if those before it leave the columns alone; else None."""
+    for entry in entries:
+        arguments = dict(entry.arguments)
+        if found := next((arguments[name] for name in _SIZES if name in arguments), None):
+            return found if isinstance(found, int) else None
+        if entry.op in _RESHAPING or "gated" in KINDS[entry.op]:
+            return None
+    return None
+
+
+def _run(op: FusibleOperation, shapes: Sequence[torch.Size], recipe: Recipe | None, dtype: torch.dtype) -> list[torch.Size]:
+    """Shapes of the outputs of ``op`` alone, main first, whose backward pass has run as well."""
+    inputs = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) * 1 for shape in shapes]
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        result = op(*inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    return [output.shape for output in outputs]

@@ -9,7 +9,7 @@ from opfuse.compiler.cover import DIRECTIONS, FUSED, SHADOWED, Group, Outcome, c
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.registry import FusionFunction, RuleSet
 from opfuse.compiler.rules import JOINT, Fusion
-from opfuse.core.operation import BasicOperation, FusedOperation
+from opfuse.core.operation import BasicOperation, FusedOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe
 
@@ -74,7 +74,7 @@ class Claims:
         for side in sides:
             nodes = tuple(node.index for node in self.graph.nodes if node.op in indices and side in node.directions)
             if nodes:
-                self.groups[side].append(Group(nodes, opaque=fused))
+                self.groups[side].append(Group(nodes, opaque=fused, ops=indices))
         self.outcomes.append(Outcome(name, direction, FUSED, names))
 
     def _restricted(self, group: Group, side: str) -> Group:
@@ -85,12 +85,13 @@ class Claims:
 def _replaced(function: FusionFunction, ops: Sequence[BasicOperation], env: Env) -> list[tuple[int, FusedOperation]]:
     """The FusedOperations that a function put in, with the index of their first basic op."""
     result = function.func(list(ops), recipe=env.recipe)
-    if [id(basic) for op in result for basic in op.basic_ops] != [id(op) for op in ops]:
+    is_list = isinstance(result, Sequence) and all(isinstance(op, FusibleOperation) for op in result)
+    if not is_list or [id(basic) for op in result for basic in op.basic_ops] != [id(op) for op in ops]:
         raise FusionError(
             describe(
                 f"fusion function {function.name!r}",
-                wanted="the same basic ops in the same order",
-                got=[op.label for op in result],
+                wanted="a list of ops that stand for the same basic ops in the same order",
+                got=[op.label for op in result] if is_list else repr(result),
                 cure="replace runs of ops by FusedOperations of exactly these ops",
             )
         )

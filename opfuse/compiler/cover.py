@@ -41,12 +41,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that one implementation runs. rule: None for a node that runs alone."""
+    """Nodes that one implementation runs. rule: None for a node that runs alone. opaque: a fused op, which stands for ``ops``."""
 
     nodes: tuple[int, ...]
     rule: Fusion | None = None
     binding: Binding = ()
     opaque: Any = None
+    ops: range = range(0)
 
     @property
     def name(self) -> str:

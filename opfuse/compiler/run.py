@@ -14,6 +14,7 @@ from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
+from opfuse.errors import PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -77,10 +78,13 @@ class Runner:
             next_op_input_quantizer=None,
             basic_op_kwargs=[self.kwargs[node.op]],
         )
-        self._store(node, (output, *extra_outputs[0]), values)
+        self._store(node, node.outputs, (output, *extra_outputs[0]), values)
 
-    def _store(self, node: Node, outputs: Sequence[Any], values: dict[int, Value]) -> None:
-        values.update(zip(node.outputs, outputs))
+    def _store(self, node: Node, numbers: Sequence[int], outputs: Sequence[Any], values: dict[int, Value]) -> None:
+        if len(outputs) != len(numbers):
+            cure = "return all of them, and set num_extra_outputs to their number"
+            raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
+        values.update(zip(numbers, outputs))
         self.dirty += [(node.outputs[0], tensor) for tensor in self.contexts[node.index].dirty]
 
     def _forward_fused(self, rule: Fusion, group: Group, values: dict[int, Value]) -> None:
@@ -91,7 +95,7 @@ class Runner:
         output = _implementation(rule.forward)(
             x if takes_quantized else _plain(x), **self._bind(rule, group, lambda i: self._context(nodes[i], values))
         )
-        self._store(last, (output,), values)
+        self._store(last, last.outputs[:1], (output,), values)
 
     def _bind(self, rule: Fusion, group: Group, context_of: Any) -> dict[str, Any]:
         bound: dict[str, Any] = {}
@@ -102,23 +106,31 @@ class Runner:
         return bound
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
-        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
-        members = [node for node in nodes if node.kind != QUANTIZE]
-        contexts = [self._context(node, values) for node in members]
-        for node, context in zip(members, contexts):
-            context.casts = self._absorbed(group, node.op)
-        entry = next(node for node in nodes if node.inputs)
+        nodes = self._op_nodes(group)
+        contexts = [self._context(nodes[i], values) if i in nodes else self._bare_context(i) for i in group.ops]
+        for i, context in zip(group.ops, contexts):
+            context.casts = self._absorbed(group, i)
+        chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
         output, extra_outputs = group.opaque.fuser_forward(
             contexts,
-            _plain(values[entry.inputs[0]]),
+            _plain(values[chain[0].inputs[0]]),
             basic_op_extra_inputs=[context.extras for context in contexts],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
-            basic_op_kwargs=[self.kwargs[node.op] for node in members],
+            basic_op_kwargs=[self.kwargs[i] for i in group.ops],
         )
-        for node, extras in zip(members, extra_outputs):
-            values.update(zip(node.outputs[1:], extras))
-        self._store(members[-1], (output,), values)
+        for i, extras in zip(group.ops, extra_outputs):
+            if i in nodes:
+                self._store(nodes[i], nodes[i].outputs[1:], extras, values)
+        values[chain[-1].outputs[0]] = output
+
+    def _op_nodes(self, group: Group) -> dict[int, Node]:
+        """The nodes of the basic ops that a fused op stands for, by op; an explicit Quantize has none of its own."""
+        return {node.op: node for node in self.plan.graph.nodes if node.op in group.ops and node.kind != QUANTIZE}
+
+    def _bare_context(self, op: int) -> Context:
+        """The context of an op that has nothing to do in this pass."""
+        return Context(self.ops[op], self.plan.key.env, frozenset())
 
     def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
         """The casts of one op that a user's fused op took over, by role."""
@@ -145,7 +157,7 @@ class Runner:
 
     def _backward_group(self, group: Group, grads: Gradients) -> None:
         last = self.plan.graph.nodes[group.nodes[-1]]
-        if not grads.has(last.outputs):
+        if not any(grads.has(self.plan.graph.nodes[i].outputs) for i in group.nodes):
             return
         if group.rule is not None:
             self._backward_fused(group.rule, group, grads)
@@ -181,24 +193,27 @@ class Runner:
         dx = _implementation(rule.backward)(
             dy if accepts else plain_or_none(dy), **self._bind(rule, group, lambda i: casts.get(i) or grads.contexts[i])
         )
-        self._finish(group, [nodes[i] for i in group.nodes], dx, grads)
+        self._finish([nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
-        members = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).kind != QUANTIZE]
-        contexts = [grads.contexts[node.index] for node in members]
-        for node, context in zip(members, contexts):
-            context.casts = self._absorbed(group, node.op)
-            context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
+        nodes = self._op_nodes(group)
+        chain = [self.plan.graph.nodes[i] for i in group.nodes]
+        active = {node.op: grads.contexts[node.index] for node in nodes.values() if node.index in grads.contexts}
+        contexts = [active.get(i) or self._bare_context(i) for i in group.ops]
+        for i, context in zip(group.ops, contexts):
+            context.casts = self._absorbed(group, i)
+            values = nodes[i].outputs[1:] if i in nodes else ()
+            context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in values)
         dx, params, extras = group.opaque.fuser_backward(
             contexts,
-            plain_or_none(grads.take(members[-1].outputs[0])),
+            plain_or_none(grads.take(chain[-1].outputs[0])),
             basic_op_grad_extra_outputs=[c.grad_extras for c in contexts],
         )
         for context, grad_params, grad_extras in zip(contexts, params, extras):
             context.set_grads(params=grad_params, extras=grad_extras)
-        self._finish(group, members, dx, grads)
+        self._finish(chain, dx, grads)
 
-    def _finish(self, group: Group, members: Sequence[Node], dx: Value | None, grads: Gradients) -> None:
+    def _finish(self, members: Sequence[Node], dx: Value | None, grads: Gradients) -> None:
         for node in members:
             if node.kind != QUANTIZE:
                 grads.collect(node)
@@ -242,10 +257,19 @@ class Gradients:
     def collect(self, node: Node) -> None:
         """File the parameter and extra gradients that the implementation left in the node's context."""
         context = self.contexts[node.index]
-        for (name, _), grad in zip(node.params, context.grad_params):
+        names = tuple(name for name, sig in node.params if sig is not None)
+        for name, grad in _each(context, "parameters", names, context.grad_params):
             self.params[node.op, name] = grad if name in node.needs else None
-        for value, grad in zip(node.inputs[1:], context.grad_inputs):
+        for value, grad in _each(context, "extra inputs", node.inputs[1:], context.grad_inputs):
             self.add(value, grad)
+
+
+def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """What wants a gradient with its gradient. PipelineError unless there are as many of them."""
+    if len(grads) != len(wanted):
+        cure = "return one gradient, or None, for each, in order"
+        raise PipelineError(describe(f"{context.op.label} gradients of {what}", wanted=len(wanted), got=len(grads), cure=cure))
+    return zip(wanted, grads)
 
 
 def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -33,10 +33,7 @@ class _SegmentFunction(torch.autograd.Function):
         ctx.runner = runner
         ctx.count = count
         ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
-        saved: list[torch.Tensor] = []
-        for context in runner.contexts.values():
-            saved += context.release()
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*_released(runner))
         ctx.set_materialize_grads(False)
         return tuple(_distinct(outputs))
 
@@ -60,6 +57,13 @@ class _SegmentFunction(torch.autograd.Function):
         grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
         inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
         return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+
+
+def _released(runner: Runner) -> list[torch.Tensor]:
+    """The saved tensors of a segment; whatever else its contexts hold of this call is let go."""
+    saved = [tensor for context in runner.contexts.values() for tensor in context.release()]
+    runner.dirty, runner.kwargs = [], ()
+    return saved
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:

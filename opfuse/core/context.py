@@ -41,6 +41,7 @@ class Context:
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
         self._saved: dict[str, Value | None] = {}
+        self._versions: list[int] = []
 
     if TYPE_CHECKING:  # ops may set attributes of their own
 
@@ -81,7 +82,7 @@ class Context:
                     cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs",
                 )
             )
-        self._saved = values
+        self._keep(values)
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
         """Leave the gradients of the op's parameters and of its extra inputs."""
@@ -94,12 +95,21 @@ class Context:
 
     def save_for_backward(self, *values: Value | None) -> None:
         """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do."""
-        self._saved = {str(i): value for i, value in enumerate(values)}
+        self._keep({str(i): value for i, value in enumerate(values)})
 
     @property
     def saved_tensors(self) -> tuple[Value | None, ...]:
         """What :meth:`save_for_backward` kept."""
         return tuple(self._saved.values())
+
+    def _keep(self, values: dict[str, Value | None]) -> None:
+        self._saved = values
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        if not self.requires_grad:
+            return []
+        return [0 if tensor.is_inference() else tensor._version for value in self._saved.values() for tensor in _tensors(value)]
 
     # -- what the executor does with the saved state -------------------------------------------------------------------
 
@@ -108,15 +118,26 @@ class Context:
         return dict(self._saved)
 
     def release(self) -> list[torch.Tensor]:
-        """Hand the saved tensors over, in a fixed order, so that autograd alone owns them; only their structure stays."""
+        """Hand the saved tensors over, in a fixed order, so that autograd alone owns them; only their structure stays.
+
+        SavedTensorError if one of them was written since: autograd counts writes only from here on.
+        """
+        if self._versions != self._versions_now():
+            raise SavedTensorError(
+                describe(
+                    f"{self.op.label} saved state",
+                    wanted="tensors that stay as they were saved",
+                    got="one that a later op of the pipeline changed in place",
+                    cure="clone the extra tensor that the op with in_place=True writes to, or use in_place=False",
+                )
+            )
         tensors: list[torch.Tensor] = []
         for name, value in self._saved.items():
+            parts = _tensors(value)
+            tensors += parts
             if isinstance(value, QuantizedStorage):
-                parts = value.tensors()
-                tensors += parts
                 self._saved[name] = value.with_tensors([_RELEASED] * len(parts))
             elif value is not None:
-                tensors.append(value)
                 self._saved[name] = _RELEASED
         self.operands, self.extras, self.dirty = {}, (), []
         return tensors
@@ -130,6 +151,12 @@ class Context:
 
 
 _RELEASED = torch.empty(0)
+
+
+def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:
+    if isinstance(value, QuantizedStorage):
+        return value.tensors()
+    return () if value is None else (value,)
 
 
 def _refill(value: Value | None, tensors: Iterator[torch.Tensor]) -> Value | None:

@@ -86,8 +86,16 @@ class ConfigError(OpfuseError, ValueError):
         return "\n".join(map(str, self.args))
 
 
+class TrainingError(OpfuseError, ArithmeticError):
+    """Training cannot go on: a loss is not a finite number."""
+
+
 class UnsupportedError(OpfuseError, RuntimeError):
     """This machine, or this version, cannot do it; the text names what can."""
+
+
+class KernelError(OpfuseError, RuntimeError):
+    """A kernel does not compile, or was registered without what a kernel needs."""
 
 
 class OpfuseWarning(UserWarning):

@@ -125,7 +125,7 @@ def _parse(document: Document) -> None:
     if bad := _UNPRINTABLE.search(text):
         before = text[: bad.start()]
         span = Span(before.count("\n") + 1, len(before) - before.rfind("\n"))
-        document.report(span, "yaml-syntax", f"character {ascii(bad[0])} has no place in YAML", "remove it")
+        document.report(span, "yaml-syntax", f"character {bad[0]!a} has no place in YAML", "remove it")
         return
     builder = _Builder(document)
     try:

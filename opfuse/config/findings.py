@@ -118,7 +118,8 @@ def _annotation(finding: Finding) -> str:
     for raw, escaped in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(raw, escaped)
     path = finding.path.replace("%", "%25").replace(",", "%2C").replace(":", "%3A")
-    return f"::error file={path},line={span.line},col={span.column},endColumn={span.column + span.width},title={finding.code}::{text}"
+    place = f"file={path},line={span.line},col={span.column}"
+    return f"::error {place},title={finding.code}::{text}"
 
 
 FORMATS = {"text": as_text, "json": as_json, "github": as_github}

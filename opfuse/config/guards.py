@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
 
@@ -23,7 +23,7 @@ from opfuse.recipes.settings import Domain, settings_of
 from opfuse.recipes.settings import one_of as choice
 
 WORDS = {">=": "at_least", "multiple of": "multiple_of", "not": "is_not"}
-"""Words before a value, and the test of :data:`opfuse.compiler.rules.TESTS` each stands for; without one: ``is``, or ``one_of``."""
+"""Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
 
@@ -50,7 +50,7 @@ def _plain(kind: type) -> Domain:
     def check(value: Any) -> Any:
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError
-        return kind(value)
+        return cast(Any, kind)(value)
 
     return Domain({int: "an integer", float: "a number", bool: "True or False", str: "text"}[kind], check)
 

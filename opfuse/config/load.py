@@ -17,6 +17,7 @@ from opfuse.config.models import PydocTopics, Train
 from opfuse.config.operations import Entry
 from opfuse.config.report import report
 from opfuse.config.root import DTYPES, SECTIONS, Root
+from opfuse.config.trial import input_columns
 from opfuse.recipes import Recipe
 
 
@@ -36,6 +37,11 @@ class Config:
     data: PydocTopics | None
     train: Train
 
+    @property
+    def columns(self) -> int | None:
+        """Columns of the pipeline's input, from its data or its first sized op; None where neither tells."""
+        return self.data.columns if self.data is not None else input_columns(self.pipeline)
+
     def build(self, device: Any = None) -> ops.Sequential:
         """The pipeline with new parameters, initialised with torch's generator."""
         built = [entry.build(dtype=self.dtype, device=device) for entry in self.pipeline]
@@ -53,7 +59,7 @@ def load(path: str | Path) -> Config:
 
 
 def loads(data: str | bytes, path: str = "<text>") -> Config:
-    """The configuration in ``data``, YAML in UTF-8. path: how findings call it. ConfigError with every finding if there is any."""
+    """The configuration in ``data``, YAML in UTF-8; ``path`` is how findings call it. ConfigError with all findings."""
     document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
     refuse(document.findings)
     try:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A mapping with exactly these keys, values of exactly these types, that never changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
@@ -33,7 +33,7 @@ class PydocTopics(Section):
     kind: Literal["pydoc_topics"]
     context: Positive = 16
     embedding: Positive = 16
-    validation_fraction: float = Field(0.1, gt=0, lt=1)
+    validation_fraction: float = Field(default=0.1, gt=0, lt=1)
 
     @property
     def columns(self) -> int:
@@ -46,8 +46,8 @@ class Train(Section):
 
     steps: Positive = 300
     batch_size: Positive = 128
-    learning_rate: float = Field(3e-3, gt=0, lt=float("inf"))
-    weight_decay: float = Field(0.0, ge=0, lt=float("inf"))
+    learning_rate: float = Field(default=3e-3, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: Seed = 0
     eval_every: Positive = 50

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
@@ -52,12 +52,16 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _without_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
 def _channel_field(count: int) -> tuple[Any, Any]:
     names = {"items": {"type": "string", "minLength": 1}, "type": "array", "minItems": count, "maxItems": count}
     schema = {"anyOf": [{"type": "string", "minLength": 1}, names]} if count == 1 else names
     name = Annotated[str, Field(min_length=1)]
     kind = Annotated[list[name], Field(min_length=count, max_length=count), BeforeValidator(_as_list), WithJsonSchema(schema)]
-    return kind, None
+    return kind, Field(None, json_schema_extra=_without_default)
 
 
 def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
@@ -93,7 +97,7 @@ class Entry:
         cls = OPS[self.op]
         placement = {"device": device, "dtype": dtype}
         taken = {name: placement[name] for name in PLACEMENT if name in parameters(cls)}
-        op = cls(**dict(self.arguments), **taken)
+        op: Any = cls(**dict(self.arguments), **taken)
         for i, name in enumerate(self.extra_input):
             op.set_extra_input_channel(i, name)
         for i, name in enumerate(self.extra_output):
@@ -101,10 +105,14 @@ class Entry:
         return op
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def to_entry(section: Any) -> Entry:
     """The entry that ``section`` describes, built once to see that the op takes it."""
     names = {SPELLINGS.get(name, name): name for name in parameters(OPS[section.op])}
-    given = {names[key]: getattr(section, key) for key in section.model_fields_set if key in names}
+    given = {names[key]: _frozen(getattr(section, key)) for key in sorted(section.model_fields_set & names.keys())}
     channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
     entry = Entry(section.op, tuple(given.items()), **channels)
     try:
@@ -138,7 +146,10 @@ def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries
 
 
-OpSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="op"), AfterValidator(to_entry)]  # type: ignore  # noqa: UP007
+if TYPE_CHECKING:
+    OpSection = Entry
+else:
+    OpSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="op"), AfterValidator(to_entry)]  # noqa: UP007
 """One entry of ``pipeline.ops``; validates to an :class:`Entry`."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo, WithJsonSchema, create_model
 
@@ -40,10 +40,10 @@ def _reader(name: str, domain: Domain) -> Callable[[Any], Any]:
     return lambda value: read(name, domain, value)
 
 
-def _setting_schema(hint: Any, default: Any, domain: Domain) -> dict[str, Any]:
+def _setting_schema(hint: Any, domain: Domain) -> dict[str, Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"enum": [name for name in hint.__members__ if _can_read(domain, name)], "default": default.name}
-    return {**TypeAdapter(hint).json_schema(), "default": default}
+        return {"enum": [name for name in hint.__members__ if _can_read(domain, name)]}
+    return TypeAdapter(hint).json_schema()
 
 
 def _can_read(domain: Domain, value: Any) -> bool:
@@ -56,8 +56,9 @@ def _can_read(domain: Domain, value: Any) -> bool:
 
 def _field(cls: type[Recipe], name: str, default: Any, rule: Setting) -> tuple[Any, Any]:
     value = default.value if isinstance(default, Setting) else default
-    schema = _setting_schema(get_type_hints(cls)[name], value, rule.domain)
-    return Annotated[Any, BeforeValidator(_reader(name, rule.domain)), WithJsonSchema(schema)], value
+    schema = _setting_schema(get_type_hints(cls)[name], rule.domain)
+    written = value.name if isinstance(value, enum.Enum) else value
+    return Annotated[Any, BeforeValidator(_reader(name, rule.domain)), WithJsonSchema(schema)], written
 
 
 def _model(kind: str, cls: type[Recipe]) -> type[Section]:
@@ -84,7 +85,7 @@ MODELS: Mapping[str, type[Section]] = {
 
 
 def to_recipe(section: Any, info: ValidationInfo) -> Recipe | None:
-    """The recipe that ``section`` describes; its fields know where they were written. RecipeError if they contradict each other."""
+    """The recipe that ``section`` describes, whose fields know where they were written. RecipeError if they do not agree."""
     if section.kind == NO_RECIPE:
         return None
     given = {name: getattr(section, name) for name in section.model_fields_set - {"kind"}}
@@ -93,5 +94,8 @@ def to_recipe(section: Any, info: ValidationInfo) -> Recipe | None:
     return recipe_of(section.kind, given, sources)
 
 
-RecipeSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="kind"), AfterValidator(to_recipe)]  # type: ignore  # noqa: UP007
+if TYPE_CHECKING:
+    RecipeSection = Recipe | None
+else:
+    RecipeSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="kind"), AfterValidator(to_recipe)]  # noqa: UP007
 """A recipe section; validates to a Recipe, or None for kind ``none``."""

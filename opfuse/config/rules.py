@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from opfuse.compiler.registry import RuleSet, default_rules
 from opfuse.compiler.rules import Fusion, Guard, Term
@@ -31,7 +31,9 @@ def _known_word(word: str) -> str:
     return word
 
 
-Conditions = Annotated[dict[str, Any], Field(json_schema_extra={"additionalProperties": True})]
+_SCALAR = {"type": ["string", "number", "boolean", "null"]}
+_CONDITION = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR, "minItems": 1}]}
+Conditions = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": _CONDITION})]
 RuleName = Annotated[str, AfterValidator(_known_rule)]
 Word = Annotated[str, AfterValidator(_known_word), Field(json_schema_extra={"enum": sorted(WORDS)})]
 
@@ -164,11 +166,14 @@ def _renamed(path: str, names: Mapping[str, str]) -> str:
     return names.get(root, root) + dot + rest
 
 
-RuleSection = Annotated[
-    Annotated[Use, Tag("use")] | Annotated[Disable, Tag("disable")] | Annotated[Declare, Tag("name")],
-    Discriminator(_entry_key),
-    AfterValidator(to_change),
-]
+if TYPE_CHECKING:
+    RuleSection = Change
+else:
+    RuleSection = Annotated[
+        Annotated[Use, Tag("use")] | Annotated[Disable, Tag("disable")] | Annotated[Declare, Tag("name")],
+        Discriminator(_entry_key),
+        AfterValidator(to_change),
+    ]
 """One entry of ``fusions.rules``; validates to a :class:`Change`."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
 from opfuse.config.findings import Problem, sentence
 from opfuse.config.models import PydocTopics
 from opfuse.config.operations import Entry
-from opfuse.core.operation import FusibleOperation
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe, autocast
@@ -30,7 +30,7 @@ def trial(
     """
     if (refusal := recipe.training_refusal() if recipe is not None else None) is not None:
         return Problem("refused-recipe", *sentence(refusal), ("recipe",))
-    columns = data.columns if data is not None else _columns(entries)
+    columns = data.columns if data is not None else input_columns(entries)
     if columns is None:
         return None
     last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
@@ -42,21 +42,23 @@ def trial(
 
 def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
+    rehearse = cache(partial(_rehearse, recipe=recipe, dtype=dtype))
     channels: dict[str, torch.Size] = {}
     for i, entry in enumerate(entries):
+        alone = replace(entry, extra_input=(), extra_output=())
         try:
-            op = replace(entry, extra_input=(), extra_output=()).build(dtype=dtype, device="meta")
-            if op.num_extra_inputs > len(entry.extra_input):
-                return None
-            shape, *extras = _run(op, [shape, *(channels[name] for name in entry.extra_input)], recipe, dtype)
+            outputs = rehearse(alone, (shape, *(channels[name] for name in entry.extra_input)))
         except (OpfuseError, RuntimeError, OverflowError) as error:
             message, cure = sentence(str(error))
             return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
+        if outputs is None:
+            return None
+        shape, *extras = outputs
         channels |= dict(zip(entry.extra_output, extras))
     return shape
 
 
-def _columns(entries: Sequence[Entry]) -> int | None:
+def input_columns(entries: Sequence[Entry]) -> int | None:
     """What the first op that knows its columns takes, if those before it leave the columns alone; else None."""
     for entry in entries:
         arguments = dict(entry.arguments)
@@ -67,11 +69,16 @@ def _columns(entries: Sequence[Entry]) -> int | None:
     return None
 
 
-def _run(op: FusibleOperation, shapes: Sequence[torch.Size], recipe: Recipe | None, dtype: torch.dtype) -> list[torch.Size]:
-    """Shapes of the outputs of ``op`` alone, main first, whose backward pass has run as well."""
+def _rehearse(
+    entry: Entry, shapes: tuple[torch.Size, ...], *, recipe: Recipe | None, dtype: torch.dtype
+) -> tuple[torch.Size, ...] | None:
+    """Shapes of the outputs of one op alone, main first, whose backward pass has run as well; None if it takes more inputs."""
+    op = entry.build(dtype=dtype, device="meta")
+    if op.num_extra_inputs >= len(shapes):
+        return None
     inputs = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) * 1 for shape in shapes]
     with autocast(enabled=recipe is not None, recipe=recipe):
         result = op(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
     torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-    return [output.shape for output in outputs]
+    return tuple(output.shape for output in outputs)

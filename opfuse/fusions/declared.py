@@ -67,7 +67,7 @@ def _epilogue_misfit(kinds: Sequence[str]) -> Misfit | None:
 
 @cache
 def _epilogue_forward(places: tuple[str, ...]) -> Callable[..., Any]:
-    """:func:`~opfuse.fusions.epilogue.epilogue` over places of these names; the last may be the cast. One function for each tuple."""
+    """:func:`~opfuse.fusions.epilogue.epilogue` over places of these names; one function for each tuple of them."""
     quantized = places[-1] == QUANTIZE
 
     def declared_epilogue(x: Value, **bound: Context) -> Any:

@@ -1,0 +1,7 @@
+"""``python -m opfuse``."""
+
+import sys
+
+from opfuse.cli import main
+
+sys.exit(main())

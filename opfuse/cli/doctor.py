@@ -1,0 +1,73 @@
+"""``opfuse doctor``: versions, the device, and how each recipe runs here and elsewhere."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+import opfuse
+from opfuse.cli.output import Json, echo, echo_json
+from opfuse.recipes import RECIPES, support, support_matrix
+from opfuse.recipes.availability import device_arch
+
+PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "pydantic", "ruamel.yaml")
+"""Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine runs natively, and what it emulates."""
+    if as_json:
+        echo_json({"machine": machine(), "recipes": recipes(), "matrix": matrix()})
+        return
+    echo("\n".join(f"{name:<14}{value}" for name, value in machine().items()))
+    echo("")
+    console = Console()
+    console.print(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in recipes().items()]))
+    archs = list(dict.fromkeys(row["arch"] for row in matrix()))
+    cells = {kind: [row["status"] for row in matrix() if row["kind"] == kind] for kind in RECIPES}
+    console.print(_table("by compute capability (0.0: CPU)", ("recipe", *archs), [(kind, *row) for kind, row in cells.items()]))
+
+
+def machine() -> dict[str, str]:
+    """Versions and the device, as text."""
+    major, minor = device_arch()
+    device = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}" if torch.cuda.is_available() else "CPU only"
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    packages = {name: _installed(name) for name in PACKAGES}
+    return {
+        "opfuse": opfuse.__version__,
+        "python": python,
+        **packages,
+        "torch's CUDA": torch.version.cuda or "none",
+        "device": device,
+    }
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def recipes() -> dict[str, dict[str, str]]:
+    """How each kind of recipe runs here, and why."""
+    found = {kind: support(kind) for kind in RECIPES}
+    return {kind: {"status": row.status, "reason": row.reason} for kind, row in found.items()}
+
+
+def matrix() -> list[dict[str, str]]:
+    """How each kind of recipe runs on each compute capability."""
+    return [{**row._asdict(), "arch": f"{row.arch[0]}.{row.arch[1]}"} for row in support_matrix()]
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(Column(columns[0], no_wrap=True), *columns[1:], title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table

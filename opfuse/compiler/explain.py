@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,9 +42,10 @@ class Explanation:
         """Outcomes of one direction; those of joint rules belong to both."""
         return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
 
-    def why_not(self, rule: str) -> tuple[Outcome, ...]:
-        """What became of one rule, everywhere."""
-        return tuple(outcome for plan in self.plans for outcome in plan.outcomes if outcome.rule == rule)
+    def narrowed(self, rule: str) -> Explanation:
+        """The same explanation with the outcomes of one rule only."""
+        plans = (replace(plan, outcomes=tuple(o for o in plan.outcomes if o.rule == rule)) for plan in self.plans)
+        return replace(self, plans=tuple(plans))
 
     @property
     def fusions(self) -> tuple[str, ...]:

@@ -1,0 +1,62 @@
+"""``opfuse explain``: what a configuration's pipeline fuses, what it does not, and why."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from opfuse.cli.output import Json, echo, echo_json
+from opfuse.compiler.explain import Explanation
+from opfuse.compiler.explain import explain as explain_call
+from opfuse.config import Config, load
+from opfuse.errors import ConfigError, describe, nearest
+from opfuse.recipes import autocast
+
+
+class Format(enum.StrEnum):
+    """How an explanation is printed."""
+
+    text = "text"
+    json = "json"
+    mermaid = "mermaid"
+
+
+def explain(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
+    why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what became of this rule.")] = None,
+    format: Annotated[Format, typer.Option(help="How to print.")] = Format.text,
+    device: Annotated[str, typer.Option(help="Where to run the pipeline once.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Show what fuses, what does not, and why: one training call of the pipeline, forward and backward."""
+    found = explained(load(config), device)
+    if why_not is not None:
+        found = _only(found, why_not)
+    if as_json or format is Format.json:
+        echo_json(found.to_dict())
+    else:
+        echo(found.mermaid() if format is Format.mermaid else str(found))
+
+
+def explained(config: Config, device: str = "cpu") -> Explanation:
+    """The explanation of a training call of ``config``'s pipeline on random data, with the bytes each override saves."""
+    columns = config.columns
+    if columns is None:
+        cure = "add a data section, or begin the pipeline with an op of a known size"
+        raise ConfigError(describe(config.path, wanted="an input of known columns", got="none", cure=cure))
+    model = config.build(device=device)
+    x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=device, requires_grad=True)
+    with autocast(enabled=config.recipe is not None, recipe=config.recipe):
+        return explain_call(model, x, overrides=True)
+
+
+def _only(explanation: Explanation, rule: str) -> Explanation:
+    known = {outcome.rule for plan in explanation.plans for outcome in plan.outcomes}
+    if rule not in known:
+        cure = "name an active rule" + nearest(rule, known)
+        raise ConfigError(describe("--why-not", wanted=f"one of {sorted(known)}", got=repr(rule), cure=cure))
+    return explanation.narrowed(rule)

@@ -1,0 +1,110 @@
+"""Explanations: an outcome for every rule at every place, the bytes that really are saved, and no trace left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.compiler.explain import explain
+
+
+def mlp(size: int = 64) -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(ops.RMSNorm(size), ops.Linear(size, 2 * size), ops.GELU(), ops.Linear(2 * size, size))
+
+
+def call(recipe: recipes.Recipe | None, **options: bool):
+    x = torch.randn(32, 64, requires_grad=True)
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        return explain(mlp(), x, **options)
+
+
+def test_x02_every_active_rule_has_an_outcome_with_a_reason() -> None:
+    found = call(recipes.MXFP8BlockScaling())
+    assert {o.rule for o in (*found.outcomes("forward"), *found.outcomes("backward"))} == set(opfuse.active_rules().names)
+    for outcome in (*found.outcomes("forward"), *found.outcomes("backward")):
+        assert outcome.status in ("fused", "shadowed", "missed", "absent")
+        assert outcome.status != "shadowed" or outcome.by
+        assert outcome.status != "missed" or (outcome.guard and outcome.wanted and outcome.got)
+
+
+def test_b17_override_is_named_as_the_reason() -> None:
+    found = call(recipes.MXFP8BlockScaling(backward_override="dequantized")).narrowed("backward_activation_bias")
+    misses = found.outcomes("backward")
+    assert misses
+    assert all(
+        (o.status, o.guard, o.wanted, o.got) == ("missed", "env.recipe.backward_override", "None", "'dequantized'")
+        for o in misses
+    )
+
+
+def test_json_has_what_the_text_says() -> None:
+    found = call(recipes.MXFP8BlockScaling())
+    values = found.to_dict()
+    for side in ("forward", "backward"):
+        assert [o["rule"] for o in values[side]] == [o.rule for o in found.outcomes(side)]
+        assert all(set(o) >= {"rule", "status", "ops"} for o in values[side])
+    (pipeline,) = values["pipelines"]
+    assert pipeline["nodes"][3] == "3:linear"
+    assert str(found).count("\n") > 10
+    assert values["backend"] == found.backend == "emulated"
+
+
+def test_mermaid_shows_each_node_once_a_direction_and_only_real_edges() -> None:
+    found = call(recipes.MXFP8BlockScaling())
+    forward, backward = found.mermaid().split("\n\n")
+    nodes = found.plans[0].graph.nodes
+    for text, side in ((forward, "forward"), (backward, "backward")):
+        for node in nodes:
+            assert text.count(f'n{node.index}["{node.name}"]') == (side in node.directions)
+    assert "n3 --> n5" in forward
+    assert "n9 --> n6" in backward
+    assert "n4 --> n3" in backward
+
+
+def expected_bytes(override: str | None) -> int:
+    """The MLP's saved state in bytes by hand: fp32 activations, MXFP8 operands with scales padded to (4, 128) or (128, 4)."""
+    rows, size, hidden, scales = 32, 64, 128, 512
+    norm = rows * size * 4 + rows * 4
+    gelu = rows * hidden * 4
+    if override == "high_precision":
+        return norm + gelu + rows * size * 4 + rows * hidden * 4
+    operands = rows * size + hidden * size + rows * hidden + size * hidden
+    return norm + gelu + operands + 4 * scales
+
+
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+def test_saved_bytes_are_those_of_the_formula(override: str | None) -> None:
+    assert call(recipes.MXFP8BlockScaling(backward_override=override)).saved_bytes == expected_bytes(override)
+
+
+def test_saved_bytes_by_override_and_refusals() -> None:
+    measured = call(recipes.MXFP8BlockScaling(), overrides=True).saved_by_override
+    assert dict(measured) == {str(o): expected_bytes(o) for o in (None, "dequantized", "high_precision")}
+    delayed = call(recipes.DelayedScaling(), overrides=True).saved_by_override
+    assert delayed["dequantized"] is None
+    assert delayed["high_precision"] is None
+
+
+def test_without_a_recipe() -> None:
+    found = call(None)
+    assert found.backend == "high precision"
+    assert "epilogue" in found.fusions
+
+
+def test_explaining_leaves_no_trace() -> None:
+    model, x = mlp(), torch.randn(32, 64)
+    model.append(ops.Dropout(0.5))
+    with opfuse.autocast(recipe=recipes.DelayedScaling()):
+        model(x)
+    before = {name: value.clone() for name, value in model[1].quantizer_states.to_dict().items()}
+    state = torch.get_rng_state()
+    with opfuse.autocast(recipe=recipes.DelayedScaling()):
+        explain(model, 100 * x)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = model[1].quantizer_states.to_dict()
+    slots = {name for name in before if name.startswith(("input", "weight"))}
+    assert slots
+    assert all(torch.equal(before[name], after[name]) for name in slots)

@@ -171,6 +171,14 @@ class QuantizedTensor(torch.Tensor):
             raise QuantizedTensorError(describe(where, wanted="a quantizer to cast the result with", got=None, cure=cure))
         return self._quantizer
 
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """The value before quantization, on the CPU, where ``quantized_model_init`` was asked to preserve it."""
+        return self.__dict__.get("high_precision_init_val")
+
+    def clear_high_precision_init_val(self) -> None:
+        """Let the preserved value go."""
+        self.__dict__.pop("high_precision_init_val", None)
+
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Have exactly the planes asked for; None leaves a plane as it is.
 

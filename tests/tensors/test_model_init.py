@@ -1,0 +1,33 @@
+"""Parameters made under ``quantized_model_init``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.tensors import QuantizedTensor
+
+
+@pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "delayed"])
+def test_weight_is_the_cast_of_the_preserved_initial_value(kind: str) -> None:
+    recipe = recipes.recipe_of(kind, {})
+    with opfuse.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        linear = ops.Linear(128, 128, dtype=torch.bfloat16)
+    weight = linear.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    assert isinstance(weight, QuantizedTensor)
+    value = weight.get_high_precision_init_val()
+    assert value is not None
+    assert torch.equal(weight.quantizer.quantize(value).dequantize(), weight.dequantize())
+    assert weight.usages == ("rowwise", "columnwise")
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_nothing_is_preserved_unasked_and_nothing_quantized_when_disabled() -> None:
+    with opfuse.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
+        assert ops.Linear(32, 32).weight.get_high_precision_init_val() is None
+    with opfuse.quantized_model_init(enabled=False, recipe=recipes.MXFP8BlockScaling()):
+        assert type(ops.Linear(32, 32).weight) is torch.nn.Parameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -74,14 +74,27 @@ def _casts(device: str) -> bool:
 
 
 class OperationFuser:
-    """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once."""
+    """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
 
-    def __init__(self, ops: Sequence[FusibleOperation], *, rules: RuleSet | None = None, name: str = "") -> None:
+    imports, exports: channels that come from earlier pipelines, and that later ones read. extra_inputs: for every extra input
+    of a call its channel, None for one without. extra_outputs: the channels of the extra outputs.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[FusibleOperation],
+        *,
+        rules: RuleSet | None = None,
+        name: str = "",
+        imports: Collection[str] = (),
+        exports: Collection[str] = (),
+    ) -> None:
         self.presets = tuple(op for op in ops if isinstance(op, FusedOperation))
         self.ops = tuple(basic for op in ops for basic in op.basic_ops)
         self.label = name or "pipeline"
         self.rules = rules
-        check_channels(self.ops)
+        check_channels(self.ops, imports)
+        self.exports = frozenset(exports)
         for op in self.ops:
             op.capture()
         self.structure = digest(
@@ -90,8 +103,12 @@ class OperationFuser:
                 for op in self.ops
             )
         )
-        self.num_extra_inputs = sum(channel.name is None for op in self.ops for channel in op.extra_input_channels)
-        self.num_extra_outputs = sum(channel.to_caller for op in self.ops for channel in op.extra_output_channels)
+        read = [channel.name for op in self.ops for channel in op.extra_input_channels]
+        self.extra_inputs = tuple(
+            name for i, name in enumerate(read) if name is None or (name in imports and name not in read[:i])
+        )
+        made = [channel for op in self.ops for channel in op.extra_output_channels]
+        self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
         self._slots = tuple(tuple((slot, name.rpartition(".")[2]) for name, slot in op.parameter_slots()) for op in self.ops)
 
@@ -100,7 +117,9 @@ class OperationFuser:
         device = x.device
         recipe = current_recipe()
         group = current_amax_group()
-        autocast = torch.get_autocast_dtype(device.type) if _casts(device.type) and torch.is_autocast_enabled(device.type) else None
+        autocast = (
+            torch.get_autocast_dtype(device.type) if _casts(device.type) and torch.is_autocast_enabled(device.type) else None
+        )
         rows = x.numel() // (x.shape[-1] or 1) if x.dim() else 1
         env = Env(
             recipe,
@@ -148,7 +167,7 @@ class OperationFuser:
         if key.env.recipe is not None and key.env.grad:
             key.env.recipe.check_trainable()
         start = time.perf_counter()
-        plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label)
+        plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label, exports=self.exports)
         self.cache.put(key, plan)
         _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
         return plan
@@ -157,15 +176,17 @@ class OperationFuser:
         """The main output, or a tuple of it and the extra outputs that go to the caller."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(describe(f"{self.label} input", wanted="a torch.Tensor", got=type(x).__name__, cure="pass a tensor"))
-        if len(extras) != self.num_extra_inputs:
+        if len(extras) != len(self.extra_inputs):
             raise PipelineError(
                 describe(
                     self.label,
-                    wanted=f"{self.num_extra_inputs} extra inputs",
+                    wanted=f"{len(self.extra_inputs)} extra inputs",
                     got=len(extras),
                     cure="pass one tensor for each extra input that has no channel, in op order",
                 )
             )
+        for op, given in zip(self.ops, kwargs or ()):
+            op.check_kwargs(given)
         plan = self.plan(x, *extras)
         recorder = _recorder.get()
         if recorder is not None:
@@ -183,7 +204,7 @@ def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **k
     fuser: OperationFuser | None = op.__dict__.get("_fuser")
     if fuser is None:
         fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label)
-    return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)])
+    return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)] if kwargs else None)
 
 
 FusibleOperation.run_alone = staticmethod(_run_alone)

@@ -7,7 +7,7 @@ from what needs a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class _Builder:
     casts: dict[int, int] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
     cast_gradients: set[int] = field(default_factory=set)
+    exports: frozenset[str] = frozenset()
     channels: dict[str, int] = field(default_factory=dict)
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
@@ -62,9 +63,9 @@ class _Builder:
         return node
 
 
-def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs) -> Graph:
-    """The lowered graph of ``ops``."""
-    b = _Builder(env)
+def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset()) -> Graph:
+    """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input."""
+    b = _Builder(env, exports=exports)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras = iter(inputs.extras)
@@ -97,12 +98,14 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs) -> Graph:
 
 
 def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> int:
-    if name is None:
-        sig = next(extras)
-        value = b.new_value(grad=b.env.grad and sig.requires_grad)
-        b.extra_inputs.append(value)
-        return value
-    return b.channels[name]
+    if name is not None and name in b.channels:
+        return b.channels[name]
+    sig = next(extras)
+    value = b.new_value(grad=b.env.grad and sig.requires_grad)
+    b.extra_inputs.append(value)
+    if name is not None:
+        b.channels[name] = value
+    return value
 
 
 def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Sequence[int]) -> frozenset[str]:
@@ -171,13 +174,13 @@ def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
     for channel, value in zip(op.extra_output_channels, extra_outputs):
         if channel.name is not None:
             b.channels[channel.name] = value
-        if channel.to_caller:
+        if channel.to_caller or channel.name in b.exports:
             b.returned.append(value)
 
 
-def check_channels(ops: Sequence[BasicOperation]) -> None:
-    """PipelineError unless every channel has one producer, before all of its consumers."""
-    produced: set[str] = set()
+def check_channels(ops: Sequence[BasicOperation], imports: Collection[str] = ()) -> None:
+    """PipelineError unless every channel has one producer, before all of its consumers; ``imports`` were produced earlier."""
+    produced = set(imports)
     for op in ops:
         for i, channel in enumerate(op.extra_input_channels):
             if channel.name is not None and channel.name not in produced:

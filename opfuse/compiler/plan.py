@@ -73,12 +73,14 @@ def compile_plan(
     *,
     presets: Sequence[FusedOperation] = (),
     name: str = "",
+    exports: frozenset[str] = frozenset(),
 ) -> Plan:
     """The plan of ``ops`` under ``key``: lower, let everyone claim nodes, check, cut into segments.
 
-    presets: FusedOperations that the user put into the pipeline. name: of the pipeline, for explanations.
+    presets: FusedOperations that the user put into the pipeline. name: of the pipeline, for explanations. exports: channels
+    that later pipelines read.
     """
-    graph = lower(ops, key.env, key.inputs)
+    graph = lower(ops, key.env, key.inputs, exports)
     claims = Claims(graph, key.env)
     claims.claim_presets(presets, ops)
     claims.claim_functions(rules, ops)

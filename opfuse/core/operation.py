@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.signature import Env, checked_dtype
-from opfuse.errors import ChannelError, PipelineError, SpecError, describe
+from opfuse.errors import PipelineError, SpecError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe, current_recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
@@ -28,14 +29,6 @@ Gradients = Iterable[torch.Tensor | None]
 @dataclass(frozen=True)
 class NoSpec:
     """Spec of an op that keeps its hyper-parameters to itself; no guard can read them."""
-
-
-@dataclass
-class Channel:
-    """Names an extra tensor, so that an op of the same pipeline consumes what another one produces."""
-
-    name: str | None = None
-    to_caller: bool = True
 
 
 class FusibleOperation(nn.Module, ABC):
@@ -75,17 +68,18 @@ class FusibleOperation(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {name: value for name, value in self.__dict__.items() if name != "_fuser"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fuser", "_slots")}
 
 
-class BasicOperation(FusibleOperation):
+class BasicOperation(ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
     A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
     kind: name in patterns (default: the class name in snake case). traits: groups that patterns may name. saves: names
     that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
     of ``"input"``, ``"grad_output"`` and parameter names. is_cast: it is nothing but its quantize nodes. accepts_quantized:
-    its methods take quantized values; otherwise they get high-precision tensors.
+    its methods take quantized values; otherwise they get high-precision tensors. forward_kwargs: keyword arguments that a caller
+    may pass to its forward; None leaves it to the signature of ``op_forward``.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset()
@@ -93,8 +87,7 @@ class BasicOperation(FusibleOperation):
     roles: ClassVar[tuple[str, ...]] = ()
     is_cast: ClassVar[bool] = False
     accepts_quantized: ClassVar[bool] = False
-    num_extra_inputs: ClassVar[int] = 0  # type: ignore[assignment]
-    num_extra_outputs: ClassVar[int] = 0  # type: ignore[assignment]
+    forward_kwargs: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,11 +99,7 @@ class BasicOperation(FusibleOperation):
         super().__init__()
         self.__dict__["spec"] = spec if spec is not None else NoSpec()
         self.__dict__["owner"] = owner if owner is not None else self
-        self.__dict__["_channels"] = (
-            [Channel() for _ in range(self.num_extra_inputs)],
-            [Channel() for _ in range(self.num_extra_outputs)],
-        )
-        self.__dict__["_captured"] = False
+        self._init_channels()
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
 
@@ -225,6 +214,14 @@ class BasicOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         return (self,)
 
+    def check_kwargs(self, kwargs: Iterable[str]) -> None:
+        """PipelineError for keyword arguments that this op does not take."""
+        known = self.forward_kwargs
+        unknown = () if known is None else tuple(name for name in kwargs if name not in known)
+        if unknown:
+            wanted = f"one of {known}" if known else "no keyword arguments"
+            raise PipelineError(describe(f"{self.label} forward", wanted=wanted, got=unknown, cure="check the names"))
+
     def op_forward(
         self,
         ctx: Context,
@@ -276,69 +273,6 @@ class BasicOperation(FusibleOperation):
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 
-    # -- extra tensors by name -------------------------------------------------------------------------------------------
-
-    @property
-    def extra_input_channels(self) -> tuple[Channel, ...]:
-        """Channels of the extra inputs; a nameless one is given by the caller."""
-        return tuple(self._channels[0])
-
-    @property
-    def extra_output_channels(self) -> tuple[Channel, ...]:
-        """Channels of the extra outputs."""
-        return tuple(self._channels[1])
-
-    def set_extra_input_channel(self, index: int, name: str | None) -> None:
-        """Take extra input ``index`` from the op of the same pipeline that produces ``name`` (None: from the caller)."""
-        self._set_channel(0, index, Channel(self._channel_name(name)))
-
-    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
-        """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
-        if not isinstance(output_to_caller, bool):
-            raise TypeError(
-                describe(
-                    f"{self.label} extra output {index}",
-                    wanted="a bool for output_to_caller",
-                    got=output_to_caller,
-                    cure="pass True or False",
-                )
-            )
-        self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
-
-    def _channel_name(self, name: str | None) -> str | None:
-        if name is not None and (not isinstance(name, str) or not name):
-            raise PipelineError(
-                describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel")
-            )
-        return name
-
-    def _set_channel(self, side: int, index: int, channel: Channel) -> None:
-        channels = self._channels[side]
-        what = ("input", "output")[side]
-        if not 0 <= index < len(channels):
-            raise IndexError(
-                describe(
-                    f"{self.label} extra {what} channel",
-                    wanted=f"an index below {len(channels)}",
-                    got=index,
-                    cure=f"this op has {len(channels)} extra {what}s",
-                )
-            )
-        if self._captured:
-            raise ChannelError(
-                describe(
-                    f"{self.label} extra {what} {index}",
-                    wanted="channels set before the first call",
-                    got="a captured op",
-                    cure="set channels before the op enters a pipeline, or build a new op",
-                )
-            )
-        channels[index] = channel
-
-    def capture(self) -> None:
-        """Lock the channels; a pipeline does this when it takes the op in."""
-        self.__dict__["_captured"] = True
-
 
 class FusedOperation(FusibleOperation):
     """An op that stands for a run of basic ops and runs them its own way; has no parameters of its own.
@@ -358,11 +292,11 @@ class FusedOperation(FusibleOperation):
                     cure="pass the basic ops in forward order",
                 )
             )
-        self.basic_ops_list = nn.ModuleList(ops)
+        self._modules["basic_ops"] = nn.ModuleList(ops)
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        return tuple(self.basic_ops_list)  # type: ignore[arg-type]
+        return tuple(self._modules["basic_ops"])  # type: ignore[arg-type]
 
     @classmethod
     def overrides(cls, method: str) -> bool:

@@ -44,6 +44,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     roles = ("weight", "input", "grad_output")
     saves = ("x", "w")
     accepts_quantized = True
+    forward_kwargs = ()
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class _Norm(BasicOperation):
     """
 
     traits = frozenset(("norm", "producer"))
+    forward_kwargs = ()
 
     def __init__(
         self,
@@ -167,6 +168,7 @@ class L2Normalization(BasicOperation):
     kind = "l2_normalization"
     traits = frozenset(("norm", "producer"))
     saves = ("x", "rstd")
+    forward_kwargs = ()
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         _check_eps("L2Normalization", eps)

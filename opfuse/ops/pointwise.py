@@ -25,6 +25,7 @@ class PointwiseOperation(BasicOperation):
     """
 
     traits = frozenset(("elementwise",))
+    forward_kwargs = ()
     math: ClassVar[Pointwise]
     sources: ClassVar[Mapping[str, str]] = {}
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
 
 from opfuse.compiler.fuser import CacheInfo, OperationFuser
+from opfuse.compiler.lower import check_channels
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.errors import PipelineError, describe
+
+Run = list[tuple[str, FusibleOperation]]
+"""Consecutive fusible ops with their names."""
 
 
 class Sequential(nn.Module):
     """Runs modules one after another, maximal runs of fusible ops each as one pipeline.
 
     Behaves as a list: indices, slices, ``append``, ``extend``, ``insert``, ``pop``, ``del``, ``+`` and ``+=``; a dictionary
-    names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order. rules:
-    a rule set of its own; None takes the active one at each call.
+    names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order. A
+    channel may start in one run and end in a later one. rules: a rule set of its own; None takes the active one at each call.
     """
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
@@ -45,7 +49,9 @@ class Sequential(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self.__dict__["_runs"] = None
+        # Other attributes change no run: ``train()`` and ``eval()`` set ``training`` and must find the plans again.
+        if isinstance(value, nn.Module) or name in self._modules:
+            self.__dict__["_runs"] = None
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -134,20 +140,28 @@ class Sequential(nn.Module):
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
         if self.__dict__["_runs"] is None:
-            runs: list[Any] = []
+            parts: list[nn.Module | Run] = []
             for name, module in self._modules.items():
                 if not isinstance(module, FusibleOperation):
-                    runs.append(module)
-                elif runs and isinstance(runs[-1], list):
-                    runs[-1].append((name, module))
+                    parts.append(cast(nn.Module, module))
+                elif parts and isinstance(parts[-1], list):
+                    parts[-1].append((name, module))
                 else:
-                    runs.append([(name, module)])
-            self.__dict__["_runs"] = tuple(self._pipeline(run) if isinstance(run, list) else run for run in runs)
-        return self.__dict__["_runs"]
+                    parts.append([(name, module)])
+            runs = [part for part in parts if isinstance(part, list)]
+            check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
+            self.__dict__["_runs"] = tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
+        return cast(tuple[nn.Module | OperationFuser, ...], self.__dict__["_runs"])
 
-    def _pipeline(self, run: list[tuple[str, FusibleOperation]]) -> OperationFuser:
-        names = [name for name, _ in run]
-        return OperationFuser([op for _, op in run], rules=self.rules, name=f"ops {names[0]}..{names[-1]}")
+    def _pipeline(self, run: Run, runs: Sequence[Run]) -> OperationFuser:
+        others = [other for other in runs if other is not run]
+        return OperationFuser(
+            [op for _, op in run],
+            rules=self.rules,
+            name=f"ops {run[0][0]}..{run[-1][0]}",
+            imports={name for other in others for name in _channels(other, "extra_output_channels")},
+            exports={name for other in others for name in _channels(other, "extra_input_channels")},
+        )
 
     def forward(
         self, x: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None
@@ -156,46 +170,41 @@ class Sequential(nn.Module):
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
+        runs = self.runs()
         kwargs = self._kwargs(op_kwargs or {})
-        extras = list(extra_inputs)
+        given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
-        for run in self.runs():
+        channels: dict[str, torch.Tensor] = {}
+        for run in runs:
             if not isinstance(run, OperationFuser):
                 x = run(x)
                 continue
-            given, extras = extras[: run.num_extra_inputs], extras[run.num_extra_inputs :]
-            result = run(x, *given, kwargs=[kwargs.pop(id(op), {}) for op in run.ops] if kwargs else None)
+            extras = [next(given) if name is None else channels[name] for name in run.extra_inputs]
+            result = run(x, *extras, kwargs=[kwargs.get(id(op), {}) for op in run.ops] if kwargs else None)
             x, *more = result if isinstance(result, tuple) else (result,)
-            outputs += more
-        if extras:
-            raise PipelineError(
-                describe(
-                    "Sequential",
-                    wanted=f"{len(extra_inputs) - len(extras)} extra inputs",
-                    got=len(extra_inputs),
-                    cure="pass one tensor for each extra input that has no channel",
-                )
-            )
-        if kwargs:
-            raise PipelineError(
-                describe(
-                    "Sequential op_kwargs", wanted="ops of this Sequential", got=f"{len(kwargs)} others", cure="check the keys"
-                )
-            )
+            for channel, tensor in zip(run.extra_outputs, more):
+                if channel.name is not None:
+                    channels[channel.name] = tensor
+                if channel.to_caller:
+                    outputs.append(tensor)
         return (x, *outputs) if outputs else x
 
+    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        wanted = sum(run.extra_inputs.count(None) for run in self.runs() if isinstance(run, OperationFuser))
+        if len(extra_inputs) != wanted:
+            cure = "pass one tensor for each extra input that has no channel, in op order"
+            raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
+        return iter(extra_inputs)
+
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        known = {id(op) for run in self.runs() if isinstance(run, OperationFuser) for op in run.ops} if op_kwargs else set()
         found: dict[int, Mapping[str, Any]] = {}
         for key, value in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
-            if not isinstance(op, BasicOperation):
+            if not isinstance(op, BasicOperation) or id(op) not in known:
+                wanted, cure = "a BasicOperation of this Sequential, or its index", "pass keyword arguments to basic ops only"
                 raise PipelineError(
-                    describe(
-                        "Sequential op_kwargs",
-                        wanted="a BasicOperation or its index",
-                        got=repr(key),
-                        cure="pass keyword arguments to basic ops only",
-                    )
+                    describe("Sequential op_kwargs", wanted=wanted, got=getattr(op, "label", repr(key)), cure=cure)
                 )
             found[id(op)] = value
         return found
@@ -205,3 +214,9 @@ class Sequential(nn.Module):
         infos = [run.cache_info() for run in self.runs() if isinstance(run, OperationFuser)]
         reason = next((info.last_miss for info in reversed(infos) if info.last_miss), None)
         return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
+
+
+def _channels(run: Run, side: str) -> Iterator[str]:
+    for _, op in run:
+        for basic in op.basic_ops:
+            yield from (channel.name for channel in getattr(basic, side) if channel.name is not None)

@@ -22,6 +22,7 @@ class Identity(BasicOperation):
 
     traits = frozenset(("transparent",))
     saves = ()
+    forward_kwargs = ()
     accepts_quantized = True
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
@@ -42,6 +43,7 @@ class Reshape(BasicOperation):
     """y = x.reshape(shape); one dimension may be -1."""
 
     saves = ()
+    forward_kwargs = ()
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__(ReshapeSpec(tuple(shape)))
@@ -72,6 +74,7 @@ class MakeExtraOutput(BasicOperation):
     """
 
     saves = ()
+    forward_kwargs = ()
     num_extra_outputs = 1
 
     def __init__(self, in_place: bool = False) -> None:
@@ -107,6 +110,12 @@ class Quantize(QuantizerStateMixin, Identity):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__(QuantizeSpec(forward, backward))
+
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
+        return ctx.cast("input", input_)
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[Value, tuple[()]]:
+        return ctx.cast("grad_output", grad_output), ()
 
     def quantized_roles(self) -> tuple[str, ...]:
         return ("input",) * self.spec.forward + ("grad_output",) * self.spec.backward

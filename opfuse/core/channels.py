@@ -1,0 +1,101 @@
+"""Extra tensors of an op, and the channels that carry them from one op of a pipeline to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from opfuse.errors import ChannelError, PipelineError, describe
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Names an extra tensor, so that an op of the same pipeline consumes what another one produces."""
+
+    name: str | None = None
+    to_caller: bool = True
+
+
+class ChannelMixin:
+    """What a basic op takes and returns beside its main input and output.
+
+    Each extra tensor comes from the caller, or goes to it, unless it is given the name of a channel.
+    """
+
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    label: Any
+    _channels: tuple[list[Channel], list[Channel]]
+    _captured: bool
+
+    def _init_channels(self) -> None:
+        self.__dict__["_channels"] = (
+            [Channel() for _ in range(self.num_extra_inputs)],
+            [Channel() for _ in range(self.num_extra_outputs)],
+        )
+        self.__dict__["_captured"] = False
+
+    @property
+    def extra_input_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra inputs; a nameless one is given by the caller."""
+        return tuple(self._channels[0])
+
+    @property
+    def extra_output_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra outputs."""
+        return tuple(self._channels[1])
+
+    def set_extra_input_channel(self, index: int, name: str | None) -> None:
+        """Take extra input ``index`` from the op of the same pipeline that produces ``name`` (None: from the caller)."""
+        self._set_channel(0, index, Channel(self._channel_name(name)))
+
+    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
+        """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(
+                describe(
+                    f"{self.label} extra output {index}",
+                    wanted="a bool for output_to_caller",
+                    got=output_to_caller,
+                    cure="pass True or False",
+                )
+            )
+        self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
+
+    def _channel_name(self, name: str | None) -> str | None:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise PipelineError(
+                describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel")
+            )
+        return name
+
+    def _set_channel(self, side: int, index: int, channel: Channel) -> None:
+        channels = self._channels[side]
+        what = ("input", "output")[side]
+        if not 0 <= index < len(channels):
+            raise IndexError(
+                describe(
+                    f"{self.label} extra {what} channel",
+                    wanted=f"an index below {len(channels)}",
+                    got=index,
+                    cure=f"this op has {len(channels)} extra {what}s",
+                )
+            )
+        if self._captured:
+            raise ChannelError(
+                describe(
+                    f"{self.label} extra {what} {index}",
+                    wanted="channels set before the first call",
+                    got="a captured op",
+                    cure="set channels before the op enters a pipeline, or build a new op",
+                )
+            )
+        channels[index] = channel
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is in no pipeline yet.
+        return {**super().__getstate__(), "_captured": False}  # type: ignore[dict-item]
+
+    def capture(self) -> None:
+        """Lock the channels; a pipeline does this when it takes the op in."""
+        self.__dict__["_captured"] = True

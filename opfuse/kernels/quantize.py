@@ -34,6 +34,7 @@ from opfuse.kernels.scales import (
     nvfp4_block_scale,
     nvfp4_global_scale,
     nvfp4_multiplier,
+    reciprocal,
     scale_from_amax,
 )
 
@@ -60,6 +61,27 @@ def cast_delayed(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout]
     wide = x.to(torch.float32)
     codes = torch.where(torch.isfinite(wide), encode(wide * scale, element), encode_nonfinite(wide, element))
     return [store_data(lines_of(codes, layout.usage), layout) for layout in layouts]
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """fp32 (1,), the largest ``|x|``; inf and NaN propagate."""
+    return amax(x).reshape(1)
+
+
+def cast_current(
+    x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Data of per-tensor planes under the scale of ``amax`` fp32 (1,), by :func:`scale_from_amax`, and the decode scale (1,)."""
+    scale = scale_from_amax(amax, layouts[0].element.max, eps=eps, pow2=pow2)
+    return cast_tensor(x, scale, layouts), decode_scale(scale, amax)
+
+
+def cast_recording(
+    x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """As :func:`cast_delayed`, with the decode scale (1,); raises ``amax`` fp32 (1,) in place to the largest ``|x|``."""
+    amax.copy_(torch.maximum(amax, tensor_amax(x)))
+    return cast_delayed(x, scale, layouts), reciprocal(scale)
 
 
 def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True) -> list[Encoded]:

@@ -151,7 +151,15 @@ struct fp16 {
 
 OPFUSE_FN float to_fp32(float x) { return x; }
 OPFUSE_FN float to_fp32(bf16 x) { return float_of(u32(x.bits) << 16); }
-OPFUSE_FN float to_fp32(fp16 x) { return decode<FP16>(x.bits); }
+OPFUSE_FN float to_fp32(fp16 x) {
+#if defined(__CUDA_ARCH__)
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+#else
+    return decode<FP16>(x.bits);
+#endif
+}
 
 template <class T>
 OPFUSE_FN T from_fp32(float x);
@@ -164,7 +172,11 @@ OPFUSE_FN fp16 from_fp32<fp16>(float x) { return {u16(encode<FP16>(x))}; }
 
 // Two maxima of 16-bit magnitudes at once: the halves of `best` against those of a pair of bf16 or fp16 values.
 OPFUSE_FN u32 larger_magnitudes(u32 best, u32 pair) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(best, pair & 0x7fff7fff);
+#else
     return larger(best & 0xffff, pair & 0x7fff) | larger(best & 0xffff0000, pair & 0x7fff0000);
+#endif
 }
 
 // ----------------------------------------------------------------------------------------------------------------- E8M0 scales

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import Format, fp8_block, fp8_tensor
+from opfuse.kernels.cast import cast_current, cast_recording, tensor_amax
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.quantize import cast_block, cast_delayed, cast_tensor
-from opfuse.kernels.scales import amax, decode_scale, reciprocal, scale_from_amax
+from opfuse.kernels.quantize import cast_block
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
 from opfuse.tensors.storage import Plane
 
@@ -43,9 +43,8 @@ class Float8Quantizer(CastingQuantizer):
         return (self.amax,)
 
     def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        self.amax.copy_(torch.maximum(self.amax, amax(x)))
-        scale_inv = reciprocal(self.scale)
-        return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_delayed(x, self.scale, layouts))]
+        data, scale_inv = cast_recording(x, self.scale, self.amax, layouts)
+        return [plane_of(layout, each, scale_inv) for layout, each in zip(layouts, data)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,13 +75,11 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
         return fmt, fmt
 
     def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        largest = amax(x).reshape(1)
+        amax = tensor_amax(x)
         if self.with_amax_reduction:
-            largest = reduce_amax(largest, self.amax_reduction_group)
-        fp8_max = fp8_element(self.fp8_dtype, type(self).__name__).max
-        scale = scale_from_amax(largest, fp8_max, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
-        scale_inv = decode_scale(scale, largest)
-        return [plane_of(layout, data, scale_inv) for layout, data in zip(layouts, cast_tensor(x, scale, layouts))]
+            amax = reduce_amax(amax, self.amax_reduction_group)
+        data, scale_inv = cast_current(x, amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+        return [plane_of(layout, each, scale_inv) for layout, each in zip(layouts, data)]
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,58 @@
+"""Device time by events over rotating buffers, and host time with an idle device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+
+
+class Timing(NamedTuple):
+    """Microseconds: the median of the repeats, the shortest, the longest."""
+
+    median: float
+    shortest: float
+    longest: float
+
+
+def device_time(calls: Sequence[Call], *, launches: int = 24, repeats: int = 7) -> Timing:
+    """Time of one call, between two events around ``launches`` calls that take turns, so that none finds its data in a cache."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+
+    def once() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2_000_000)  # the host queues ahead of the device
+        start.record()
+        for i in range(launches):
+            calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / launches * 1e3
+
+    times = [once() for _ in range(repeats)]
+    return Timing(statistics.median(times), min(times), max(times))
+
+
+def host_time(call: Call, *, calls: int = 200, repeats: int = 7) -> Timing:
+    """Time for the host to queue one call."""
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return elapsed / calls * 1e6
+
+    times = [once() for _ in range(repeats)]
+    return Timing(statistics.median(times), min(times), max(times))

@@ -1,0 +1,105 @@
+"""The casts as the library calls them: kernels for CUDA tensors, whose results are those of quantize.py.
+
+A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.errors import QuantizerError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels import cases, quantize
+from opfuse.kernels.launch import Grid, Variant
+from opfuse.kernels.layouts import Layout, ceil_div
+from opfuse.kernels.registry import BITWISE, Launcher, kernel
+
+_C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_AMAX = struct.Struct("PPq")
+_AMAX_BLOCK = 8192  # elements
+
+_CAST_TENSOR = struct.Struct("PPPPPPqqfI")
+_ROWS_BLOCK = 4096  # elements
+_TILE = (256, 64)
+_VECTOR = 16  # bytes
+
+
+@kernel("amax.cu", reference=quantize.tensor_amax, tolerance=BITWISE, cases=cases.MATRICES)
+def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
+    """One read of ``x``."""
+    x = x.contiguous()
+    out = torch.zeros(1, dtype=torch.float32, device=x.device)
+    variant = _variant("amax.cu", _AMAX, IN=_C_TYPES[x.dtype], ALIGNED=_on_vectors(x))
+    grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
+    launch(variant, "amax", grid, _AMAX, x.data_ptr(), out.data_ptr(), x.numel(), device=x.get_device())
+    return out
+
+
+@kernel("cast_tensor.cu", reference=quantize.cast_current, tolerance=BITWISE, cases=cases.CURRENT)
+def cast_current(
+    launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One read of ``x``; every thread finds the scale from ``amax``."""
+    return _cast_tensor(launch, x, layouts, (0, _one(amax, x)), (eps, pow2))
+
+
+@kernel("cast_tensor.cu", reference=quantize.cast_recording, tolerance=BITWISE, cases=cases.RECORDING)
+def cast_recording(
+    launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One read of ``x``, which finds its amax on the way."""
+    return _cast_tensor(launch, x, layouts, (_one(scale, x), _one(amax, x)))
+
+
+def _cast_tensor(
+    launch: Launcher,
+    x: torch.Tensor,
+    layouts: Sequence[Layout],
+    scaling: tuple[int, int],
+    rule: tuple[float, bool] = (0.0, False),
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Data of the planes and their decode scale; ``scaling`` is the addresses of the scale, 0 if amax decides it, and of amax."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
+    decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    tiled, rowwise = COLUMNWISE in data, ROWWISE in data
+    variant = _variant(
+        "cast_tensor.cu",
+        _CAST_TENSOR,
+        IN=_C_TYPES[x.dtype],
+        OUT=layouts[0].element.name.upper(),
+        RECORD=scaling[0] != 0,
+        ROWWISE=rowwise,
+        ALIGNED=_on_vectors(x) and not (tiled and (columns % 8 or rows % 16)),
+    )
+    tiles = ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
+    entry, grid = ("cast_tile", Grid(tiles, 512)) if tiled else ("cast_rows", Grid(ceil_div(x.numel(), _ROWS_BLOCK), 256))
+    out = (data[ROWWISE].data_ptr() if rowwise else 0, data[COLUMNWISE].data_ptr() if tiled else 0)
+    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), rows, columns, *rule)
+    launch(variant, entry, grid, _CAST_TENSOR, *fields, device=x.get_device())
+    return [data[layout.usage] for layout in layouts], decode_scale
+
+
+def _one(value: torch.Tensor, x: torch.Tensor) -> int:
+    """The address of one fp32 number on the device of ``x``; QuantizerError for anything else, which a kernel would misread."""
+    if value.dtype != torch.float32 or value.numel() != 1 or value.device != x.device:
+        got, cure = f"{value.dtype} {tuple(value.shape)} on {value.device}", "make it with torch.ones(1, device=x.device)"
+        raise QuantizerError(describe("scale or amax of a cast", wanted=f"fp32 (1,) on {x.device}", got=got, cure=cure))
+    return value.data_ptr()
+
+
+def _on_vectors(x: torch.Tensor) -> bool:
+    return x.data_ptr() % _VECTOR == 0
+
+
+@functools.cache
+def _variant(source: str, parameters: struct.Struct, **defines: str | int) -> Variant:
+    """A variant whose kernels take ``parameters``; a bool is 0 or 1."""
+    values = {"PARAMETER_BYTES": parameters.size, **defines}
+    return Variant(source, tuple(f"{name}={int(v) if isinstance(v, bool) else v}" for name, v in values.items()))

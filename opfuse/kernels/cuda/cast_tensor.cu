@@ -1,0 +1,104 @@
+// cast_tensor: FP8 codes of a matrix under one scale, by rows, by columns or both, from one read of it.
+//
+// x              [rows, columns] of IN, contiguous
+// rowwise        [rows, columns] codes of OUT; cast_tile stores them if ROWWISE
+// columnwise     [columns, rows] codes, the same bytes
+// RECORD = 1     the scale is given, and *amax is raised to the largest magnitude in x; a non-finite element shows in its code
+// RECORD = 0     the scale is that of *amax, by the rule of scale_from_amax with eps, rounded down to a power of two if pow2
+// decode_scale   fp32, what codes are multiplied by: NaN if *amax was not finite
+// Grid           cast_rows: a block of 256 threads for each 4096 elements; cast_tile: one of 512 for each 256 x 64 tile
+// ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0 and rows % 16 == 0; without it, anything goes
+// Defined by     opfuse/kernels/quantize.py, cast_recording and cast_current.
+#include "tile.cuh"
+
+struct Parameters {
+    const IN* x;
+    u8 *rowwise, *columnwise;
+    const float* scale;
+    float *amax, *decode_scale;
+    long long rows, columns;
+    float eps;
+    u32 pow2;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+constexpr int THREADS = 256, PACKS = 2;
+
+// What values are multiplied by; the grid's first thread stores what codes are.
+OPFUSE_FN float encode_scale(const Parameters& p) {
+    float scale, inverse;
+    if constexpr (RECORD) {
+        scale = *p.scale;
+        inverse = 1.0f / scale;
+    } else {
+        float amax = *p.amax;
+        scale = scale_from_amax(amax, OUT::MAX, p.eps, LARGEST_FLOAT);
+        if (p.pow2) scale = pow2_floor(scale);
+        inverse = decode_scale(scale, amax);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = inverse;
+    return scale;
+}
+
+// The codes of eight values; `best` is raised to their magnitudes.
+OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
+    uint2 codes = encode_eight<OUT>(v, [scale](int) { return scale; });
+    if constexpr (RECORD) {
+        best = larger_magnitude(best, v);
+        if (magnitude_bits<IN>(best) >= INF_BITS) codes = show_nonfinite<OUT>(v, codes);
+    }
+    return codes;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
+    long long first = (long long)blockIdx.x * (8 * THREADS * PACKS), at = first + threadIdx.x * 8, size = p.rows * p.columns;
+    Eight<IN> v[PACKS];
+    u32 best = 0;
+    if (ALIGNED && first + 8 * THREADS * PACKS <= size) {
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) v[k] = load_eight(p.x + at + k * 8 * THREADS);
+        float scale = encode_scale(p);
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) store_eight(p.rowwise + at + k * 8 * THREADS, cast_eight(v[k], scale, best));
+    } else {
+        float scale = encode_scale(p);
+#pragma unroll 1
+        for (int k = 0; k < PACKS; ++k, at += 8 * THREADS)
+            store_some(p.rowwise + at, cast_eight(load_some(p.x + at, size - at), scale, best), size - at);
+    }
+    if constexpr (RECORD) raise_amax<THREADS>(p.amax, magnitude_bits<IN>(best));
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __grid_constant__ Parameters p) {
+    __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
+    Tile tile = this_tile(p.columns);
+    long long row = tile.row + tile.group * 4, column = tile.column + tile.across * 8, there = p.columns - column;
+    Eight<IN> v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const IN* x = p.x + (row + i) * p.columns + column;
+        if constexpr (ALIGNED)
+            v[i] = row + i < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
+        else
+            v[i] = load_some(x, row + i < p.rows ? there : 0);
+    }
+    float scale = encode_scale(p);
+    uint2 codes[4];
+    u32 best = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        codes[i] = cast_eight(v[i], scale, best);
+        if (!ROWWISE || row + i >= p.rows || there <= 0) continue;
+        u8* out = p.rowwise + (row + i) * p.columns + column;
+        if constexpr (ALIGNED)
+            store_eight(out, codes[i]);
+        else
+            store_some(out, codes[i], there);
+    }
+    transpose_into(shared, tile, codes);
+    if constexpr (RECORD)
+        raise_amax<TILE_THREADS>(p.amax, magnitude_bits<IN>(best));  // holds a barrier
+    else
+        __syncthreads();
+    store_columns<ALIGNED>(p.columnwise, shared, tile, p.rows, p.columns);
+}

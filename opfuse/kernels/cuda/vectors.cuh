@@ -1,0 +1,148 @@
+// vectors: eight neighbouring values at a time, as the 16 or 32 bytes of one or two loads: magnitudes, casts to FP8, stores.
+//
+// Addresses   `at` counts elements from the start of an array in 64 bits; ALIGNED says that addresses are multiples of 16 bytes
+//             (8 bytes for eight codes). Without it, and at ends, elements are moved one by one, and 0 stands for what is missing.
+// Rounding    that of common.cuh; the conversion instructions of sm_89 and newer do the same.
+// Hints       none: loads marked no_allocate, evict_first or streaming cost 7 to 10 % on Hopper.
+// Compiled    after common.cuh, which it needs.
+#pragma once
+#include "common.cuh"
+
+template <class T>
+struct Eight {
+    static constexpr int WORDS = 2 * sizeof(T);
+    u32 word[WORDS];
+};
+
+// Element i as fp32.
+OPFUSE_FN float value(const Eight<float>& v, int i) { return float_of(v.word[i]); }
+OPFUSE_FN float value(const Eight<bf16>& v, int i) { return float_of(i & 1 ? v.word[i / 2] & 0xffff0000 : v.word[i / 2] << 16); }
+OPFUSE_FN float value(const Eight<fp16>& v, int i) { return to_fp32(fp16{u16(i & 1 ? v.word[i / 2] >> 16 : v.word[i / 2])}); }
+
+// --------------------------------------------------------------------------------------------------------------- loads, stores
+
+template <class T>
+OPFUSE_FN Eight<T> load_eight(const T* x) {
+    Eight<T> v;
+#pragma unroll
+    for (int k = 0; k < Eight<T>::WORDS / 4; ++k) {
+        uint4 four = reinterpret_cast<const uint4*>(x)[k];
+        v.word[4 * k] = four.x, v.word[4 * k + 1] = four.y, v.word[4 * k + 2] = four.z, v.word[4 * k + 3] = four.w;
+    }
+    return v;
+}
+
+OPFUSE_FN u32 bits_in_word(float x, int) { return bits_of(x); }
+template <class T>
+OPFUSE_FN u32 bits_in_word(T x, int i) { return u32(x.bits) << 16 * (i & 1); }
+
+// The first `count` of eight elements, count <= 0 included.
+template <class T>
+OPFUSE_FN Eight<T> load_some(const T* x, long long count) {
+    Eight<T> v = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) v.word[i * sizeof(T) / 4] |= bits_in_word(x[i], i);
+    return v;
+}
+
+OPFUSE_FN void store_eight(u8* q, uint2 codes) { *reinterpret_cast<uint2*>(q) = codes; }
+
+OPFUSE_FN void store_some(u8* q, uint2 codes, long long count) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) q[i] = u8((i < 4 ? codes.x : codes.y) >> i % 4 * 8);
+}
+
+OPFUSE_FN void store_some(u8* q, uint4 codes, long long count) {
+    store_some(q, make_uint2(codes.x, codes.y), count);
+    store_some(q + 8, make_uint2(codes.z, codes.w), count - 8);
+}
+
+// ------------------------------------------------------------------------------------------------------------------ magnitudes
+
+// A running maximum of magnitudes, in the form that costs least: fp32 bits, or two 16-bit maxima in one word.
+OPFUSE_FN u32 larger_magnitude(u32 best, const Eight<float>& v) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) best = larger(best, v.word[i] & MAGNITUDE);
+    return best;
+}
+template <class T>
+OPFUSE_FN u32 larger_magnitude(u32 best, const Eight<T>& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) best = larger_magnitudes(best, v.word[i]);
+    return best;
+}
+
+// The fp32 bits of such a maximum.
+template <class T>
+OPFUSE_FN u32 magnitude_bits(u32 best) {
+    return bits_of(to_fp32(T{u16(larger(best & 0xffff, best >> 16))}));
+}
+template <>
+OPFUSE_FN u32 magnitude_bits<float>(u32 best) { return best; }
+
+// Raises *amax to the largest `bits` of the block's threads, which all call it, once. Holds a barrier.
+template <int THREADS>
+OPFUSE_FN void raise_amax(float* amax, u32 bits) {
+    __shared__ u32 of_warp[THREADS / 32];
+    bits = __reduce_max_sync(~0u, bits);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    bits = __reduce_max_sync(~0u, threadIdx.x < THREADS / 32 ? of_warp[threadIdx.x] : 0);
+    if (threadIdx.x != 0) return;
+    // Most blocks find that the maximum is already there: reading is cheaper than one more atomic on the same address.
+    u32 known;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(known) : "l"(amax) : "memory");
+    if (bits > known) atomicMax(reinterpret_cast<u32*>(amax), bits);
+}
+
+// ----------------------------------------------------------------------------------------------------------------------- casts
+
+// Codes of two values, the first in the low byte.
+template <class E>
+OPFUSE_FN u32 encode_two(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    u16 codes;
+    if constexpr (E::MANTISSA_BITS == 3)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+#else
+    return encode<E>(low) | encode<E>(high) << 8;
+#endif
+}
+
+// Codes of value i times scale(i).
+template <class E, class T, class Scale>
+OPFUSE_FN uint2 encode_eight(const Eight<T>& v, Scale scale) {
+    static_assert(E::BITS == 8, "one code a byte");
+    u32 two[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) two[k] = encode_two<E>(value(v, 2 * k) * scale(2 * k), value(v, 2 * k + 1) * scale(2 * k + 1));
+    return make_uint2(two[0] | two[1] << 16, two[2] | two[3] << 16);
+}
+
+// `codes` with those of non-finite values replaced by what shows them.
+template <class E, class T>
+OPFUSE_FN uint2 show_nonfinite(const Eight<T>& v, uint2 codes) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32& word = i < 4 ? codes.x : codes.y;
+        int shift = i % 4 * 8;
+        if (!is_finite(value(v, i))) word = (word & ~(0xffu << shift)) | encode_nonfinite<E>(value(v, i)) << shift;
+    }
+    return codes;
+}
+
+// -------------------------------------------------------------------------------------------------------------- transposition
+
+// Four rows of four bytes to four columns.
+OPFUSE_FN uint4 transpose_bytes(u32 a, u32 b, u32 c, u32 d) {
+    u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
+    u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
+    return make_uint4(__byte_perm(ab_low, cd_low, 0x5410), __byte_perm(ab_low, cd_low, 0x7632),
+                      __byte_perm(ab_high, cd_high, 0x5410), __byte_perm(ab_high, cd_high, 0x7632));
+}

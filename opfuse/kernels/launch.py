@@ -1,0 +1,258 @@
+"""One way from a .cu file to work on a GPU: assemble one text, compile it, keep the cubin, launch it on torch's stream.
+
+The text that is compiled holds everything: the definitions, the headers and the kernel. NVRTC is called with flags of our own,
+since CuPy's own compilation always flushes subnormals, which E8M0 scales need. Compiling needs no GPU. This is the only module
+that imports CuPy, and it does so at the first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import re
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.errors import KernelError, PlanMissError, UnsupportedError, describe
+from opfuse.kernels.cubins import CubinCache, cubin_cache, location, private_cache
+
+SOURCES = Path(__file__).parent / "cuda"
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+"""What every kernel is compiled for in the tests; a device of another architecture gets its own."""
+
+FLAGS = (
+    "-ftz=false",
+    "-fmad=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "--std=c++17",
+    "-default-device",
+    "--ptxas-options=-v",
+)
+
+_INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
+_ENTRY = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", re.S
+)
+_SHARED = re.compile(r"(\d+) bytes smem")
+_DEFAULT_MAJOR = "13"  # the CUDA of torch's own wheels; named in advice where torch has none
+
+
+class Variant(NamedTuple):
+    """One compilation of a .cu file: the file's name, and definitions ``NAME=value`` of its free names."""
+
+    source: str
+    defines: tuple[str, ...] = ()
+
+
+class Resources(NamedTuple):
+    """What one thread or block of a kernel uses: registers, spilled bytes, bytes of static shared memory."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What NVRTC made of one text. ``entries`` has the resources of each kernel in it, by name."""
+
+    arch: str
+    cubin: bytes
+    ptx: str
+    log: str
+
+    @property
+    def entries(self) -> dict[str, Resources]:
+        found = {}
+        for name, stores, loads, registers, rest in _ENTRY.findall(self.log):
+            shared = _SHARED.search(rest)
+            found[name] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
+        return found
+
+
+class Grid(NamedTuple):
+    """Blocks of a launch, threads of a block, and bytes of dynamic shared memory."""
+
+    blocks: int
+    threads: int
+    shared: int = 0
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def assemble(variant: Variant) -> str:
+    """The one text of a variant: definitions, then the file with every header in place of its first #include.
+
+    ``#line`` makes messages speak of the files.
+    """
+    seen: set[str] = set()
+
+    def paste(name: str) -> list[str]:
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((SOURCES / name).read_text().splitlines(), 1):
+            include = _INCLUDE.match(line)
+            if include is None:
+                lines.append("" if line == "#pragma once" else line)
+            elif include[1] not in seen:
+                seen.add(include[1])
+                lines += [*paste(include[1]), f'#line {number + 1} "{name}"']
+            else:
+                lines.append("")
+        return lines
+
+    defines = [f"#define {define.replace('=', ' ', 1)}" for define in variant.defines]
+    return "\n".join([*defines, *paste(variant.source), ""])
+
+
+def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
+    """``text`` for ``arch``, such as ``"sm_90a"``; no GPU is needed. KernelError with the compiler's messages if it refuses."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(text, name, (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", *FLAGS))
+        return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program), nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program) or str(error)
+        raise KernelError(f"{name} for {arch} does not compile.\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cubin_path(variant: Variant, arch: str, cache: CubinCache) -> Path:
+    """The file of the variant's cubin, compiled if the cache does not have it."""
+    text = assemble(variant)
+    identity = "\0".join([text, arch, *FLAGS, *map(str, _nvrtc().getVersion())])
+    key = hashlib.sha256(identity.encode()).hexdigest()
+    found = cache.find(key)
+    if found is not None:
+        return found
+    cubin = compile_text(text, arch, variant.source).cubin
+    try:
+        return cache.store(key, cubin, text)
+    except OSError as error:
+        return private_cache(cache.directory, f"{type(error).__name__}: {error.strerror}").store(key, cubin, text)
+
+
+def architecture(device: int) -> str:
+    """The target of a CUDA device, with its own instructions where it has any of its own."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------------
+
+
+class Function(NamedTuple):
+    """A kernel on one device: the CuPy kernel, and the driver's handle of it."""
+
+    kernel: Any
+    handle: int
+
+
+_functions: dict[tuple[Variant, str, int], Function] = {}
+
+
+def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
+    """Queue kernel ``entry`` of ``variant`` on torch's current stream of ``device``, without waiting for anything.
+
+    Its one parameter is a struct passed by value: ``fields`` packed by ``layout``, tensors by their ``data_ptr()``. Only the
+    first launch on a device loads the kernel, and compiles it if it must; PlanMissError if a stream is then being captured.
+    """
+    if torch._C._cuda_getDevice() != device:  # torch.cuda.current_device() without its checks
+        with torch.cuda.device(device):
+            return launch(variant, entry, grid, layout, *fields, device=device)
+    function = _functions.get((variant, entry, device)) or load(variant, entry, device)
+    layout.pack_into(_parameters.buffer, 0, *fields)
+    driver = _driver()
+    if driver.ctxGetCurrent() == 0:  # a thread that has not used the device yet
+        _runtime().setDevice(device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    driver.launchKernel(function.handle, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, _parameters.address, 0)
+
+
+def load(variant: Variant, entry: str, device: int) -> Function:
+    """The kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
+    if torch.cuda.is_current_stream_capturing():
+        where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture"
+        raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
+    require_same_cuda()
+    path = cubin_path(variant, architecture(device), cubin_cache(location()))
+    kernel = _cupy().RawModule(path=str(path)).get_function(entry)
+    function = _functions[variant, entry, device] = Function(kernel, kernel.kernel.ptr)
+    return function
+
+
+class _Parameters(threading.local):
+    """A thread's own buffer: the driver copies parameters during the call, which another thread must not overwrite."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(4096)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self.pointers)
+
+
+_parameters = _Parameters()
+
+
+# -- CuPy --------------------------------------------------------------------------------------------------------------------
+
+
+def require_same_cuda() -> None:
+    """UnsupportedError unless CuPy and torch were built for the same major version of CUDA."""
+    ours, theirs = torch.version.cuda, _nvrtc().getVersion()[0]
+    if ours is not None and int(ours.partition(".")[0]) != theirs:
+        raise UnsupportedError(
+            describe("CuPy", wanted=f"a build for CUDA {ours}, as torch's", got=f"CUDA {theirs}", cure=_cure())
+        )
+
+
+def _cure() -> str:
+    """What to install for the CUDA of this torch."""
+    major = (torch.version.cuda or _DEFAULT_MAJOR).partition(".")[0]
+    return f"pip install 'cupy-cuda{major}x>=14.2', or set OPFUSE_REFERENCE=1 to compute with torch alone"
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedError(describe("CUDA kernels", wanted="CuPy", got=str(error), cure=_cure())) from None
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    nvrtc = _import("cupy_backends.cuda.libs.nvrtc")
+    try:
+        nvrtc.getVersion()
+    except (RuntimeError, OSError, ImportError) as error:
+        major = (torch.version.cuda or _DEFAULT_MAJOR).partition(".")[0]
+        package = "nvidia-cuda-nvrtc-cu12" if major == "12" else f"nvidia-cuda-nvrtc=={major}.*"
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(describe("CUDA kernels", wanted="NVRTC", got=reason, cure=f"pip install '{package}'")) from None
+    return nvrtc
+
+
+@functools.cache
+def _driver() -> Any:
+    return _import("cupy_backends.cuda.api.driver")
+
+
+@functools.cache
+def _runtime() -> Any:
+    return _import("cupy_backends.cuda.api.runtime")
+
+
+@functools.cache
+def _cupy() -> Any:
+    return _import("cupy")

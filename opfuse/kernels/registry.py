@@ -1,0 +1,162 @@
+"""Kernels: a .cu file, a thin launch, the torch function that defines the result, and the cases that compare the two.
+
+Calling a kernel launches it for a CUDA tensor and runs the definition for any other, or for all of them under
+``OPFUSE_REFERENCE=1``. One test runs every kernel over its cases; another compiles all that they launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from opfuse.errors import KernelError, describe
+from opfuse.kernels.launch import SOURCES, Grid, Variant, launch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OLDEST = (8, 0)  # the first architecture with the warp reductions that kernels use
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Launcher(Protocol):
+    """What a launch function is given to queue its kernels with."""
+
+    def __call__(
+        self, variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int
+    ) -> None:
+        """Queue kernel ``entry`` of ``variant``; its parameter is ``fields`` packed by ``layout``."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a launch may be from the definition: units in the last place of floats, 0 for equal bits; integers are equal."""
+
+    ulp: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.ulp} ulp" if self.ulp else "bitwise"
+
+    def mismatch(self, got: torch.Tensor, wanted: torch.Tensor) -> str | None:
+        """The first element that is too far off, and how many are; None if none is. NaN equals NaN."""
+        if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+            return f"wants {wanted.dtype} {tuple(wanted.shape)}, got {got.dtype} {tuple(got.shape)}"
+        got, wanted = got.detach().cpu(), wanted.detach().cpu()
+        wrong = (_ordered(got) - _ordered(wanted)).abs() > self.ulp
+        wrong &= ~(got.isnan() & wanted.isnan())
+        if not wrong.any():
+            return None
+        at = tuple(wrong.nonzero()[0].tolist())
+        return f"element {at}: wants {wanted[at].item()!r}, got {got[at].item()!r}; {int(wrong.sum())} of {wrong.numel()} differ"
+
+
+BITWISE = Tolerance()
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """int64 in the order of the values, with steps of one between neighbouring floats; -0 and +0 are one step apart."""
+    if not x.is_floating_point():
+        return x.to(torch.int64)
+    bits = x.contiguous().view(_SIGNED[x.element_size()]).to(torch.int64)
+    return torch.where(bits < 0, -(bits & ~(-1 << (8 * x.element_size() - 1))) - 1, bits)
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = {}
+
+
+Case = Callable[[torch.device], Arguments]
+"""Makes the arguments of a call on a device; the same values on every device and at every call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel(Generic[P, R]):
+    """A function of CUDA tensors with the arguments and results of its ``reference``."""
+
+    name: str
+    source: str
+    run: Callable[Concatenate[Launcher, P], R]
+    reference: Callable[P, R]
+    tolerance: Tolerance
+    cases: Mapping[str, Case] = field(repr=False)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x: Any = args[0]
+        if x.is_cuda and x.numel() and _launches(x):
+            return self.run(launch, *args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    def launches(self) -> dict[tuple[Variant, str], tuple[str, ...]]:
+        """Every kernel that the cases launch, (variant, entry), with the names of these cases; needs no GPU."""
+        found: dict[tuple[Variant, str], tuple[str, ...]] = {}
+        for name, case in self.cases.items():
+
+            def record(variant: Variant, entry: str, *_: Any, name: str = name, **__: Any) -> None:
+                found[variant, entry] = (*found.get((variant, entry), ()), name)
+
+            arguments = case(torch.device("cpu"))
+            if arguments.args[0].numel():
+                self.run(record, *arguments.args, **arguments.kwargs)
+        return found
+
+
+def _launches(x: torch.Tensor) -> bool:
+    """Whether kernels run on this CUDA tensor: not on one without memory of its own, as in tracing, nor on an old device."""
+    return type(x) is torch.Tensor and _enabled(x.get_device()) and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _enabled(device: int) -> bool:
+    return os.environ.get("OPFUSE_REFERENCE", "0") in ("", "0") and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+_KERNELS: dict[str, Kernel[Any, Any]] = {}
+
+
+def kernels() -> Iterator[Kernel[Any, Any]]:
+    """Every registered kernel, by name."""
+    return (_KERNELS[name] for name in sorted(_KERNELS))
+
+
+def kernel(
+    source: str, *, reference: Callable[P, R], tolerance: Tolerance, cases: Mapping[str, Case]
+) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
+    """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
+
+    Args:
+        source: the .cu file, in ``opfuse/kernels/cuda``.
+        reference: the definition. The launch function takes a launcher, then exactly its parameters.
+        tolerance: how far the two may differ.
+        cases: calls that reach every branch of the kernel and every variant that is ever compiled.
+    """
+
+    def register(run: Callable[Concatenate[Launcher, P], R]) -> Kernel[P, R]:
+        name = run.__name__
+        _check(name, "a launch with the parameters of its reference", _parameters(reference), _parameters(run)[1:])
+        _check(name, "a .cu file", True, (SOURCES / source).is_file())
+        _check(name, "at least one case", True, bool(cases))
+        _check(name, "a Tolerance", True, isinstance(tolerance, Tolerance))
+        made = Kernel(name, source, run, reference, tolerance, dict(cases))
+        _KERNELS[name] = made
+        return made
+
+    return register
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def _check(name: str, wanted: str, expected: object, got: object) -> None:
+    if got != expected:
+        raise KernelError(describe(f"kernel {name}", wanted=f"{wanted} ({expected})", got=got, cure="register it with these"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.run import Runner
-from opfuse.core.operation import BasicOperation
+from opfuse.core.context import Context
 from opfuse.tensors.storage import QuantizedStorage
 
 UNFUSED = RuleSet(())
@@ -123,25 +123,48 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def saved_states() -> Iterator[dict[str, torch.Tensor | None]]:
-    """Collects what every op saves for its backward pass, under ``saved OP.NAME``, as copies."""
-    found: dict[str, torch.Tensor | None] = {}
+def watched(see: Callable[[int, Context], None]) -> Iterator[None]:
+    """Show ``see`` the position and the context of every op after each forward pass, before its saved state is handed over."""
     forward = Runner.forward
 
-    def recording(runner: Runner, tensors: Sequence[torch.Tensor]) -> list:
+    def watching(runner: Runner, tensors: Sequence[torch.Tensor]) -> list:
         outputs = forward(runner, tensors)
+        position = {id(op): i for i, op in enumerate(runner.ops)}
         for context in runner.contexts.values():
-            if isinstance(context.op, BasicOperation):
-                position = next(i for i, op in enumerate(runner.ops) if op is context.op)
-                for name, value in context.saved_state().items():
-                    found.update(_flat(f"saved {position}:{context.op.kind}.{name}", value))
+            if id(context.op) in position:
+                see(position[id(context.op)], context)
         return outputs
 
-    Runner.forward = recording
+    Runner.forward = watching
     try:
-        yield found
+        yield
     finally:
         Runner.forward = forward
+
+
+@contextlib.contextmanager
+def saved_states() -> Iterator[dict[str, torch.Tensor | None]]:
+    """Copies of what every op saves for its backward pass, under ``saved POSITION:KIND.NAME`` and the field of the plane."""
+    found: dict[str, torch.Tensor | None] = {}
+
+    def see(position: int, context: Context) -> None:
+        for name, value in context.saved_state().items():
+            found.update(_flat(f"saved {position}:{context.op.kind}.{name}", value))
+
+    with watched(see):
+        yield found
+
+
+@contextlib.contextmanager
+def saved_values() -> Iterator[dict[str, object]]:
+    """The very objects that ops save, under ``POSITION.NAME``."""
+    found: dict[str, object] = {}
+
+    def see(position: int, context: Context) -> None:
+        found.update({f"{position}.{name}": value for name, value in context.saved_state().items()})
+
+    with watched(see):
+        yield found
 
 
 def _flat(name: str, value: object) -> dict[str, torch.Tensor | None]:

@@ -1,0 +1,88 @@
+"""The policy tables of the backward override: which planes a cast makes, what is saved, what the backward pass computes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.recipes.policy import KEEP, cast_quantizer, planes, saved_operand
+from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+
+BOTH = ("dgrad", "wgrad")
+ROLES = ("input", "weight", "grad_output")
+
+READS = {
+    ("fprop", "input"): {ROWWISE},
+    ("fprop", "weight"): {ROWWISE},
+    ("dgrad", "grad_output"): {ROWWISE},
+    ("dgrad", "weight"): {COLUMNWISE},
+    ("wgrad", "grad_output"): {COLUMNWISE},
+    ("wgrad", "input"): {COLUMNWISE},
+}
+
+CASTS = {
+    # (override, backward products): usages of the casts of input, weight and grad_output; None: no cast
+    (None, BOTH): ((ROWWISE, COLUMNWISE), (ROWWISE, COLUMNWISE), (ROWWISE, COLUMNWISE)),
+    (None, ("dgrad",)): ((ROWWISE,), (ROWWISE, COLUMNWISE), (ROWWISE,)),
+    (None, ("wgrad",)): ((ROWWISE, COLUMNWISE), (ROWWISE,), (COLUMNWISE,)),
+    (None, ()): ((ROWWISE,), (ROWWISE,), None),
+    ("dequantized", BOTH): ((ROWWISE,), (ROWWISE,), None),
+    ("dequantized", ("dgrad",)): ((ROWWISE,), (ROWWISE,), None),
+    ("dequantized", ()): ((ROWWISE,), (ROWWISE,), None),
+    ("high_precision", BOTH): ("original", "original", None),
+    ("high_precision", ("dgrad",)): ((ROWWISE,), "original", None),
+    ("high_precision", ("wgrad",)): ("original", (ROWWISE,), None),
+    ("high_precision", ()): ((ROWWISE,), (ROWWISE,), None),
+}
+
+
+def test_every_override_has_a_row():
+    assert set(KEEP) == {None, "dequantized", "high_precision"}
+    assert [keep.backward for keep in KEEP.values()] == ["quantized", "high_precision", "high_precision"]
+    assert [keep.saved for keep in KEEP.values()] == ["columnwise", "rowwise", "original"]
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("role", ROLES)
+def test_h09_planes_that_a_product_reads(gemm, role):
+    assert planes(role, (gemm,)) == READS.get((gemm, role), set())
+
+
+def test_planes_of_several_products_add_up():
+    assert planes("grad_output", BOTH) == {ROWWISE, COLUMNWISE}
+    assert planes("grad_output", ()) == frozenset()
+    assert planes("bias", tuple(GEMMS)) == frozenset()
+
+
+@pytest.mark.parametrize(("override", "backward"), CASTS)
+@pytest.mark.parametrize("role", ROLES)
+def test_b08_planes_that_a_cast_makes(override, backward, role):
+    quantizer = MXFP8Quantizer()
+    made = cast_quantizer(quantizer, role, override, backward)
+    want = CASTS[override, backward][ROLES.index(role)]
+    assert (quantizer.rowwise, quantizer.columnwise) == (True, True)
+    if want is None:
+        assert made is None
+    elif want == "original":
+        assert isinstance(made, HybridQuantizer)
+        assert made.rowwise_quantizer == quantizer.wanting(columnwise=False)
+        assert isinstance(made.columnwise_quantizer, IdentityQuantizer)
+        assert made.columnwise_source == "original"
+    else:
+        assert made == quantizer.wanting(rowwise=ROWWISE in want, columnwise=COLUMNWISE in want)
+
+
+@pytest.mark.parametrize("override", KEEP)
+def test_b11_what_is_saved_of_an_operand(override):
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    operand = cast_quantizer(MXFP8Quantizer(), "input", override, BOTH).quantize(x)
+    saved = saved_operand(operand, override)
+    if override == "high_precision":
+        assert saved is x
+        return
+    kept = COLUMNWISE if override is None else ROWWISE
+    assert saved.usages == (kept,)
+    assert saved.plane(kept) is operand.plane(kept)
+    assert repr(override) in saved.why

@@ -6,6 +6,7 @@ and from the signatures of the tensors; the op itself only knows its own forward
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ from torch import nn
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.signature import Env, checked_dtype
-from opfuse.errors import PipelineError, SpecError, describe
+from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe, current_recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
@@ -65,6 +66,18 @@ class FusibleOperation(nn.Module, ABC):
                 describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse")
             )
         return FusibleOperation.run_alone(self, x, *extra_inputs, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load also what plain modules save, which have no extra state, and te.ops, which pickles one for every op."""
+        key = prefix + "_extra_state"
+        foreign = state_dict.pop(key) if isinstance(state_dict.get(key), torch.Tensor) else None
+        if foreign is not None and foreign.numel():
+            warnings.warn(
+                f"{key}: pickled state of another library is not read; delayed scaling starts anew", OpfuseWarning, stacklevel=2
+            )
+        if type(self).get_extra_state is not nn.Module.get_extra_state:
+            state_dict.setdefault(key, {})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.

@@ -227,9 +227,8 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         return self._product.quantizer_states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for old, new in (("basic_ops.0.weight", "weight"), ("basic_ops.1.bias", "bias")):
-            if prefix + old in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)
-        for key in [key for key in state_dict if key.startswith(f"{prefix}basic_ops.") and key.endswith("_extra_state")]:
-            del state_dict[key]
+        state_dict.pop(f"{prefix}basic_ops.1._extra_state", None)
+        for old, new in (("0.weight", "weight"), ("1.bias", "bias"), ("0._extra_state", "_extra_state")):
+            if f"{prefix}basic_ops.{old}" in state_dict:
+                state_dict[prefix + new] = state_dict.pop(f"{prefix}basic_ops.{old}")
         super()._load_from_state_dict(state_dict, prefix, *args)

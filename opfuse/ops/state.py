@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -23,8 +22,3 @@ class QuantizerStateMixin:
         """Take :meth:`get_extra_state` back; may come before the first call."""
         device = next((p.device for p in self.parameters()), None)  # type: ignore[attr-defined]
         self.quantizer_states.load_dict(state, device=device)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of plain torch modules has no extra state, which is not an error.
-        state_dict.setdefault(prefix + "_extra_state", {})
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]

@@ -16,6 +16,7 @@ from timing import Call, device_time, host_time
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage, fp8_tensor
 from opfuse.kernels import cast
 from opfuse.kernels.layouts import Layout
+from opfuse.kernels.registry import sources_digest
 
 SHAPES = ((16384, 8192), (8192, 14336), (4096, 4096))
 LAST_LEVEL_CACHE = 64 << 20  # bytes, of the largest so far
@@ -87,7 +88,7 @@ def main() -> None:
     for name, us in host.items():
         print(f"host            {name:20s} {us:8.1f} us")
     if arguments.json:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "kernels": sources_digest()}
         arguments.json.write_text(json.dumps({**machine, "casts": rows, "host_us": host}, indent=1))
 
 

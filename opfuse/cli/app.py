@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": Entry("opfuse.cli.explain:explain", "Show what fuses, what does not, and why."),
     "check": Entry("opfuse.cli.check:check", "Find what is wrong in configurations."),
     "schema": Entry("opfuse.cli.schema:schema", "Print the JSON schema of configurations."),
+    "kernels": Entry("opfuse.cli.kernels:kernels", "List the CUDA kernels, with registers and tolerances."),
     "doctor": Entry("opfuse.cli.doctor:doctor", "Tell what this machine runs natively, and what it emulates."),
 }
 """Commands in the order in which they are listed."""

@@ -121,7 +121,7 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
     program = nvrtc.createProgram(text, name, (), ())
     try:
         nvrtc.compileProgram(program, (f"-arch={arch}", *FLAGS))
-        return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program), nvrtc.getProgramLog(program))
+        return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)
         raise KernelError(f"{name} for {arch} does not compile.\n{log}") from None

@@ -7,6 +7,7 @@ Calling a kernel launches it for a CUDA tensor and runs the definition for any o
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import os
 import struct
@@ -126,6 +127,13 @@ _KERNELS: dict[str, Kernel[Any, Any]] = {}
 def kernels() -> Iterator[Kernel[Any, Any]]:
     """Every registered kernel, by name."""
     return (_KERNELS[name] for name in sorted(_KERNELS))
+
+
+def sources_digest() -> str:
+    """SHA-256 of every file of this package: results that were measured with the same digest are results of the same code."""
+    package = SOURCES.parent
+    files = sorted(path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    return hashlib.sha256(b"".join(name.encode() + b"\0" + (package / name).read_bytes() for name in files)).hexdigest()
 
 
 def kernel(

@@ -1,0 +1,221 @@
+"""Every kernel compiled as it will run: for each architecture, without spills, without flushed subnormals. No GPU is needed."""
+
+import re
+
+import pytest
+import torch
+
+import opfuse.kernels.cast
+from opfuse.errors import KernelError, OpfuseWarning, PlanMissError, UnsupportedError
+from opfuse.kernels import cubins, launch
+from opfuse.kernels.launch import ARCHITECTURES, SOURCES, Variant
+from opfuse.kernels.registry import kernels
+
+FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.ftz.*$", re.MULTILINE)
+ENTRIES = {"amax.cu": ["amax"], "cast_tensor.cu": ["cast_rows", "cast_tile"]}
+MOST_REGISTERS = {"amax": 40, "cast_rows": 40, "cast_tile": 64}
+"""On sm_90a: what lets 1024 threads (cast_tile) or 1536 (the others) share a multiprocessor."""
+
+VARIANTS = sorted({variant for kernel in kernels() for variant, _ in kernel.launches()})
+SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
+SHARING = """
+extern "C" __global__ void shares(int* x) {
+    __shared__ int s[64];
+    s[threadIdx.x] = *x;
+    __syncthreads();
+    *x = s[63 - threadIdx.x];
+}
+"""
+SPILLING = """
+extern "C" __global__ void __launch_bounds__(1024, 2) spills(volatile float* x) {
+    float v[99];
+#pragma unroll
+    for (int i = 0; i < 99; ++i) v[i] = x[i];
+#pragma unroll
+    for (int i = 0; i < 99; ++i) x[i] = v[98 - i] * v[i];
+}
+"""
+
+
+def compiled(variant, arch):
+    return launch.compile_text(launch.assemble(variant), arch, variant.source)
+
+
+@pytest.mark.parametrize("arch", [a if a == "sm_90a" else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: " ".join((v.source, *v.defines)))
+def test_every_variant_compiles_without_spills_or_flushed_subnormals(variant, arch):
+    made = compiled(variant, arch)
+    assert sorted(made.entries) == ENTRIES[variant.source]
+    assert {name: used.spills for name, used in made.entries.items()} == dict.fromkeys(made.entries, 0)
+    assert not FLUSHES.findall(made.ptx)
+    assert made.cubin.startswith(b"\x7fELF")
+    assert f".target {arch}" in made.ptx
+    if arch == "sm_90a":
+        assert all(used.registers <= MOST_REGISTERS[name] for name, used in made.entries.items()), made.entries
+
+
+def test_the_gate_sees_what_it_is_for():
+    flushed = '{ asm("add.ftz.f32 %0, %0, %0;" : "+f"(x[0])); }'
+    text = f'extern "C" __global__ void flush(float* x) {flushed}'
+    assert FLUSHES.findall(launch.compile_text(text, "sm_90a").ptx)
+
+
+def test_no_multiplication_is_contracted_with_an_addition():
+    text = 'extern "C" __global__ void f(float* x) { x[3] = x[0] * x[1] + x[2]; x[4] = x[0] / x[1]; x[5] = sqrtf(x[0]); }'
+    ptx = launch.compile_text(text, "sm_90a").ptx
+    assert "fma" not in ptx
+    for instruction in ("mul.f32", "add.f32", "div.rn.f32", "sqrt.rn.f32"):
+        assert instruction in ptx or instruction.replace(".f32", ".rn.f32") in ptx
+
+
+def test_every_source_is_launched_by_a_kernel():
+    assert {path.name for path in SOURCES.glob("*.cu")} == {variant.source for variant in VARIANTS} == set(ENTRIES)
+
+
+def test_resources_are_those_of_the_log():
+    made = launch.compile_text(SHARING + SPILLING, "sm_90a")
+    assert made.entries["shares"].shared == 256
+    assert made.entries["shares"].spills == 0
+    assert made.entries["spills"].shared == 0
+    assert made.entries["spills"].spills > 0
+    assert made.entries["spills"].registers == 32
+
+
+def test_one_text_holds_each_header_once_and_knows_its_lines():
+    text = launch.assemble(Variant("cast_tensor.cu", ("IN=bf16", "WIDE")))
+    assert text.startswith('#define IN bf16\n#define WIDE\n#line 1 "cast_tensor.cu"\n')
+    assert "#include" not in text
+    assert "#pragma once" not in text
+    for header in ("common.cuh", "vectors.cuh", "tile.cuh"):
+        assert text.count(f'#line 1 "{header}"') == 1
+    with pytest.raises(KernelError) as error:
+        launch.compile_text(text, "sm_90a", "cast_tensor.cu")
+    line = 1 + (SOURCES / "cast_tensor.cu").read_text().splitlines().index("constexpr int THREADS = 256, PACKS = 2;")
+    assert "PARAMETER_BYTES" in str(error.value)
+    broken = text.replace("constexpr int THREADS = 256, PACKS = 2;", "constexpr int THREADS = nothing;")
+    with pytest.raises(KernelError, match=rf"cast_tensor\.cu\({line}\).*nothing"):
+        launch.compile_text(broken, "sm_90a", "cast_tensor.cu")
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path):
+    directory = tmp_path / "kernels"
+    directory.mkdir(mode=0o700)
+    return cubins.CubinCache(directory)
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A variant of a small source."""
+    (tmp_path / "small.cu").write_text(SMALL)
+    monkeypatch.setattr(launch, "SOURCES", tmp_path)
+    launch.assemble.cache_clear()
+    yield Variant("small.cu")
+    launch.assemble.cache_clear()
+
+
+def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
+    path = launch.cubin_path(small, "sm_90a", cache)
+    assert path.read_bytes() == compiled(small, "sm_90a").cubin
+    assert [p.read_text() for p in cache.directory.glob("*.cu")] == [launch.assemble(small)]
+    monkeypatch.setattr(launch, "compile_text", None)
+    assert launch.cubin_path(small, "sm_90a", cache) == path
+
+
+@pytest.mark.parametrize("what", ["text", "architecture", "flags", "compiler"])
+def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, monkeypatch):
+    first, arch = launch.cubin_path(small, "sm_90a", cache), "sm_90a"
+    match what:
+        case "text":
+            small = Variant("small.cu", ("UNUSED=1",))
+        case "architecture":
+            arch = "sm_90"
+        case "flags":
+            monkeypatch.setattr(launch, "FLAGS", (*launch.FLAGS, "--extra-device-vectorization"))
+        case "compiler":
+            monkeypatch.setattr(launch._nvrtc(), "getVersion", lambda: (99, 0), raising=False)
+    assert launch.cubin_path(small, arch, cache).name[:64] != first.name[:64]
+
+
+def test_r14_a_damaged_cubin_is_compiled_again(cache, small):
+    path = launch.cubin_path(small, "sm_90a", cache)
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2])
+    assert launch.cubin_path(small, "sm_90a", cache).read_bytes() == good
+
+
+def test_r14_a_directory_that_vanishes_or_fills_up_costs_one_warning(cache, small):
+    cache.directory.rmdir()
+    with pytest.warns(OpfuseWarning, match="compiled anew"):
+        path = launch.cubin_path(small, "sm_90a", cache)
+    assert path.read_bytes().startswith(b"\x7fELF")
+    assert path == launch.cubin_path(small, "sm_90a", cache)
+
+
+# -- what can be missing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh():
+    """The bindings of CuPy, imported anew."""
+    imports = (launch._nvrtc, launch._driver, launch._cupy)
+    yield [each.cache_clear() for each in imports]
+    for each in imports:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize(("cuda", "package"), [("13.0", "cupy-cuda13x"), ("12.8", "cupy-cuda12x"), (None, "cupy-cuda13x")])
+def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monkeypatch):
+    def refuse(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(launch.importlib, "import_module", refuse)
+    with pytest.raises(
+        UnsupportedError, match=rf"wants CuPy, got No module named .*pip install '{package}>=14.2'.*OPFUSE_REFERENCE=1"
+    ):
+        launch.compile_text(SMALL, "sm_90a")
+
+
+def test_without_nvrtc_the_error_says_what_to_install(fresh, monkeypatch):
+    def refuse():
+        raise RuntimeError("Failed to find libnvrtc\nand more")
+
+    monkeypatch.setattr(launch._nvrtc(), "getVersion", refuse, raising=False)
+    launch._nvrtc.cache_clear()
+    with pytest.raises(
+        UnsupportedError, match=r"wants NVRTC, got Failed to find libnvrtc\. Cure: pip install 'nvidia-cuda-nvrtc"
+    ):
+        launch.compile_text(SMALL, "sm_90a")
+
+
+def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(
+        UnsupportedError, match=r"CuPy: wants a build for CUDA 12\.8, .*got CUDA 13\. Cure: pip install 'cupy-cuda12x"
+    ):
+        launch.require_same_cuda()
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    launch.require_same_cuda()
+
+
+def test_r12_nothing_is_loaded_during_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(PlanMissError, match="run the same call once before the capture"):
+        launch.load(Variant("amax.cu"), "amax", 0)
+
+
+def test_device_architectures(monkeypatch):
+    for capability, name in {(8, 0): "sm_80", (8, 6): "sm_86", (9, 0): "sm_90a", (10, 3): "sm_103a", (12, 0): "sm_120a"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert launch.architecture(0) == name
+
+
+def test_a_scale_that_a_kernel_would_misread_is_refused():
+    x = torch.randn(4, 4)
+    for bad in (torch.ones(2), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta")):
+        with pytest.raises(opfuse.errors.QuantizerError, match=r"wants fp32 \(1,\) on cpu"):
+            opfuse.kernels.cast._one(bad, x)

@@ -24,7 +24,7 @@ from ruamel.yaml.events import (
     ScalarEvent,
 )
 
-from opfuse.config.findings import Finding, Loc, Span, shown
+from opfuse.config.findings import Finding, Loc, Span, printable, shown
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32
@@ -83,7 +83,7 @@ class Document:
         """Add a finding; beyond :data:`MAX_FINDINGS` they are no longer kept."""
         if len(self.findings) < MAX_FINDINGS:
             source = self.lines[span.line - 1] if span.line <= len(self.lines) else ""
-            self.findings.append(Finding(self.path, span, code, message, help, source))
+            self.findings.append(Finding(self.path, span, code, printable(message), printable(help), source))
 
     def find(self, loc: Loc, *, on: str = "value") -> Span:
         """Where the value at ``loc``, or its key, stands; of what is absent, the nearest thing around it."""
@@ -137,6 +137,8 @@ def _parse(document: Document) -> None:
         span = builder.last if mark is None else Span(mark.line + 1, mark.column + 1)
         what = [part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part]
         document.report(span, "yaml-syntax", " ".join(" ".join(what).split()) or "this is not YAML")
+    except (ValueError, OverflowError):  # the scanner makes characters of escapes such as "\\UFFFFFFFF"
+        document.report(builder.last, "yaml-syntax", "an escape after this stands for no character", "write the character itself")
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Finding:
         span = self.span
         head = f"{self.path}:{span.line}:{span.column}: error[{self.code}]: {self.message}"
         start = max(0, span.column - WINDOW // 2)
-        line = "".join(char if char.isprintable() else " " for char in self.source[start : start + WINDOW])
+        line = printable(self.source[start : start + WINDOW])
         column = span.column - 1 - start
         carets = "^" * max(1, min(span.width, len(line) - column))
         text = f"{head}\n{span.line:>5} | {line}\n      | {' ' * column}{carets}"
@@ -80,9 +80,14 @@ def shown(value: object) -> str:
     return reprlib.repr(value)
 
 
+def printable(text: str) -> str:
+    """``text`` with a space for every character that could move a cursor or that no stream can encode."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def sentence(error: str) -> tuple[str, str]:
-    """What an error of opfuse says, and the cure it names."""
-    message, _, cure = error.partition(" Cure: ")
+    """What the first line of an error says, and the cure it names."""
+    message, _, cure = error.partition("\n")[0].partition(" Cure: ")
     return message, cure.rstrip(".")
 
 

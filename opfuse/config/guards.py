@@ -39,11 +39,22 @@ def _version(value: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 0)
 
 
+DTYPES = {
+    None: None,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+}
+
+
 def _dtype(value: Any) -> torch.dtype | None:
-    found = None if value is None else getattr(torch, str(value), value)
-    if found is not None and not isinstance(found, torch.dtype):
+    if not isinstance(value, str | None) or value not in DTYPES:
         raise ValueError
-    return found
+    return DTYPES[value]
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        raise ValueError
+    return value
 
 
 def _plain(kind: type) -> Domain:
@@ -57,7 +68,7 @@ def _plain(kind: type) -> Domain:
 
 VERSION = Domain("a compute capability such as 9.0", _version)
 DTYPE = Domain("the name of a torch dtype", _dtype)
-ANYTHING = Domain("a value", lambda value: value)
+ANYTHING = Domain("a single value", _scalar)
 FLAG, INTEGER, NUMBER, TEXT = _plain(bool), _plain(int), _plain(float), _plain(str)
 _OF_HINT = {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}
 

@@ -22,6 +22,9 @@ PLACEMENT = ("device", "dtype")
 
 NOT_WRITTEN = {"self", "spec", "owner", *PLACEMENT}
 
+Size = Annotated[int, Field(ge=-(2**31), le=2**31)]
+"""Integers that torch can take as a size; which of them an op takes is its own affair."""
+
 SPELLINGS = {"normalized_shape": "size"}
 """Parameters that have a shorter name in a file."""
 
@@ -44,8 +47,8 @@ def _written(hint: Any) -> Any:
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(map(_written, get_args(hint)))]  # noqa: UP007
     if get_origin(hint) is not None and issubclass(get_origin(hint), Iterable):
-        return list[get_args(hint)[0]]  # type: ignore[misc]
-    return hint
+        return list[_written(get_args(hint)[0])]  # type: ignore[misc]
+    return Size if hint is int else hint
 
 
 def _as_list(value: Any) -> Any:
@@ -117,7 +120,7 @@ def to_entry(section: Any) -> Entry:
     entry = Entry(section.op, tuple(given.items()), **channels)
     try:
         entry.build(dtype=torch.float32, device="meta")
-    except (OpfuseError, RuntimeError, OverflowError, TypeError) as error:
+    except (OpfuseError, RuntimeError) as error:
         message, cure = sentence(str(error))
         raise Refused(Problem("bad-value", f"{section.op} cannot be built: {message}", cure)) from error
     return entry

@@ -15,6 +15,8 @@ from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
 from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared, place_names
 
+MAX_RULES = 100
+
 LEVELS = {"O0": 0, "O1": 1, "O2": 2}
 
 
@@ -181,7 +183,7 @@ class Fusions(Section):
     """Which rules fuse. level: O0 none, O1 those that are equal bit for bit, O2 also those that round once."""
 
     level: Literal["O0", "O1", "O2"] = "O2"
-    rules: Annotated[list[RuleSection], AfterValidator(check_changes)] = []
+    rules: Annotated[list[RuleSection], Field(max_length=MAX_RULES), AfterValidator(check_changes)] = []
 
     def apply(self) -> RuleSet:
         """The rule set in force with this section's changes: declared rules first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -42,13 +42,12 @@ def trial(
 
 def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
-    rehearse = cache(partial(_rehearse, recipe=recipe, dtype=dtype))
     channels: dict[str, torch.Size] = {}
     for i, entry in enumerate(entries):
         alone = replace(entry, extra_input=(), extra_output=())
         try:
-            outputs = rehearse(alone, (shape, *(channels[name] for name in entry.extra_input)))
-        except (OpfuseError, RuntimeError, OverflowError) as error:
+            outputs = _rehearse(alone, (shape, *(channels[name] for name in entry.extra_input)), recipe, dtype)
+        except (OpfuseError, RuntimeError) as error:
             message, cure = sentence(str(error))
             return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
         if outputs is None:
@@ -69,8 +68,9 @@ def input_columns(entries: Sequence[Entry]) -> int | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def _rehearse(
-    entry: Entry, shapes: tuple[torch.Size, ...], *, recipe: Recipe | None, dtype: torch.dtype
+    entry: Entry, shapes: tuple[torch.Size, ...], recipe: Recipe | None, dtype: torch.dtype
 ) -> tuple[torch.Size, ...] | None:
     """Shapes of the outputs of one op alone, main first, whose backward pass has run as well; None if it takes more inputs."""
     op = entry.build(dtype=dtype, device="meta")

@@ -1,0 +1,132 @@
+"""The command line: exit codes, formats, and that help costs nothing."""
+
+import json
+import subprocess
+import sys
+import time
+from pkgutil import resolve_name
+
+import pytest
+
+import opfuse.cli.check
+from opfuse.cli import main
+from opfuse.cli.app import COMMANDS
+from opfuse.errors import RecipeError, UnsupportedError
+
+GOOD = "version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}]}\n"
+BAD = "version: 1\nrecipe: {kind: mxfp}\npipeline: {ops: [{op: gellu}]}\n"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "bad.yaml").write_text(BAD)
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_check_of_good_files_is_0(files, capsys):
+    assert main(["check", "good.yaml", "good.yaml"]) == 0
+    assert capsys.readouterr().out == "no findings in 2 files\n"
+
+
+def test_check_of_bad_files_is_1_and_tells_all(files, capsys):
+    assert main(["check", "good.yaml", "bad.yaml", "none.yaml"]) == 1
+    out = capsys.readouterr().out
+    assert "bad.yaml:2:16: error[unknown-recipe]: there is no recipe 'mxfp'\n    2 | recipe: {kind: mxfp}\n" in out
+    assert "bad.yaml:3:23: error[unknown-op]" in out
+    assert "none.yaml:1:1: error[no-file]" in out
+    assert out.endswith("3 findings in 3 files\n")
+
+
+@pytest.mark.parametrize("option", [["--json"], ["--format", "json"]])
+def test_check_as_json(files, capsys, option):
+    assert main(["check", "bad.yaml", *option]) == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["code"], first["line"], first["column"], first["width"]) == ("unknown-recipe", 2, 16, 4)
+    assert second["help"] == "did you mean 'gelu'?"
+    assert main(["check", "good.yaml", *option]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_check_as_workflow_commands(files, capsys):
+    assert main(["check", "bad.yaml", "--format", "github"]) == 1
+    assert capsys.readouterr().out.startswith("::error file=bad.yaml,line=2,col=16,title=unknown-recipe::")
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["check", "--bogus"], ["bogus"], ["check", "x", "--format", "xml"]])
+def test_usage_is_2(arguments, capsys):
+    assert main(arguments) == 2
+    assert "Usage" in capsys.readouterr().err
+
+
+def test_no_arguments_show_the_help(capsys):
+    main([])
+    assert "Commands" in "".join(capsys.readouterr())
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"opfuse {opfuse.__version__}\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(UnsupportedError("no such device"), 3), (RecipeError("bad recipe"), 1)])
+def test_errors_are_one_message(files, capsys, monkeypatch, error, code):
+    def broken(path):
+        raise error
+
+    monkeypatch.setattr(opfuse.cli.check, "load", broken)
+    assert main(["check", "good.yaml"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"{error}\n"
+    assert captured.out == ""
+    monkeypatch.setenv("OPFUSE_DEBUG", "1")
+    with pytest.raises(type(error)):
+        main(["check", "good.yaml"])
+
+
+def test_schema_prints_the_schema(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["required"] == ["version", "recipe", "pipeline"]
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "torch" in text
+    assert "fp8_current" in text
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipes"]["mxfp8"]["status"] in ("native", "emulated", "refused")
+    assert {row["arch"] for row in found["matrix"]} >= {"0.0", "9.0", "10.0"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_exists(name):
+    entry = COMMANDS[name]
+    assert callable(resolve_name(entry.function))
+    assert entry.summary.endswith(".")
+
+
+def test_help_imports_no_torch_and_is_fast():
+    done = run("-X", "importtime", "-m", "opfuse", "--help")
+    assert done.returncode == 0
+    assert "check" in done.stdout
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "pydantic", "networkx", "ruamel"}
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run("-m", "opfuse", "--help")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3
+
+
+def test_the_module_exits_with_the_code(tmp_path):
+    (tmp_path / "bad.yaml").write_text(BAD)
+    done = run("-m", "opfuse", "check", str(tmp_path / "bad.yaml"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,277 @@
+"""The fusions section: narrowed, disabled and declared rules; a file can only add guards."""
+
+import pytest
+import torch
+
+import opfuse
+from opfuse.compiler.fuser import recorded_plans
+from opfuse.compiler.registry import default_rules
+from opfuse.compiler.rules import Guard
+from opfuse.config import loads
+from opfuse.errors import ConfigError, FusionError
+from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared, place_names
+
+TOP = """version: 1
+recipe: {kind: mxfp8}
+pipeline:
+  dtype: bfloat16
+  ops:
+    - {op: linear, in_features: 64, out_features: 64}
+    - {op: gelu}
+    - {op: linear, in_features: 64, out_features: 64}
+fusions:
+"""
+
+
+def config(*rules, level="O2"):
+    return loads(
+        f"{TOP}  level: {level}\n  rules:\n" + "".join(f"    - {rule}\n" for rule in rules)
+        if rules
+        else f"{TOP}  level: {level}\n",
+        "f.yaml",
+    )
+
+
+def finding(*rules):
+    with pytest.raises(ConfigError) as raised:
+        config(*rules)
+    (found,) = raised.value.findings
+    start = found.span.column - 1
+    return found.code, found.source[start : start + found.span.width]
+
+
+def outcomes(found, recipe=None):
+    model = found.build()
+    x = torch.randn(32, 64, dtype=found.dtype, requires_grad=True)
+    with opfuse.autocast(recipe=recipe or found.recipe), recorded_plans() as plans:
+        model(x).float().sum().backward()
+    return {(outcome.rule, outcome.status) for outcome in plans[0].outcomes}, plans[0]
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "guard"),
+    [
+        ("env.arch: '>= 9.0'", Guard("env.arch", "at_least", (9, 0))),
+        ("env.arch: 8.9", Guard("env.arch", "is", (8, 9))),
+        ("env.arch: [8.9, '9.0', 10]", Guard("env.arch", "one_of", ((8, 9), (9, 0), (10, 0)))),
+        ("env.rows_class: multiple of 32", Guard("env.rows_class", "multiple_of", 32)),
+        ("env.grad: true", Guard("env.grad", "is", True)),
+        ("env.device: not cpu", Guard("env.device", "is_not", "cpu")),
+        ("env.autocast: null", Guard("env.autocast", "is", None)),
+        ("recipe.kind: mxfp8", Guard("env.recipe.kind", "is", "mxfp8")),
+        ("recipe.backward_override: [null, dequantized]", Guard("env.recipe.backward_override", "one_of", (None, "dequantized"))),
+        ("env.recipe.fp8_format: HYBRID", Guard("env.recipe.fp8_format", "is", opfuse.recipes.Format.HYBRID)),
+        ("env.rounding: single", Guard("env.rounding", "is", "single")),
+        ("producer.in_features: '>= 128'", Guard("producer.in_features", "at_least", 128)),
+        ("producer.weight.dtype: bfloat16", Guard("producer.weight.dtype", "is", torch.bfloat16)),
+        ("chain.p: 1", Guard("chain.p", "is", 1.0)),
+        ("quantize.role: input", Guard("quantize.role", "is", "input")),
+    ],
+)
+def test_guards_as_written(written, guard):
+    (rule,) = (rule for rule in config(f"{{use: epilogue, when: {{{written}}}}}").rules.rules if rule.name == "epilogue")
+    assert rule.when[-1] == guard
+    assert type(rule.when[-1].want) is type(guard.want)
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "under"),
+    [
+        ("env.arc: 9.0", "unknown-path", "env.arc"),
+        ("arch: 9.0", "unknown-path", "arch"),
+        ("env.recipe: mxfp8", "unknown-path", "env.recipe"),
+        ("env.arch.major: 9", "unknown-path", "env.arch.major"),
+        ("recipe.marginal: 1", "unknown-path", "recipe.marginal"),
+        ("linear.in_features: 1", "unknown-path", "linear.in_features"),
+        ("producer.colour: 1", "unknown-path", "producer.colour"),
+        ("recipe.kind: mxfp", "bad-value", "mxfp"),
+        ("recipe.kind: []", "bad-value", "[]"),
+        ("recipe.kind: '>= mxfp8'", "bad-value", "'>= mxfp8'"),
+        ("env.arch: new", "bad-value", "new"),
+        ("env.grad: 1", "bad-value", "1"),
+        ("env.rows_class: multiple of 0", "bad-value", "multiple of 0"),
+        ("env.arch: multiple of 2", "bad-value", "multiple of 2"),
+        ("env.autocast: _inductor", "bad-value", "_inductor"),
+        ("producer.normalized_shape: [[1]]", "bad-value", "[[1]]"),
+    ],
+)
+def test_guards_that_cannot_be(written, code, under):
+    assert finding(f"{{use: epilogue, when: {{{written}}}}}") == (code, under)
+
+
+def test_rank11_a_narrowed_rule_keeps_its_own_guards():
+    rules = config("{use: linear_add, when: {env.arch: '>= 9.0'}}").rules
+    before = next(rule for rule in default_rules().rules if rule.name == "linear_add")
+    after = next(rule for rule in rules.rules if rule.name == "linear_add")
+    assert after.when == (*before.when, Guard("env.arch", "at_least", (9, 0)))
+    assert after.forward is before.forward
+    assert rules.names == default_rules().names
+
+
+def test_rank11_narrowing_is_seen_in_the_outcomes():
+    assert ("epilogue", "fused") in outcomes(config())[0]
+    seen, _ = outcomes(config("{use: epilogue, when: {env.arch: '>= 9.0'}}"))
+    assert ("epilogue", "missed") in seen
+    assert ("epilogue", "fused") not in seen
+
+
+def test_rank11_a_disabled_rule_is_gone():
+    assert "epilogue" not in config("{disable: epilogue}").rules.names
+
+
+@pytest.mark.parametrize(("level", "number"), [("O0", 0), ("O1", 1), ("O2", 2)])
+def test_levels(level, number):
+    assert config(level=level).rules.level == number
+    assert (outcomes(config(level=level))[1].fusions == ()) == (number == 0)
+
+
+def test_a_rule_with_priority_claims_first():
+    assert next(rule for rule in config("{use: epilogue, priority: 5}").rules.rules if rule.name == "epilogue").priority == 5
+
+
+# -- declared rules ----------------------------------------------------------------------------------------------------
+
+
+def test_rank11_a_declared_rule_fuses_and_changes_no_bit():
+    declared_rule = config("{name: mine, pattern: [linear, bias, gelu, quantize], when: {recipe.kind: mxfp8}}")
+    unfused = config(level="O0")
+    seen, plan = outcomes(declared_rule)
+    assert ("mine", "fused") in seen
+    assert plan.fusions.index("mine") == 0, "declared rules come before the built-in ones"
+
+    model, plain = declared_rule.build(), unfused.build()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    results = []
+    for each in (model, plain):
+        leaf = x.clone().requires_grad_()
+        with opfuse.autocast(recipe=declared_rule.recipe):
+            y = each(leaf)
+        y.float().square().sum().backward()
+        results.append((y, leaf.grad, *(p.grad for p in each.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_declared_rule_misses_by_its_guard():
+    seen, _ = outcomes(
+        config("{name: mine, pattern: [linear, bias, gelu, quantize], when: {linear.in_features: multiple of 128}}")
+    )
+    assert ("mine", "missed") in seen
+    assert ("epilogue", "fused") in seen
+
+
+def test_two_loads_of_one_file_make_one_rule_set():
+    text = "{name: mine, pattern: [linear, bias, gelu], when: {env.grad: true}}"
+    assert config(text).rules.digest == config(text).rules.digest
+
+
+def test_places_of_one_kind_are_numbered():
+    assert place_names(("linear", "bias", "gelu", "bias")) == ("linear", "bias", "gelu", "bias_2")
+    rules = config("{name: mine, pattern: [linear, bias, gelu, bias], when: {bias_2.size: 64}}").rules
+    assert rules.rules[0].when == (Guard("bias_2.size", "is", 64),)
+
+
+def test_an_addition_in_place_is_not_taken_for_an_elementwise_one():
+    rule = declared("mine", ("linear", "add_extra_input"))
+    assert Guard("add_extra_input.in_place", "is", False) in rule.when
+
+
+@pytest.mark.parametrize("pattern", [("linear", "relu6"), (), ("linear", "linear"), ("gelu", "quantize")])
+def test_declared_refuses_in_python_too(pattern):
+    with pytest.raises(FusionError, match="mine"):
+        declared("mine", pattern)
+    with pytest.raises(FusionError, match="mine"):
+        declared("mine", ("linear", "gelu"), emit="magic")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "under"),
+    [
+        ("[linear, quantize, quantize]", "quantize"),
+        ("[quantize, linear]", "quantize"),
+        ("[gelu, quantize]", "gelu"),
+        ("[linear]", "linear"),
+        ("[linear, rms_norm]", "rms_norm"),
+        ("[linear, reshape, gelu]", "reshape"),
+        ("[elementwise, gelu]", "elementwise"),
+    ],
+)
+def test_rank11_patterns_that_can_never_match(pattern, under):
+    assert finding(f"{{name: mine, pattern: {pattern}}}") == ("never-matches", under)
+
+
+def test_every_pattern_that_is_accepted_can_match():
+    for first in sorted(WORDS):
+        for second in sorted(WORDS):
+            if EMITTERS["epilogue"].misfit((first, second)) is None:
+                members = [kinds for kinds in KINDS.values() if first in kinds]
+                assert all("producer" in kinds for kinds in members)
+                assert declared("mine", (first, second)).direction == "forward"
+
+
+@pytest.mark.parametrize(
+    ("rules", "code", "under"),
+    [
+        (("{use: epilog}",), "unknown-rule", "epilog"),
+        (("{disable: epilog}",), "unknown-rule", "epilog"),
+        (("{enable: epilogue}",), "missing-key", "{enable: epilogue}"),
+        (("{use: epilogue, wen: {}}",), "unknown-key", "wen"),
+        (("{name: mine, pattern: [linear, gelu], emit: magic}",), "bad-value", "magic"),
+        (("{name: 'not a name', pattern: [linear, gelu]}",), "bad-value", "'not a name'"),
+        (("{name: epilogue, pattern: [linear, gelu]}",), "duplicate-rule", "epilogue"),
+        (("{disable: epilogue}", "{use: epilogue}"), "duplicate-rule", "{use: epilogue}"),
+        (("{use: backward_activation_bias, when: {recipe.backward_override: dequantized}}",), "never-matches", None),
+        (("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, gelu]}"), "shadowed-rule", "b"),
+        (("{name: a, pattern: [linear, bias]}", "{name: b, pattern: [linear, bias, gelu]}"), "shadowed-rule", "b"),
+        (
+            ("{name: a, pattern: [gemm, activation]}", "{name: b, pattern: [linear, gelu], when: {env.grad: true}}"),
+            "shadowed-rule",
+            "b",
+        ),
+        (
+            (
+                "{name: a, pattern: [linear, gelu], when: {env.grad: true}}",
+                "{name: b, pattern: [linear, gelu], when: {env.grad: true}}",
+            ),
+            "shadowed-rule",
+            "b",
+        ),
+        (("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, gelu], priority: -1}"), "shadowed-rule", "b"),
+    ],
+)
+def test_rank11_rules_that_cannot_be(rules, code, under):
+    found = finding(*rules)
+    assert found[0] == code
+    assert under is None or found[1] == under
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ("{name: a, pattern: [linear, gelu], when: {env.grad: true}}", "{name: b, pattern: [linear, gelu]}"),
+        ("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, gelu], priority: 1, when: {env.grad: true}}"),
+        ("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, activation]}"),
+        ("{name: a, pattern: [linear, bias, gelu]}", "{name: b, pattern: [linear, bias]}"),
+    ],
+)
+def test_rules_that_leave_something_to_each_other(rules):
+    assert config(*rules).rules.names[:2] == ("a", "b")
+
+
+def test_a_rule_registered_in_python_has_a_name_in_files_too():
+    with opfuse.register_fusion(declared("of_python", ("linear", "gelu"))):
+        rules = config("{use: of_python, when: {env.grad: true}}").rules
+        assert "of_python" in rules.names
+    assert finding("{use: of_python}") == ("unknown-rule", "of_python")
+
+
+def test_a_registered_function_can_be_disabled_but_not_narrowed():
+    def function(ops, *, recipe):
+        return ops
+
+    with opfuse.register_forward_fusion(function, name="by_function"):
+        assert finding("{use: by_function, when: {env.grad: true}}") == ("bad-value", "by_function")
+        assert "by_function" not in config("{disable: by_function}").rules.names

@@ -1,0 +1,81 @@
+"""Mutated configuration files end in findings with a place, never in anything else."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from opfuse.config import Finding, loads
+from opfuse.errors import ConfigError
+from tests.config.mutations import SEEDS, mutated
+
+
+def findings(data: bytes) -> tuple[Finding, ...]:
+    try:
+        loads(data, "mutant.yaml")
+    except ConfigError as error:
+        return error.findings or pytest.fail("an error without findings")
+    return ()
+
+
+def outcome(data: bytes) -> str:
+    """``ok``, or the code of the first finding, all of which have a line and a column inside the file and a message."""
+    lines = data.decode("utf-8", "replace").splitlines() or [""]
+    found = findings(data)
+    for finding in found:
+        assert 1 <= finding.span.line <= len(lines) + 1
+        assert finding.span.column >= 1
+        assert finding.message
+        assert str(finding).startswith(f"mutant.yaml:{finding.span.line}:{finding.span.column}: error[{finding.code}]: ")
+        str(finding).encode()
+    return found[0].code if found else "ok"
+
+
+def outcomes(seeds: range) -> Counter[str]:
+    return Counter(outcome(mutated(random.Random(seed))) for seed in seeds)
+
+
+@pytest.mark.parametrize("text", SEEDS)
+def test_r15_the_seeds_are_valid(text):
+    assert outcome(text.encode()) == "ok"
+
+
+def test_r15_mutated_files_300():
+    seen = outcomes(range(300))
+    assert len(seen) >= 8, seen
+    assert 0 < seen["ok"] < 100, "some mutants should stay valid, most should not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tens", range(10))
+def test_r15_mutated_files_10000(tens):
+    outcomes(range(1000 + tens * 1000, 2000 + tens * 1000))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{a: " * 50_000,
+        "- " * 100_000,
+        "&a " * 60_000,
+        '"\\UFFFFFFFF": 1',
+        '"\\uD800": 1',
+        "version: 1\n" + "".join(f"key{i}: 1\n" for i in range(15_000)),
+        "a: 1\n" * 40_000,
+        "x" * 300_000,
+        "version: " + "9" * 100_000,
+        "recipe: {kind: " + "x" * 200_000 + "}",
+        "a: &a [x, x, x, x]\n" + "".join(f"b{i}: &b{i} [*a, *a, *a]\n" for i in range(2_000)),
+        "",
+        "\n\n",
+        "# nothing\n",
+        "null",
+        "5",
+        "[]",
+        "\ufeffversion: 1",
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_r15_hostile_files(text):
+    assert outcome(text.encode("utf-8", "surrogatepass")) != "ok"

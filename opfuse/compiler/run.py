@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,9 @@ from opfuse.compiler.graph import BACKWARD, QUANTIZE, Node
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value
+from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -53,7 +53,8 @@ class Runner:
         op: Any = self.plan.casts[node.index] if node.kind == QUANTIZE else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
         context.operands = {name: values[value] for name, value in node.operands if value in values}
-        context.extras = tuple(_plain(values[value]) for value in node.inputs[1:])
+        # What comes through a channel from the same fused op is not there yet.
+        context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
         self.contexts[node.index] = context
         return context
 
@@ -72,7 +73,7 @@ class Runner:
         x = values[node.inputs[0]]
         output, extra_outputs = op.fuser_forward(
             [context],
-            x if op.accepts_quantized else _plain(x),
+            x if op.accepts_quantized else plain(x),
             basic_op_extra_inputs=[context.extras],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
@@ -93,7 +94,7 @@ class Runner:
         x = values[first.inputs[0]]
         takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
         output = _implementation(rule.forward)(
-            x if takes_quantized else _plain(x), **self._bind(rule, group, lambda i: self._context(nodes[i], values))
+            x if takes_quantized else plain(x), **self._bind(rule, group, lambda i: self._context(nodes[i], values))
         )
         self._store(last, last.outputs[:1], (output,), values)
 
@@ -107,13 +108,11 @@ class Runner:
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
         nodes = self._op_nodes(group)
-        contexts = [self._context(nodes[i], values) if i in nodes else self._bare_context(i) for i in group.ops]
-        for i, context in zip(group.ops, contexts):
-            context.casts = self._absorbed(group, i)
+        contexts = self._contexts(group, {i: self._context(node, values) for i, node in nodes.items()})
         chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
         output, extra_outputs = group.opaque.fuser_forward(
             contexts,
-            _plain(values[chain[0].inputs[0]]),
+            plain(values[chain[0].inputs[0]]),
             basic_op_extra_inputs=[context.extras for context in contexts],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
@@ -123,14 +122,31 @@ class Runner:
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
         values[chain[-1].outputs[0]] = output
+        self._check_outputs(group, nodes.values(), values)
+
+    def _check_outputs(self, group: Group, nodes: Iterable[Node], values: Mapping[int, Value | None]) -> None:
+        """FusionError for an extra output that a fused op left out though someone else reads it."""
+        graph = self.plan.graph
+        for value in (value for node in nodes for value in node.outputs[1:] if values[value] is None):
+            if value in graph.outputs or any(reader not in group.nodes for reader in graph.consumers.get(value, ())):
+                wanted, cure = "a tensor for every extra output that leaves it", "return it, or keep its readers in the fused op"
+                raise FusionError(describe(f"{group.name} extra outputs", wanted=wanted, got=None, cure=cure))
 
     def _op_nodes(self, group: Group) -> dict[int, Node]:
         """The nodes of the basic ops that a fused op stands for, by op; an explicit Quantize has none of its own."""
         return {node.op: node for node in self.plan.graph.nodes if node.op in group.ops and node.kind != QUANTIZE}
 
-    def _bare_context(self, op: int) -> Context:
-        """The context of an op that has nothing to do in this pass."""
-        return Context(self.ops[op], self.plan.key.env, frozenset())
+    def _contexts(self, group: Group, made: Mapping[int, Context]) -> list[Context]:
+        """A context for each op of a fused op: those ``made``; one without a node only knows whether gradients pass it."""
+        first = next(node for node in self.plan.graph.nodes if node.op in group.ops and not node.side)
+        passes = first.inputs[0] in self.plan.graph.grads
+        contexts = []
+        for i in group.ops:
+            context = made.get(i) or Context(self.ops[i], self.plan.key.env, frozenset(("input",) if passes else ()))
+            context.casts = self._absorbed(group, i)
+            passes = passes or context.requires_grad
+            contexts.append(context)
+        return contexts
 
     def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
         """The casts of one op that a user's fused op took over, by role."""
@@ -199,9 +215,8 @@ class Runner:
         nodes = self._op_nodes(group)
         chain = [self.plan.graph.nodes[i] for i in group.nodes]
         active = {node.op: grads.contexts[node.index] for node in nodes.values() if node.index in grads.contexts}
-        contexts = [active.get(i) or self._bare_context(i) for i in group.ops]
+        contexts = self._contexts(group, active)
         for i, context in zip(group.ops, contexts):
-            context.casts = self._absorbed(group, i)
             values = nodes[i].outputs[1:] if i in nodes else ()
             context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in values)
         dx, params, extras = group.opaque.fuser_backward(
@@ -239,7 +254,7 @@ class Gradients:
             return
         root = self.graph.gradient_of(value)
         earlier = self.values.get(root)
-        self.values[root] = grad if earlier is None else _plain(earlier) + _plain(grad)
+        self.values[root] = grad if earlier is None else plain(earlier) + plain(grad)
 
     def put(self, value: int, grad: Value | None) -> None:
         """Replace the gradient of ``value``."""
@@ -274,11 +289,3 @@ def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[An
 
 def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
-
-
-def _plain(value: Value) -> torch.Tensor:
-    return value.dequantize(value.dtype) if isinstance(value, QuantizedStorage) else value
-
-
-def plain_or_none(value: Value | None) -> torch.Tensor | None:
-    return None if value is None else _plain(value)

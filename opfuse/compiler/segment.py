@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.run import Kwargs, Runner, plain_or_none
-from opfuse.core.context import Value
+from opfuse.compiler.run import Kwargs, Runner
+from opfuse.core.context import Value, plain_or_none
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.storage import QuantizedStorage

@@ -20,6 +20,16 @@ Value = torch.Tensor | QuantizedStorage
 """What travels along an edge of a pipeline."""
 
 
+def plain(value: Value) -> torch.Tensor:
+    """``value`` in high precision."""
+    return value.dequantize(value.dtype) if isinstance(value, QuantizedStorage) else value
+
+
+def plain_or_none(value: Value | None) -> torch.Tensor | None:
+    """``value`` in high precision, if there is one."""
+    return None if value is None else plain(value)
+
+
 class Context:
     """Passed to ``op_forward`` and later, with the saved state, to ``op_backward``.
 
@@ -34,7 +44,7 @@ class Context:
         self.env = env
         self.needs = needs
         self.operands: dict[str, Value] = {}
-        self.extras: tuple[torch.Tensor, ...] = ()
+        self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
         self.dirty: list[torch.Tensor] = []
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()

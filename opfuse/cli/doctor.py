@@ -67,7 +67,9 @@ def matrix() -> list[dict[str, str]]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
-    table = Table(Column(columns[0], no_wrap=True), *columns[1:], title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        Column(columns[0], no_wrap=True), *columns[1:], title=title, title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
     for row in rows:
         table.add_row(*row)
     return table

@@ -39,7 +39,7 @@ def _version(value: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 0)
 
 
-DTYPES = {
+DTYPES: dict[str | None, torch.dtype | None] = {
     None: None,
     **{str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
 }

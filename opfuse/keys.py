@@ -12,10 +12,9 @@ import hashlib
 import math
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -166,39 +165,51 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+@dataclass
+class _Entry(Generic[V]):
+    value: V
+    used: int
+
+
 class Cache(Generic[K, V]):
-    """A dictionary of plans, least recently used dropped beyond ``size``, that counts hits and explains misses."""
+    """A dictionary of plans, least recently used dropped beyond ``size``, that counts hits and explains misses.
+
+    A key is looked up by itself or by any equal value: a plain tuple finds the entry of a named one.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.hits = 0
         self.misses = 0
         self.last_miss: Miss | None = None
-        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._entries: dict[K, _Entry[V]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: K) -> V | None:
+    def get(self, key: Hashable) -> V | None:
         """The entry of ``key``, counted as a hit, or None."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self.hits += 1
-            self._entries.move_to_end(key)
-        return entry
+        entry = self._entries.get(cast(K, key))
+        if entry is None:
+            return None
+        self.hits += 1
+        entry.used = self.hits + self.misses
+        return cast(V, entry.value)
 
-    def put(self, key: K, entry: V) -> None:
-        """Insert after a miss, whose reason is recorded first."""
+    def put(self, key: K, value: V) -> Miss:
+        """Insert after a miss; returns and records why it was one."""
         digest(key)
+        miss = self.why(key)
         self.misses += 1
-        self.last_miss = self.why(key)
-        self._entries[key] = entry
-        if len(self._entries) > self.size:
-            self._entries.popitem(last=False)
+        self._entries[key] = _Entry(value, self.hits + self.misses)
+        for old, _ in self.items()[: -self.size]:
+            self._entries.pop(old, None)
+        self.last_miss = miss
+        return miss
 
     def why(self, key: K) -> Miss:
         """The nearest live entry to ``key`` and the fields in which it differs."""
-        found = [(tuple(diff(other, key)), other) for other in reversed(self._entries)]
+        found = [(tuple(diff(other, key)), other) for other, _ in reversed(self.items())]
         if not found:
             return Miss(key, None, ())
         differences, nearest = min(found, key=lambda pair: len(pair[0]))
@@ -206,7 +217,7 @@ class Cache(Generic[K, V]):
 
     def items(self) -> tuple[tuple[K, V], ...]:
         """Live entries, least recently used first."""
-        return tuple(self._entries.items())
+        return tuple((key, entry.value) for key, entry in sorted(self._entries.items(), key=lambda item: item[1].used))
 
     def clear(self) -> None:
         """Drop every entry; counters stay."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -18,7 +19,7 @@ from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.compiler.segment import run_plan
 from opfuse.core.operation import FusedOperation, FusibleOperation
-from opfuse.core.signature import Env, tensor_sig
+from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signature
 from opfuse.errors import PipelineError, PlanMissError, describe
 from opfuse.keys import Cache, Miss, digest, token
 from opfuse.recipes import current_amax_group, current_recipe
@@ -63,14 +64,10 @@ def recorded_plans() -> Iterator[list[Plan]]:
 
 
 @cache
-def _arch(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-@cache
-def _casts(device: str) -> bool:
-    """Whether torch.autocast knows the device; it does not know ``meta``."""
-    return torch.amp.is_autocast_available(device)
+def _device(device: torch.device) -> tuple[str, tuple[int, int], bool]:
+    """Type and compute capability, and whether torch.autocast knows the type; it does not know ``meta``."""
+    arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return device.type, arch, torch.amp.is_autocast_available(device.type)
 
 
 class OperationFuser:
@@ -110,65 +107,65 @@ class OperationFuser:
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
-        self._slots = tuple(tuple((slot, name.rpartition(".")[2]) for name, slot in op.parameter_slots()) for op in self.ops)
+        slots = [(i, name, slot) for i, op in enumerate(self.ops) for name, slot in op.parameter_slots()]
+        self._slots = tuple((slot, name.rpartition(".")[2]) for _, name, slot in slots)
+        fields = [f"op{i}_{name.replace('.', '_')}" for i, name, _ in slots]
+        self._params: Callable[..., tuple[TensorSig | None, ...]] = namedtuple("Parameters", fields)  # type: ignore[misc]
 
-    def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> PlanKey:
-        """Everything that the plan of this call may depend on."""
-        device = x.device
-        recipe = current_recipe()
+    def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
+        """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it."""
+        device, arch, has_autocast = _device(x.device)
         group = current_amax_group()
-        autocast = (
-            torch.get_autocast_dtype(device.type) if _casts(device.type) and torch.is_autocast_enabled(device.type) else None
-        )
-        rows = x.numel() // (x.shape[-1] or 1) if x.dim() else 1
-        env = Env(
-            recipe,
-            token(group) if group is not None else None,
+        shape = x.shape
+        rows = x.numel() // (shape[-1] or 1) if shape else 1
+        env = (
+            current_recipe(),
+            None if group is None else token(group),
             torch.is_grad_enabled(),
-            autocast,
-            device.type,
-            _arch(device),
+            torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
+            device,
+            arch,
             gcd(rows, ROWS),
             x.data_ptr() % 16 == 0,
             rules.level,
         )
-        params = tuple(
-            [
-                tuple([None if (p := slot[name]) is None else tensor_sig(p, shape=True) for slot, name in slots])
-                for slots in self._slots
-            ]
-        )
-        inputs = Inputs(
-            tensor_sig(x, shape=False),
-            tuple([tensor_sig(extra, shape=False) for extra in extras]),
-            params,
+        inputs = (
+            input_signature(x),
+            tuple([input_signature(extra) for extra in extras]),
+            tuple([parameter_signature(slot[name]) for slot, name in self._slots]),
             tuple([op.training for op in self.ops]),
         )
-        return PlanKey(self.structure, env, inputs, rules.digest)
+        return self.structure, env, inputs, rules.digest
+
+    def named(self, key: tuple[Any, ...]) -> PlanKey:
+        """A key with the names of its fields."""
+        structure, env, (x, extras, params, training), rules = key
+        named_params = self._params(*[None if p is None else TensorSig(*p) for p in params])
+        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, training)
+        return PlanKey(structure, Env(*env), inputs, rules)
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
         rules = self.rules or active_rules()
         key = self.key(x, extras, rules)
         plan = self.cache.get(key)
-        return plan if plan is not None else self._miss(key, rules)
+        return plan if plan is not None else self._miss(self.named(key), rules)
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
-        why = self.cache.why(key)
         if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             raise PlanMissError(
                 describe(
                     f"plan of {self.label}",
                     wanted="a plan made before",
-                    got=str(why),
+                    got=str(self.cache.why(key)),
                     cure="run the call once before graph capture or on_miss('error')",
                 )
             )
-        if key.env.recipe is not None and key.env.grad:
-            key.env.recipe.check_trainable()
         start = time.perf_counter()
         plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label, exports=self.exports)
-        self.cache.put(key, plan)
+        if key.env.recipe is not None and any(segment.requires_grad for segment in plan.segments):
+            key.env.recipe.check_trainable()
+        why = self.cache.put(key, plan)
         _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
         return plan
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -61,9 +62,10 @@ class Node:
         role = f"[{self.spec.role}]" if isinstance(self.spec, CastSpec) else ""
         return f"{self.index}:{self.kind}{role}"
 
-    def is_a(self, word: str) -> bool:
-        """Whether a pattern word means this node: its kind or one of its traits."""
-        return word == self.kind or word in self.traits
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """What patterns may call this node: its kind and its traits."""
+        return self.traits | {self.kind}
 
 
 @dataclass(frozen=True)

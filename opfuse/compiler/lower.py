@@ -22,11 +22,11 @@ TRANSPARENT = "transparent"
 
 
 class Inputs(NamedTuple):
-    """Signatures of what enters a pipeline: its input, the extra inputs the caller gives, parameters and mode op by op."""
+    """Signatures of what enters a pipeline: its input, the extra inputs the caller gives, all parameters; and each op's mode."""
 
     x: TensorSig
     extras: tuple[TensorSig, ...]
-    params: tuple[tuple[TensorSig | None, ...], ...]
+    params: tuple[TensorSig | None, ...]
     training: tuple[bool, ...]
 
 
@@ -68,9 +68,9 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
     b = _Builder(env, exports=exports)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
-    extras = iter(inputs.extras)
+    extras, signatures = iter(inputs.extras), iter(inputs.params)
     for index, op in enumerate(ops):
-        params = dict(zip(op.parameter_names, inputs.params[index]))
+        params = {name: next(signatures) for name in op.parameter_names}
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
         casts = _casts(op, env, params, needs)

@@ -62,7 +62,17 @@ class Env(NamedTuple):
         return self.recipe.rounding if self.recipe is not None else "per_op"
 
 
-def tensor_sig(tensor: torch.Tensor, *, shape: bool) -> TensorSig:
-    """Signature of ``tensor``; ``shape=False`` leaves the shape out (inputs count by ``rows_class`` only)."""
-    usages = getattr(tensor, "signature", None)
-    return TensorSig(tensor.dtype, tensor.shape if shape else None, tensor.requires_grad, usages)
+Signature = tuple[torch.dtype, torch.Size | None, bool, tuple[str, ...] | None]
+"""A :class:`TensorSig` as a plain tuple: equal to it, and made in a fraction of the time."""
+
+
+def input_signature(x: torch.Tensor) -> Signature:
+    """Signature of an input; its shape counts by ``Env.rows_class`` only."""
+    return x.dtype, None, x.requires_grad, None if type(x) is torch.Tensor else getattr(x, "signature", None)
+
+
+def parameter_signature(p: torch.Tensor | None) -> Signature | None:
+    """Signature of a parameter; None where there is none."""
+    if p is None:
+        return None
+    return p.dtype, p.shape, p.requires_grad, None if type(p) is torch.nn.Parameter else getattr(p, "signature", None)

@@ -1,0 +1,128 @@
+"""``opfuse run``: train a configuration's pipeline beside the same pipeline in high precision, and report."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.config import load
+from opfuse.train import Comparison, OnStep, Step, compare, fused, to_dict, write_plot, write_report
+
+LINES = 10
+"""Lines a training run prints where there is no terminal to draw a bar on."""
+
+WIDTH = 100
+"""Characters of a plan miss's reason that are printed; the report has all of it."""
+
+
+def run(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
+    *,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Where report and plot go.", show_default="runs/NAME")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train the pipeline of a configuration, beside the same pipeline without a recipe, and report what fused."""
+    chosen = load(config)
+    with reporter() as on_step:
+        result = compare(chosen, steps=steps, seed=seed, device=device, on_step=on_step)
+    directory = out or Path("runs") / result.name
+    written = [path for path in (write_report(result, directory), write_plot(result, directory)) if path is not None]
+    if len(written) == 1:
+        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+    if as_json:
+        echo_json(to_dict(result))
+        return
+    echo(f"{result.name}: {result.settings.steps} steps of {result.settings.batch_size} samples on {result.device}")
+    Console(highlight=False).print(table(result))
+    for line in (*notes(result), f"wrote    {', '.join(map(str, written))}"):
+        echo(line)
+
+
+# -- while it runs -------------------------------------------------------------------------------------------------------
+
+
+def reporter() -> AbstractContextManager[OnStep]:
+    """What tells on stderr how training goes: a bar for each run on a terminal, else a line now and then."""
+    return bars() if sys.stderr.isatty() else lines()
+
+
+@contextmanager
+def bars() -> Iterator[OnStep]:
+    """A progress bar for each run."""
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def on_step(label: str, step: Step) -> None:
+            if label not in tasks:
+                tasks[label] = progress.add_task(label, total=step.total, loss="")
+            progress.update(tasks[label], completed=step.number, loss=_losses(step))
+
+        yield on_step
+
+
+@contextmanager
+def lines() -> Iterator[OnStep]:
+    """:data:`LINES` lines for each run."""
+
+    def on_step(label: str, step: Step) -> None:
+        if step.number * LINES // step.total > (step.number - 1) * LINES // step.total:
+            error(f"{label:>12}  step {step.number}/{step.total}  {_losses(step)}")
+
+    yield on_step
+
+
+def _losses(step: Step) -> str:
+    return f"loss {step.loss:.3f}" + ("" if step.validation is None else f"  validation {step.validation:.3f}")
+
+
+# -- afterwards ----------------------------------------------------------------------------------------------------------
+
+ROWS = (
+    ("training loss, first step", "loss_first"),
+    ("training loss, mean of last {loss_last_steps}", "loss_last"),
+    ("  in bits", "loss_last_bits"),
+    ("validation loss", "validation_loss"),
+    ("  in bits", "validation_loss_bits"),
+)
+"""Rows of the table: what they say, and the report's name of it."""
+
+
+def table(result: Comparison) -> Table:
+    """Losses and seconds of both runs, and by how much the losses of the recipe differ."""
+    found = to_dict(result)
+    prefixes = [""] if result.baseline is None else ["", "baseline_"]
+    drawn = Table("nats per byte", box=None, pad_edge=False)
+    for label in (*result.labels, "difference")[: 3 if result.baseline else 1]:
+        drawn.add_column(label, justify="right")
+    for text, key in ROWS:
+        values = [found[prefix + key] for prefix in prefixes]
+        differences = [f"{found[key] / value - 1:+.2%}" for value in values[1:]]
+        drawn.add_row(text.format(**found), *(f"{value:.4f}" for value in values), *differences)
+    drawn.add_row("seconds", *(f"{found[prefix + 'run_seconds']:.1f}" for prefix in prefixes))
+    return drawn
+
+
+def notes(result: Comparison) -> Iterator[str]:
+    """What the losses stand beside: the text, the backend, what fused, the plan cache."""
+    corpus, cache = result.corpus, result.run.cache
+    yield f"text     {corpus.name}, {len(corpus.train)} bytes; byte frequencies alone give {corpus.unigram_entropy:.2f}"
+    yield f"backend  {result.backend}"
+    for direction in ("forward", "backward", "joint"):
+        if found := [f"{rule} ×{count}" for rule, side, count in fused(result.run) if side == direction]:
+            yield f"{direction:<8} {', '.join(found)}"
+    yield f"plans    {cache.plans} alive, {cache.hits} hits, {cache.misses} misses"
+    yield f"         last miss: {textwrap.shorten(cache.last_miss or 'none', WIDTH, placeholder=' …')}"

@@ -1,0 +1,128 @@
+"""The main job: a configuration's model trained under its recipe, beside the same model in high precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import torch
+from pydantic import ValidationError
+
+from opfuse.config import Config, PydocTopics, Train
+from opfuse.errors import ConfigError, UnsupportedError, describe
+from opfuse.recipes import Recipe, Support, support
+from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
+from opfuse.train.loop import Curve, Step, fit
+from opfuse.train.model import ByteModel
+
+EVALUATION_SAMPLES = 2048
+"""Samples of one evaluation, rounded up to whole batches."""
+
+OnStep = Callable[[str, Step], None]
+"""Takes a label of :attr:`Comparison.labels` and where that run stands."""
+
+HIGH_PRECISION = Support("native", "without a recipe, products are torch's own")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a configuration. baseline: the run without a recipe, None if the configuration has no recipe either."""
+
+    config: Config
+    settings: Train
+    device: torch.device
+    corpus: Corpus
+    run: Curve
+    baseline: Curve | None
+
+    @property
+    def name(self) -> str:
+        """The configuration's file name without its suffix."""
+        return PurePath(self.config.path).stem
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """What the run and the baseline compute in: ``("mxfp8", "float32")``."""
+        return _labels(self.config)
+
+    @property
+    def backend(self) -> Support:
+        """Whether the recipe's products are native on the device, and why."""
+        recipe = self.config.recipe
+        arch = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        return HIGH_PRECISION if recipe is None else support(recipe, arch)
+
+
+def compare(
+    config: Config,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    device: str | torch.device = "cpu",
+    on_step: OnStep = lambda label, step: None,
+) -> Comparison:
+    """Train twice from the same weights on the same batches: under the recipe, and in high precision in the same dtype.
+
+    steps, seed: instead of the configuration's. on_step: called after each step.
+
+    ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device.
+    """
+    settings = overridden(config.train, steps=steps, seed=seed)
+    data = _data(config)
+    place = usable(device)
+    text = corpus(data.kind, validation_fraction=data.validation_fraction)
+    initial = _initial(config, data, settings.seed, place)
+    held_out = spread_batches(
+        text.validation,
+        context=data.context,
+        batch_size=settings.batch_size,
+        count=-(-EVALUATION_SAMPLES // settings.batch_size),
+    )
+
+    def curve(label: str, recipe: Recipe | None) -> Curve:
+        batches = random_batches(text.train, context=data.context, batch_size=settings.batch_size, seed=settings.seed)
+        return fit(copy.deepcopy(initial), batches, held_out, settings, recipe=recipe, on_step=lambda step: on_step(label, step))
+
+    label, plain = _labels(config)
+    run = curve(label, config.recipe)
+    return Comparison(config, settings, place, text, run, None if config.recipe is None else curve(plain, None))
+
+
+def _labels(config: Config) -> tuple[str, str]:
+    plain = str(config.dtype).removeprefix("torch.")
+    return (plain if config.recipe is None else config.recipe.kind), plain
+
+
+def _data(config: Config) -> PydocTopics:
+    if config.data is None:
+        cure = "add `data: {kind: pydoc_topics}` to the file"
+        raise ConfigError(describe(config.path, wanted="data to train on", got="no data section", cure=cure))
+    return config.data
+
+
+def _initial(config: Config, data: PydocTopics, seed: int, device: torch.device) -> ByteModel:
+    """The model before its first step. Drawn on the CPU, so that it is the same on every device."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        return ByteModel(config.build(), embedding=data.embedding, dtype=config.dtype).to(device)
+
+
+def overridden(settings: Train, **given: int | None) -> Train:
+    """``settings`` with what is not None replaced; ConfigError for a value that the configuration would refuse too."""
+    try:
+        return Train.model_validate(settings.model_dump() | {name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"train.{'.'.join(map(str, first['loc']))}"
+        raise ConfigError(describe(where, wanted=first["msg"], got=first["input"], cure="choose another value")) from None
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """``device`` as torch knows it; UnsupportedError if it is not here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        wanted, got = "a device that torch can use here", f"{str(device)!r} ({str(error).partition(chr(10))[0]})"
+        raise UnsupportedError(describe("device", wanted=wanted, got=got, cure="choose another device")) from error

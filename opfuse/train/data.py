@@ -1,0 +1,94 @@
+"""Real text to train on, and samples of it: the same ones for the same seed, on every device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import torch
+
+from opfuse.errors import ShapeError, describe
+
+BYTES = 256
+"""Classes: the next byte is one of these."""
+
+
+class Batch(NamedTuple):
+    """Samples. context: int64 (samples, context), bytes in reading order. target: int64 (samples,), the byte after each."""
+
+    context: torch.Tensor
+    target: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same samples on ``device``."""
+        return Batch(self.context.to(device), self.target.to(device))
+
+
+def pydoc_topics() -> bytes:
+    """The topics of Python's ``help()``, joined in the order of their names: English and code, about 0.46 MB of UTF-8.
+
+    Every CPython carries them; the wording changes between its versions.
+    """
+    return "".join(topics[name] for name in sorted(topics)).encode()
+
+
+SOURCES: dict[str, Callable[[], bytes]] = {"pydoc_topics": pydoc_topics}
+"""Texts by the ``kind`` that a configuration names."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts, uint8 (length,) each: ``validation`` is the end of it and is never trained on."""
+
+    name: str
+    train: torch.Tensor
+    validation: torch.Tensor
+    sha256: str
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per byte of a model that knows only how frequent each byte is: entropy of the whole text's frequencies."""
+        counts = torch.cat((self.train, self.validation)).bincount(minlength=BYTES).double()
+        return float(torch.special.entr(counts / counts.sum()).sum())
+
+
+def corpus(name: str, *, validation_fraction: float) -> Corpus:
+    """The text called ``name`` in :data:`SOURCES`, split."""
+    text = SOURCES[name]()
+    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    cut = len(text) - round(len(text) * validation_fraction)
+    return Corpus(name, values[:cut], values[cut:], hashlib.sha256(text).hexdigest())
+
+
+def windows(text: torch.Tensor, context: int) -> torch.Tensor:
+    """Every stretch of ``context`` bytes and the one that follows, as a view (stretches, context + 1).
+
+    ShapeError if the text holds none.
+    """
+    if len(text) <= context:
+        cure = "choose a shorter context or another validation_fraction"
+        raise ShapeError(describe("text to sample", wanted=f"more than {context} bytes", got=len(text), cure=cure))
+    return text.unfold(0, context + 1, 1)
+
+
+def _batch(stretches: torch.Tensor) -> Batch:
+    stretches = stretches.long()
+    return Batch(stretches[:, :-1], stretches[:, -1])
+
+
+def random_batches(text: torch.Tensor, *, context: int, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Samples drawn uniformly with replacement, without end."""
+    found = windows(text, context)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield _batch(found[torch.randint(len(found), (batch_size,), generator=generator)])
+
+
+def spread_batches(text: torch.Tensor, *, context: int, batch_size: int, count: int) -> list[Batch]:
+    """``count`` batches of samples at equal distances over the text: no seed changes what a model is judged by."""
+    found = windows(text, context)
+    at = torch.linspace(0, len(found) - 1, count * batch_size, dtype=torch.float64).long()
+    return [_batch(found[part]) for part in at.split(batch_size)]

@@ -1,0 +1,33 @@
+"""The model that is trained: bytes embedded, side by side, through a pipeline of ops to one logit for each next byte."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from opfuse import ops
+from opfuse.errors import PipelineError, describe
+from opfuse.train.data import BYTES
+
+
+class ByteModel(nn.Module):
+    """p(next byte | the ``context`` bytes before it), by a table of embeddings and a pipeline.
+
+    pipeline: takes (samples, context * embedding) in ``dtype`` and gives (samples, 256). The table is fp32.
+    """
+
+    def __init__(self, pipeline: ops.Sequential, *, embedding: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, embedding)
+        self.pipeline = pipeline
+        self.dtype = dtype
+
+    def forward(self, context: torch.Tensor) -> torch.Tensor:
+        """Logits, fp32 (samples, 256), for bytes, int64 (samples, context). PipelineError if the pipeline gives another shape."""
+        columns = self.embedding(context).flatten(1).to(self.dtype)
+        logits = self.pipeline(columns)
+        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"{len(logits)} outputs"
+        if got != (wanted := (len(context), BYTES)):
+            cure = f"end the pipeline with an op of {BYTES} features and no extra outputs"
+            raise PipelineError(describe("pipeline of a byte model", wanted=f"one output of shape {wanted}", got=got, cure=cure))
+        return logits.float()

@@ -152,11 +152,13 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     members = [graph.nodes[i] for i in nodes]
     made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
     read = dict.fromkeys(value for node in members for value in node.inputs if value not in made)
+    # A view that an autograd node overwrites must be the node's first input.
+    written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
     return Segment(
         nodes,
-        tuple(read),
+        tuple(sorted(read, key=lambda value: value not in written)),
         tuple(sorted(leaves)),
         tuple(forward),
         tuple(reversed(backward)),

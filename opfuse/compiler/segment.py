@@ -26,6 +26,7 @@ class _SegmentFunction(torch.autograd.Function):
         inputs = {id(t) for t in tensors}
         for value, tensor in runner.dirty:
             if id(tensor) in inputs:
+                _check_view(runner, tensor, first=tensors[0])
                 ctx.mark_dirty(tensor)
                 if not any(tensor is output for output in outputs):
                     outputs.append(tensor)
@@ -57,6 +58,13 @@ class _SegmentFunction(torch.autograd.Function):
         grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
         inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
         return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+
+
+def _check_view(runner: Runner, written: torch.Tensor, *, first: torch.Tensor) -> None:
+    """UnsupportedError for a view that autograd would lose gradients of: it expects the one that is overwritten to come first."""
+    if written._is_view() and written is not first:
+        where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
+        raise UnsupportedError(describe(where, wanted="one view to overwrite at most", got="two", cure=cure))
 
 
 def _released(runner: Runner) -> list[torch.Tensor]:

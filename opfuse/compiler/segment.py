@@ -26,11 +26,11 @@ class _SegmentFunction(torch.autograd.Function):
         inputs = {id(t) for t in tensors}
         for value, tensor in runner.dirty:
             if id(tensor) in inputs:
-                _check_view(runner, tensor, first=tensors[0])
                 ctx.mark_dirty(tensor)
                 if not any(tensor is output for output in outputs):
                     outputs.append(tensor)
                     ctx.values.append(value)
+                _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
         ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
@@ -60,11 +60,12 @@ class _SegmentFunction(torch.autograd.Function):
         return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
 
 
-def _check_view(runner: Runner, written: torch.Tensor, *, first: torch.Tensor) -> None:
-    """UnsupportedError for a view that autograd would lose gradients of: it expects the one that is overwritten to come first."""
-    if written._is_view() and written is not first:
+def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
+    """UnsupportedError for a view that autograd cannot rebase: it must be its node's first input and only output."""
+    if written._is_view() and not alone:
         where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
-        raise UnsupportedError(describe(where, wanted="one view to overwrite at most", got="two", cure=cure))
+        wanted, got = "a tensor to overwrite that is no view", "a view beside other outputs"
+        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
 
 
 def _released(runner: Runner) -> list[torch.Tensor]:

@@ -101,10 +101,13 @@ class AddTwice(ops.BasicOperation):
         return grad_output, [()], [(None, None)]
 
 
-def test_two_views_to_overwrite_are_refused():
-    base = torch.randn(2, 3, requires_grad=True) * 1
-    with pytest.raises(UnsupportedError, match="one view to overwrite at most"):
-        AddTwice()(torch.randn(3, requires_grad=True), base[0], base[1])
+def test_views_that_autograd_cannot_follow_are_refused():
+    base = torch.randn(2, 3, 8, requires_grad=True) * 1
+    with pytest.raises(UnsupportedError, match="wants a tensor to overwrite that is no view"):
+        AddTwice()(torch.randn(3, 8, requires_grad=True), base[0], base[1])
+    model = ops.Sequential(ops.MakeExtraOutput(in_place=True), ops.Linear(8, 8), ops.AddExtraInput(in_place=True))
+    with pytest.raises(UnsupportedError, match="a view beside other outputs"):
+        model(torch.randn(3, 8, requires_grad=True), base[0])
 
 
 @every_level

@@ -1,6 +1,6 @@
 """Training a byte-level language model around a configuration's pipeline, on text that every Python carries."""
 
-from opfuse.train.compare import Comparison, OnStep, compare
+from opfuse.train.comparison import Comparison, OnStep, compare
 from opfuse.train.loop import Curve, Step, evaluate, fit
 from opfuse.train.model import ByteModel
 from opfuse.train.report import bits, fused, to_dict, write_plot, write_report

@@ -113,7 +113,7 @@ def rate(step: int, *, steps: int) -> float:
 def evaluate(model: ByteModel, batches: Sequence[Batch], *, recipe: Recipe | None) -> float:
     """Mean cross entropy over ``batches`` of equal size, in evaluation mode and without gradients."""
     model.eval()
-    # The region ends inside no_grad, so that delayed scaling learns nothing from the evaluation.
+    # The region ends inside no_grad, so that no delayed scale moves.
     with torch.no_grad(), region(recipe):
         return math.fsum(float(loss(model, batch)) for batch in batches) / len(batches)
 

@@ -16,7 +16,7 @@ import torch
 
 import opfuse
 from opfuse.compiler.cover import FUSED
-from opfuse.train.compare import Comparison
+from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
 from opfuse.train.loop import Curve
 

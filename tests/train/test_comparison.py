@@ -1,0 +1,157 @@
+"""Whole configurations: every file trains; the comparison is fair, repeatable, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opfuse.cli.explain import explained
+from opfuse.config import Config, load
+from opfuse.errors import ConfigError, UnsupportedError
+from opfuse.train import Comparison, Step, compare, to_dict, write_plot, write_report
+from opfuse.train.report import smoothed
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
+
+
+def small(path: Path) -> Config:
+    """The configuration in batches of 32."""
+    config = load(path)
+    return replace(config, train=config.train.model_copy(update={"batch_size": 32}))
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Comparison:
+    return compare(load(QUICKSTART), steps=20)
+
+
+@pytest.mark.usefixtures("few_samples")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_trains(path: Path) -> None:
+    config = small(path)
+    result = compare(config, steps=3)
+    found = to_dict(result)
+    assert (found["name"], found["steps"], len(result.run.losses)) == (path.stem, 3, 3)
+    assert found["loss_last"] < found["loss_first"]
+    assert found["plan_cache"]["misses"] == found["plan_cache"]["plans"] == 2
+    assert found["fusions"] == list(explained(config).fusions)
+    assert found["fusions"], "every configuration shows a fusion"
+    assert (result.baseline is None) == (config.recipe is None)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_twenty_steps_of_the_quickstart(quickstart: Comparison) -> None:
+    found = to_dict(quickstart)
+    assert (found["steps"], found["recipe"], found["dtype"], found["backend"]) == (20, "mxfp8", "bfloat16", "emulated")
+    assert found["backend_reason"]
+    for prefix in ("", "baseline_"):
+        assert found[f"{prefix}loss_first"] == pytest.approx(math.log(256), abs=0.5)
+        assert found[f"{prefix}loss_last"] < found[f"{prefix}loss_first"] - 1.5
+        assert found[f"{prefix}validation_loss"] < found["data"]["unigram_entropy"]
+        assert found[f"{prefix}loss_last_bits"] == pytest.approx(found[f"{prefix}loss_last"] / math.log(2))
+    assert abs(found["validation_difference"]) < 0.02
+    assert found["validation_difference"] == pytest.approx(found["validation_loss"] / found["baseline_validation_loss"] - 1)
+    assert found["loss_last"] == pytest.approx(sum(quickstart.run.losses[-5:]) / 5)
+    assert found["seconds"] == found["run_seconds"] + found["baseline_run_seconds"]
+    assert {count["direction"] for count in found["fusion_counts"]} == {"forward", "backward"}
+    assert sum(count["count"] for count in found["fusion_counts"]) == len(found["fusions"])
+
+
+def test_the_runs_differ_by_the_recipe_alone(quickstart: Comparison) -> None:
+    """The baseline is the same model on the same samples: its losses are those of the configuration without a recipe."""
+    config = replace(quickstart.config, recipe=None)
+    alone = compare(config, steps=20)
+    assert quickstart.baseline is not None
+    assert alone.run.losses == quickstart.baseline.losses
+    assert alone.run.validation == quickstart.baseline.validation
+    assert alone.run.losses[0] != quickstart.run.losses[0]
+    assert alone.run.losses[0] == pytest.approx(quickstart.run.losses[0], rel=0.01)
+
+
+@pytest.mark.usefixtures("few_samples")
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_losses_follow_the_seed(name: str) -> None:
+    config = small(QUICKSTART.with_name(f"{name}.yaml"))
+
+    def curves(seed: int) -> tuple[Any, ...]:
+        torch.randn(3)  # what the caller drew before does not matter
+        result = compare(config, steps=3, seed=seed)
+        assert result.baseline is not None
+        return result.run.losses, result.run.validation, result.baseline.losses
+
+    assert curves(7) == curves(7) != curves(8)
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_steps_are_told_as_they_happen() -> None:
+    told: list[tuple[str, Step]] = []
+    config = small(QUICKSTART)
+    result = compare(config, steps=2, on_step=lambda label, step: told.append((label, step)))
+    assert [(label, step.number, step.total) for label, step in told] == [
+        ("mxfp8", 1, 2),
+        ("mxfp8", 2, 2),
+        ("bfloat16", 1, 2),
+        ("bfloat16", 2, 2),
+    ]
+    assert [step.loss for _, step in told[:2]] == list(result.run.losses)
+    assert [step.validation for _, step in told[:2]] == [None, result.run.validation[-1][1]]
+
+
+def test_what_cannot_run_is_refused() -> None:
+    config = small(QUICKSTART)
+    with pytest.raises(ConfigError, match="wants data to train on"):
+        compare(replace(config, data=None))
+    with pytest.raises(ConfigError, match=r"train\.steps: wants .*greater than or equal to 1, got 0"):
+        compare(config, steps=0)
+    with pytest.raises(UnsupportedError, match="'nowhere'"):
+        compare(config, device="nowhere")
+
+
+def test_the_report_holds_every_loss(quickstart: Comparison, tmp_path: Path) -> None:
+    path = write_report(quickstart, tmp_path / "a" / "b")
+    found = json.loads(path.read_text())
+    assert {name: found[name] for name in to_dict(quickstart)} == to_dict(quickstart)
+    assert [curve["label"] for curve in found["curves"]] == ["mxfp8", "bfloat16, no recipe"]
+    assert found["curves"][0]["losses"] == list(quickstart.run.losses)
+    assert found["curves"][1]["validation"] == [[step, loss] for step, loss in quickstart.baseline.validation]  # type: ignore[union-attr]
+
+
+def test_the_plot_is_drawn(quickstart: Comparison, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot is an extra of the package")
+    path = write_plot(quickstart, tmp_path / "plots")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_without_matplotlib_there_is_no_plot(quickstart: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.train.report.find_spec", lambda name: None)
+    assert write_plot(quickstart, tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smoothing_is_a_weighted_mean() -> None:
+    assert smoothed([2.0] * 5) == pytest.approx([2.0] * 5)
+    assert smoothed([1.0, 2.0]) == pytest.approx([1.0, (0.9 * 1.0 + 2.0) / 1.9])
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_as_well_as_in_high_precision() -> None:
+    result = compare(load(QUICKSTART))
+    found = to_dict(result)
+    assert abs(found["loss_difference"]) < 0.02
+    assert abs(found["validation_difference"]) < 0.02
+    assert found["validation_loss"] < 1.7
+    assert found["plan_cache"]["misses"] == 2

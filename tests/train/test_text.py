@@ -1,0 +1,74 @@
+"""The text is real, whole and the same every time; samples are stretches of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import islice
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+from opfuse.errors import ShapeError
+from opfuse.train.data import Corpus, corpus, pydoc_topics, random_batches, spread_batches
+
+
+@pytest.fixture(scope="module")
+def text() -> Corpus:
+    return corpus("pydoc_topics", validation_fraction=0.1)
+
+
+def test_the_text_is_every_help_topic_in_order() -> None:
+    whole = pydoc_topics().decode()
+    assert 300_000 < len(whole) < 1_000_000
+    at = 0
+    for name in sorted(topics):
+        assert whole.startswith(topics[name], at)
+        at += len(topics[name])
+    assert at == len(whole)
+    assert "Assert statements are a convenient way to insert debugging assertions" in whole
+
+
+def test_the_parts_make_up_the_text(text: Corpus) -> None:
+    whole = pydoc_topics()
+    assert bytes(text.train.tolist() + text.validation.tolist()) == whole
+    assert len(text.validation) == round(0.1 * len(whole))
+
+
+def test_unigram_entropy_is_that_of_the_frequencies(text: Corpus) -> None:
+    counts, total = Counter(pydoc_topics()), len(pydoc_topics())
+    expected = -math.fsum(n / total * math.log(n / total) for n in counts.values())
+    assert text.unigram_entropy == pytest.approx(expected, rel=1e-12)
+    assert 3.0 < expected < 3.5
+
+
+def test_samples_are_stretches_of_the_training_text(text: Corpus) -> None:
+    inside = bytes(text.train.tolist())
+    batch = next(random_batches(text.train, context=12, batch_size=64, seed=3))
+    assert (batch.context.shape, batch.target.shape) == ((64, 12), (64,))
+    assert (batch.context.dtype, batch.target.dtype) == (torch.int64, torch.int64)
+    for context, target in zip(batch.context.tolist(), batch.target.tolist()):
+        assert bytes([*context, target]) in inside
+
+
+def test_samples_follow_the_seed(text: Corpus) -> None:
+    def first(seed: int) -> torch.Tensor:
+        batches = islice(random_batches(text.train, context=8, batch_size=16, seed=seed), 3)
+        return torch.cat([batch.context for batch in batches])
+
+    assert torch.equal(first(5), first(5))
+    assert not torch.equal(first(5), first(6))
+    assert len(first(5).unique(dim=0)) > 40
+
+
+def test_evaluation_spans_the_validation_text(text: Corpus) -> None:
+    batches = spread_batches(text.validation, context=8, batch_size=32, count=4)
+    assert [len(batch.target) for batch in batches] == [32] * 4
+    assert batches[0].context[0].tolist() == text.validation[:8].tolist()
+    assert [*batches[-1].context[-1].tolist(), int(batches[-1].target[-1])] == text.validation[-9:].tolist()
+
+
+def test_a_text_shorter_than_the_context_is_refused(text: Corpus) -> None:
+    with pytest.raises(ShapeError, match="wants more than 8 bytes, got 8"):
+        spread_batches(text.validation[:8], context=8, batch_size=4, count=1)

@@ -58,7 +58,7 @@ def test_high_precision_is_what_plain_torch_trains() -> None:
         optimizer.step()
         validation.append(sum(float(loss(held).detach()) for held in held_out) / 3)
     curve = fit(trained, batches, held_out, SETTINGS, recipe=None)
-    assert curve.losses == pytest.approx([float(value) for value in losses], rel=2e-5)
+    assert curve.losses == pytest.approx([value.item() for value in losses], rel=2e-5)
     assert [step for step, _ in curve.validation] == [1, 2, 3, 4]
     assert [value for _, value in curve.validation] == pytest.approx(validation, rel=2e-5)
 

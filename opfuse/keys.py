@@ -56,9 +56,9 @@ def key_fields(value: object) -> dict[str, Any] | None:
 def _canonical(value: object, path: str) -> Iterator[str]:
     kind = type(value).__qualname__
     if isinstance(value, enum.Enum):
-        yield f"{kind}.{value.name};"
+        yield f"{token(type(value))}.{value.name};"
     elif isinstance(value, float):
-        yield f"float:{value.hex()};"
+        yield f"{kind}:{value.hex()};"
     elif isinstance(value, _PLAIN):
         yield f"{kind}:{value!r};"
     elif isinstance(value, _CALLABLES):

@@ -138,6 +138,15 @@ class BasicOperation(ChannelMixin, FusibleOperation):
                     cure=f"build a new {type(self).__name__} and put it in the pipeline",
                 )
             )
+        if name == "name" and self.__dict__.get("_captured"):  # quantizer roles carry it, so plans depend on it
+            raise SpecError(
+                describe(
+                    f"{self.label}.name",
+                    wanted="a name given before the first call",
+                    got=repr(value),
+                    cure="name the op before it enters a pipeline",
+                )
+            )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:

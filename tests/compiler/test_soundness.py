@@ -1,0 +1,254 @@
+"""R9: a cached plan is never stale.
+
+A model lives through random changes of everything that a plan may depend on. After each, its step, from cached plans, must equal
+bit for bit the step of a deep copy that has none; where one raises, so must the other. Two more tests show that the search finds
+something: it catches a key that lacks a field, and it does hit plans made earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from compiler.fields import changed, random_recipe
+from compiler.harness import Step, differences, randn, train
+from compiler.pipelines import BLOCKS, Pipeline, pipeline
+
+from opfuse import ops
+from opfuse.compiler.fuser import OperationFuser
+from opfuse.compiler.registry import RuleSet, active_rules
+from opfuse.errors import OpfuseError
+from opfuse.fusions import RULES
+from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
+from opfuse.tensors import QuantizedTensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+LEADING = ((32,), (2, 32), (33,), (128,))
+CALLS = 20
+
+
+@dataclass
+class World:
+    """A model and everything around it that a call depends on; ``seen`` holds recipes to come back to."""
+
+    rng: random.Random
+    made: Pipeline
+    model: ops.Sequential
+    step: Step = field(default_factory=Step)
+    grad: bool = True
+    autocast: torch.dtype | None = None
+    dtype: torch.dtype = torch.bfloat16
+    leading: tuple[int, ...] = (32,)
+    seen: list[Recipe | None] = field(default_factory=lambda: [None])
+
+    @classmethod
+    def random(cls, seed: int) -> World:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        made = pipeline(rng.choices(sorted(BLOCKS), k=rng.randint(2, 4)) + ["linear"])
+        return cls(rng, made, made.model())
+
+    def change(self) -> None:
+        """One to three changes."""
+        for name in self.rng.choices(sorted(CHANGES), k=self.rng.randint(1, 3)):
+            CHANGES[name](self)
+
+    def linears(self) -> list[ops.Linear]:
+        return [module for module in self.model.modules() if isinstance(module, ops.Linear)]
+
+    def parameter_of(self) -> torch.nn.Parameter:
+        return self.rng.choice(list(self.model.parameters()))
+
+    def tensors(self) -> list[torch.Tensor]:
+        shapes = [(64,), *(shape[1:] for shape in self.made.extras)]
+        return [randn(*self.leading, *shape, seed=i, dtype=self.dtype) for i, shape in enumerate(shapes)]
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        with torch.set_grad_enabled(self.grad), autocast:
+            yield
+
+    def outcome(self, model: ops.Sequential) -> dict[str, torch.Tensor | None] | str:
+        """Named tensors of a step of ``model``, or the error it raised."""
+        model.zero_grad(set_to_none=True)
+        try:
+            with self.around():
+                return train(model, *self.tensors(), step=self.step).tensors
+        except (OpfuseError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def is_stale(self) -> list[str]:
+        """Names in which the cached run differs from a fresh one."""
+        fresh = copy.deepcopy(self.model)
+        cached, fresh = self.outcome(self.model), self.outcome(fresh)
+        if isinstance(cached, str) or isinstance(fresh, str):
+            return [] if cached == fresh else [f"{cached!s:.200} / {fresh!s:.200}"]
+        return differences(cached, fresh)
+
+
+def _recipe(world: World) -> None:
+    recipe = random_recipe(world.rng)
+    world.seen.append(recipe)
+    world.step = replace(world.step, recipe=recipe)
+
+
+def _field(world: World) -> None:
+    if world.step.recipe is not None:
+        world.step = replace(world.step, recipe=changed(world.step.recipe, world.rng))
+
+
+def _back(world: World) -> None:
+    world.step = replace(world.step, recipe=world.rng.choice(world.seen))
+
+
+def _rules(world: World) -> None:
+    dropped = world.rng.sample(RULES.names, k=world.rng.choice((0, 0, 1, 4)))
+    world.step = replace(world.step, rules=RuleSet(RULES.without(*dropped).rules, level=world.rng.choice((0, 1, 2, 2))))
+
+
+def _input_grad(world: World) -> None:
+    world.step = replace(world.step, input_grad=not world.step.input_grad)
+
+
+def _grad(world: World) -> None:
+    world.grad = world.rng.random() < 0.8
+
+
+def _training(world: World) -> None:
+    module = world.rng.choice(list(world.model.modules()))
+    module.train(world.rng.random() < 0.5)
+
+
+def _autocast(world: World) -> None:
+    world.autocast = world.rng.choice((None, None, torch.bfloat16, torch.float16))
+
+
+def _dtype(world: World) -> None:
+    world.dtype = world.rng.choice(DTYPES)
+
+
+def _rows(world: World) -> None:
+    world.leading = world.rng.choice(LEADING)
+
+
+def _requires_grad(world: World) -> None:
+    parameter = world.parameter_of()
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _parameter_dtype(world: World) -> None:
+    world.rng.choice([world.model, *world.model]).to(world.rng.choice(DTYPES))
+
+
+def _values(world: World) -> None:
+    with torch.no_grad():
+        world.parameter_of().mul_(1.5)
+
+
+def _replaced(world: World) -> None:
+    if linears := world.linears():
+        module = world.rng.choice(linears)
+        module.bias = None if module.bias is None else torch.nn.Parameter(module.bias.detach() + 1)
+
+
+def _quantized(world: World) -> None:
+    """Quantize a weight, or bring it back to high precision."""
+    module = world.rng.choice(world.linears())
+    weight, recipe = module.weight.detach(), world.step.recipe
+    if isinstance(module.weight, QuantizedTensor):
+        module.weight = torch.nn.Parameter(weight.dequantize())
+    elif recipe is not None and not isinstance(recipe, DelayedScaling):
+        quantizer = recipe.quantizer(QuantizerRole(tensor_type="weight"))
+        if quantizer.is_quantizable(weight):
+            module.weight = torch.nn.Parameter(QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer))
+
+
+def _seed(world: World) -> None:
+    world.step = replace(world.step, seed=world.rng.randint(0, 5))
+
+
+CHANGES: dict[str, Callable[[World], None]] = {
+    "another recipe": _recipe,
+    "a field of the recipe": _field,
+    "an earlier recipe": _back,
+    "rules and level": _rules,
+    "input wants a gradient": _input_grad,
+    "grad mode": _grad,
+    "training mode of a module": _training,
+    "torch.autocast": _autocast,
+    "input dtype": _dtype,
+    "shape": _rows,
+    "a parameter wants a gradient": _requires_grad,
+    "dtype of parameters": _parameter_dtype,
+    "values of a parameter": _values,
+    "another parameter object": _replaced,
+    "a quantized weight": _quantized,
+    "random state": _seed,
+}
+
+
+def live(seed: int, calls: int = CALLS) -> tuple[World, list[str]]:
+    """A world after ``calls`` steps with changes between them, and where its plans were stale first."""
+    world = World.random(seed)
+    for _ in range(calls):
+        if stale := world.is_stale():
+            return world, stale
+        world.change()
+    return world, []
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_r9_cached_runs_equal_fresh_runs(seed):
+    world, stale = live(seed)
+    assert stale == [], world
+    info = world.model.cache_info()
+    assert info.plans == info.misses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(20))
+def test_r9_ten_thousand_cached_runs_equal_fresh_runs(chunk):
+    for seed in range(1000 + 25 * chunk, 1000 + 25 * (chunk + 1)):
+        world, stale = live(seed)
+        assert stale == [], (seed, world)
+
+
+def test_r9_the_search_hits_earlier_plans():
+    infos = [live(seed)[0].model.cache_info() for seed in range(5)]
+    assert sum(info.hits for info in infos) > 5 * CALLS / 4
+
+
+def _without_override(recipe: Recipe | None) -> Recipe | None:
+    return recipe.replace(backward_override=None) if recipe is not None and recipe.takes_backward_override else recipe
+
+
+LOSSES: dict[str, Callable[[tuple], tuple]] = {
+    "the recipe's fields": lambda key: (key[0], (type(key[1][0]), *key[1][1:]), *key[2:]),
+    "the backward override": lambda key: (key[0], (_without_override(key[1][0]), *key[1][1:]), *key[2:]),
+    "grad mode": lambda key: (key[0], (*key[1][:2], True, *key[1][3:]), *key[2:]),
+    "torch.autocast": lambda key: (key[0], (*key[1][:3], None, *key[1][4:]), *key[2:]),
+    "the input": lambda key: (*key[:2], (None, *key[2][1:]), key[3]),
+    "the parameters": lambda key: (*key[:2], (*key[2][:2], None, *key[2][3:]), key[3]),
+    "the rules": lambda key: (key[0], (*key[1][:-1], None), key[2], None),
+}
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_r9_the_search_finds_a_key_that_lacks_a_field(lost, monkeypatch):
+    plan = OperationFuser.plan
+
+    def careless(self, x, *extras):
+        plans = self.__dict__.setdefault("_careless", {})
+        key = LOSSES[lost](self.key(x, extras, active_rules()))
+        if key not in plans:
+            plans[key] = plan(self, x, *extras)
+        return plans[key]
+
+    monkeypatch.setattr(OperationFuser, "plan", careless)
+    assert any(live(seed)[1] for seed in range(60))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any, ClassVar
@@ -59,6 +59,25 @@ class FusibleOperation(nn.Module, ABC):
     def num_extra_outputs(self) -> int:
         """Tensors returned beside the main output."""
         return sum(op.num_extra_outputs for op in self.basic_ops)
+
+    # Hyper-parameters are the spec's, read-only.
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _spec_fields(self):
+            return getattr(self.__dict__["spec"], name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "spec" or name in _spec_fields(self):
+            raise SpecError(
+                describe(
+                    f"{self.label}.{name}",
+                    wanted="no assignment: hyper-parameters are frozen",
+                    got=repr(value),
+                    cure=f"build a new {type(self).__name__} and put it in the pipeline",
+                )
+            )
+        super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run this op alone, as a pipeline of one."""
@@ -117,27 +136,13 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
 
-    # -- hyper-parameters are the spec's, read-only --------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
-        spec = self.__dict__.get("spec")
-        if spec is not None and name in type(spec).__dataclass_fields__:
-            return getattr(spec, name)
         owner = self.__dict__.get("owner", self)
         if owner is not self and name in owner._parameters:
             return owner._parameters[name]
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "spec" or name in getattr(type(self.__dict__.get("spec")), "__dataclass_fields__", ()):
-            raise SpecError(
-                describe(
-                    f"{self.label}.{name}",
-                    wanted="no assignment: hyper-parameters are frozen",
-                    got=repr(value),
-                    cure=f"build a new {type(self).__name__} and put it in the pipeline",
-                )
-            )
         if name == "name" and self.__dict__.get("_captured"):  # quantizer roles carry it, so plans depend on it
             raise SpecError(
                 describe(
@@ -385,6 +390,10 @@ def _backward(op: BasicOperation, ctx: Context, grad_output: Any) -> tuple[Any, 
 def _sum(grads: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     present = [grad for grad in grads if grad is not None]
     return reduce(torch.add, present) if present else None
+
+
+def _spec_fields(op: nn.Module) -> Collection[str]:
+    return getattr(type(op.__dict__.get("spec")), "__dataclass_fields__", ())
 
 
 def _snake(name: str) -> str:

@@ -170,7 +170,8 @@ def _operand(weight: Any, other: Value) -> Value:
 class Linear(QuantizerStateMixin, FusibleOperation):
     """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
 
-    x: (..., in_features). State-dict keys are ``weight`` and ``bias``; those of ``nn.Linear`` and of te.ops load as well.
+    x: (..., in_features); y: (..., out_features). State-dict keys are ``weight`` and ``bias``; those of ``nn.Linear`` and of
+    te.ops load as well.
     """
 
     kind = "linear"
@@ -187,6 +188,7 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         else:
             self.register_parameter("bias", None)
         self.__dict__["parts"] = tuple(parts)
+        self.__dict__["spec"] = self._product.spec
         self._reset_bias()
 
     @property
@@ -196,16 +198,6 @@ class Linear(QuantizerStateMixin, FusibleOperation):
     @property
     def _product(self) -> BasicLinear:
         return cast(BasicLinear, self.basic_ops[0])
-
-    @property
-    def in_features(self) -> int:
-        """Size of the last input dimension."""
-        return self._product.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Size of the last output dimension."""
-        return self._product.out_features
 
     def reset_parameters(self) -> None:
         """Values as ``nn.Linear`` draws them."""

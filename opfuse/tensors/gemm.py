@@ -10,7 +10,8 @@ other one is dequantized to its dtype.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,17 +43,25 @@ def gemm(name: str, left: Operand, right: Operand, *, dtype: torch.dtype, out_dt
     """The product ``name`` of :data:`GEMMS`.
 
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
-    unrounded. GemmError if two formats do not meet, ShapeError if the shapes do not.
+    unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. GemmError if two formats do
+    not meet, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype
     _check_shapes(name, left, right)
     planes = _planes(name, left, right)
-    if planes is None:
-        what = GEMMS[name]
-        result = _high_precision(name, _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype), out_dtype)
-    else:
-        result = _quantized(name, *planes).to(out_dtype)
+    with _without_autocast(left.device.type):
+        if planes is None:
+            what = GEMMS[name]
+            operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
+            result = _high_precision(name, *operands, out_dtype)
+        else:
+            result = _quantized(name, *planes).to(out_dtype)
     return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | None:
@@ -73,7 +82,7 @@ def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
             describe(
                 f"{name} of {what.left} and {what.right}",
                 wanted="two formats of one family, both rotated or neither",
-                got=f"{what.left} {left.usage} {left.format}{_rotated(left)}, {what.right} {right.usage} {right.format}{_rotated(right)}",
+                got=f"{what.left} {_described(left)}, {what.right} {_described(right)}",
                 cure="give both roles quantizers of one format, or IdentityQuantizer to one of them",
             )
         )
@@ -89,8 +98,8 @@ def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
     return kernels.multiply(*(kernels.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right)))
 
 
-def _rotated(plane: Plane) -> str:
-    return " (rotated)" if plane.format.rht else ""
+def _described(plane: Plane) -> str:
+    return f"{plane.usage} {plane.format}{' (rotated)' if plane.format.rht else ''}"
 
 
 def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from opfuse.compiler.cover import DIRECTIONS, FUSED, SHADOWED, Group, Outcome, cover
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.registry import FusionFunction, RuleSet
 from opfuse.compiler.rules import JOINT, Fusion
-from opfuse.core.operation import BasicOperation, FusedOperation, FusibleOperation
+from opfuse.core.fused import FusedOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe
 
@@ -26,6 +28,7 @@ class Claims:
         self.graph = graph
         self.env = env
         self.groups: dict[str, list[Group]] = {FORWARD: [], BACKWARD: []}
+        self.owners: dict[str, dict[int, str]] = {FORWARD: {}, BACKWARD: {}}
         self.outcomes: list[Outcome] = []
 
     def claim_presets(self, presets: Sequence[FusedOperation], ops: Sequence[BasicOperation]) -> None:
@@ -46,10 +49,10 @@ class Claims:
     def claim_rules(self, rules: Sequence[Fusion], direction: str) -> None:
         """Rules of one direction take what is left of it."""
         sides = sides_of(direction)
-        taken = {i: group.name for side in sides for group in self.groups[side] for i in group.nodes}
+        taken = {i: name for side in sides for i, name in self.owners[side].items()}
         found, outcomes = cover(self.graph, self.env, rules, direction, taken)
-        for side in sides:
-            self.groups[side] += [self._restricted(group, side) for group in found]
+        for group in found:
+            self._add(group, direction)
         self.outcomes += outcomes
 
     def complete(self, side: str) -> tuple[Group, ...]:
@@ -57,29 +60,28 @@ class Claims:
 
         In the order of their last nodes: what a group reads aside, such as a quantized weight, is made before the group runs.
         """
-        groups = self.groups[side]
-        owned = {i for group in groups for i in group.nodes}
-        alone = [Group((node.index,)) for node in self.graph.nodes if side in node.directions and node.index not in owned]
-        return tuple(sorted(groups + alone, key=lambda group: group.nodes[-1]))
+        free = (node.index for node in self.graph.nodes if side in node.directions and node.index not in self.owners[side])
+        return tuple(sorted([*self.groups[side], *(Group((i,)) for i in free)], key=lambda group: group.nodes[-1]))
 
     def _claim(self, fused: FusedOperation, start: int, direction: str, *, name: str) -> None:
         """Give ``fused`` the nodes of its ops, unless some are taken: then the outcome says by whom."""
-        indices = range(start, start + len(fused.basic_ops))
-        sides = sides_of(direction)
-        names = tuple(node.name for node in self.graph.nodes if node.op in indices and not node.side)
-        for group in (group for side in sides for group in self.groups[side]):
-            if any(self.graph.nodes[i].op in indices for i in group.nodes):
-                self.outcomes.append(Outcome(name, direction, SHADOWED, names, by=group.name))
-                return
-        for side in sides:
-            nodes = tuple(node.index for node in self.graph.nodes if node.op in indices and side in node.directions)
-            if nodes:
-                self.groups[side].append(Group(nodes, opaque=fused, ops=indices))
+        ops = range(start, start + len(fused.basic_ops))
+        nodes = [node for op in ops for node in self.graph.by_op.get(op, ())]
+        names = tuple(node.name for node in nodes if not node.side)
+        owners = (self.owners[side].get(node.index) for side in sides_of(direction) for node in nodes)
+        if owner := next(filter(None, owners), None):
+            self.outcomes.append(Outcome(name, direction, SHADOWED, names, by=owner))
+            return
+        self._add(Group(tuple(node.index for node in nodes), opaque=fused, ops=ops), direction)
         self.outcomes.append(Outcome(name, direction, FUSED, names))
 
-    def _restricted(self, group: Group, side: str) -> Group:
-        nodes = tuple(i for i in group.nodes if side in self.graph.nodes[i].directions)
-        return Group(nodes, group.rule, group.binding)
+    def _add(self, group: Group, direction: str) -> None:
+        """Let ``group`` run its nodes, in each pass those that do something in it."""
+        for side in sides_of(direction):
+            nodes = tuple(i for i in group.nodes if side in self.graph.nodes[i].directions)
+            if nodes:
+                self.groups[side].append(replace(group, nodes=nodes))
+                self.owners[side].update(dict.fromkeys(nodes, group.name))
 
 
 def _replaced(function: FusionFunction, ops: Sequence[BasicOperation], env: Env) -> list[tuple[int, FusedOperation]]:

@@ -18,7 +18,8 @@ from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.compiler.segment import run_plan
-from opfuse.core.operation import FusedOperation, FusibleOperation
+from opfuse.core.fused import FusedOperation
+from opfuse.core.operation import FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signature
 from opfuse.errors import PipelineError, PlanMissError, describe
 from opfuse.keys import Cache, Miss, digest, token

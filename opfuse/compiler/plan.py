@@ -13,7 +13,8 @@ from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE, Graph
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
-from opfuse.core.operation import BasicOperation, FusedOperation
+from opfuse.core.fused import FusedOperation
+from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe
 from opfuse.recipes import current_amax_group

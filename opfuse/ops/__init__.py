@@ -7,7 +7,8 @@ from opfuse.compiler.registry import (
     register_fusion,
 )
 from opfuse.core.context import Context
-from opfuse.core.operation import BasicOperation, FusedOperation, FusibleOperation
+from opfuse.core.fused import FusedOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.kernels.pointwise import Pointwise
 from opfuse.ops.activation import (
     GEGLU,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from timing import Call, device_time, host_time
 
-from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage, fp8_tensor
+from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage, fp8_tensor, mxfp8
 from opfuse.kernels import cast
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import sources_digest
@@ -46,6 +46,14 @@ def current(usages: Sequence[Usage]) -> Make:
     return make
 
 
+def mx(usages: Sequence[Usage], *, swizzled: bool = False) -> Make:
+    def make(x: torch.Tensor) -> Call:
+        layouts = [Layout(mxfp8(E4M3), usage, (x.shape[0], x.shape[1]), swizzled) for usage in usages]
+        return lambda: cast.cast_mx(x, layouts)
+
+    return make
+
+
 # Name: (fewest bytes an element, how to make a call for a bf16 matrix).
 CASTS: dict[str, tuple[float, Make]] = {
     "amax": (2, lambda x: lambda: cast.tensor_amax(x)),
@@ -54,6 +62,11 @@ CASTS: dict[str, tuple[float, Make]] = {
     "delayed, col": (3, delayed((COLUMNWISE,))),
     "current, row": (5, current(ROW)),
     "current, row + col": (6, current(BOTH)),
+    "MXFP8, row": (3 + 1 / 32, mx(ROW)),
+    "MXFP8, row swizzled": (3 + 1 / 32, mx(ROW, swizzled=True)),
+    "MXFP8, col": (3 + 1 / 32, mx((COLUMNWISE,))),
+    "MXFP8, row + col": (4 + 2 / 32, mx(BOTH)),
+    "MXFP8, both swizzled": (4 + 2 / 32, mx(BOTH, swizzled=True)),
 }
 
 

@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import opfuse.kernels.cast  # noqa: F401  registers its kernels
 from opfuse.cli.output import Json, echo, echo_json, error
 from opfuse.errors import UnsupportedError
+from opfuse.kernels.catalogue import kernels as registered
 from opfuse.kernels.launch import ARCHITECTURES, Compiled, Variant, architecture, assemble, compile_text
-from opfuse.kernels.registry import kernels as registered
 from opfuse.kernels.registry import sources_digest
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]

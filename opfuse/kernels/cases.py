@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage, fp8_tensor
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.layouts import Layout, ceil_div
 from opfuse.kernels.quantize import tensor_amax
 from opfuse.kernels.registry import Arguments, Case
@@ -56,7 +56,7 @@ def _every_pattern(generator: torch.Generator, dtype: torch.dtype) -> torch.Tens
 
 def _misaligned(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous, but one element past an address that vectors could start at."""
-    return hard(1, 272 * 200 + 1, generator, dtype).flatten()[1:].view(272, 200)
+    return hard(1, 272 * 224 + 1, generator, dtype).flatten()[1:].view(272, 224)
 
 
 def _transposed(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
@@ -67,6 +67,7 @@ def _transposed(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
 MATRIX_KINDS: dict[str, Matrix] = {
     "whole tiles": _hard(512, 256),
     "parts of tiles": _hard(272, 200),
+    "parts of blocks of tiles": _hard(160, 1120),
     "odd": _hard(259, 67),
     "a row": _hard(1, 4099),
     "a column": _hard(4099, 1),
@@ -96,8 +97,8 @@ class _Combination(NamedTuple):
     def matrix(self, device: torch.device) -> torch.Tensor:
         return _matrix(self.kind, self.dtype, device)
 
-    def layouts(self, x: torch.Tensor) -> list[Layout]:
-        return [Layout(fp8_tensor(self.element), usage, (x.shape[0], x.shape[1])) for usage in self.usages]
+    def layouts(self, x: torch.Tensor, fmt: Callable[[Element], Format], *, swizzled: bool = False) -> list[Layout]:
+        return [Layout(fmt(self.element), usage, (x.shape[0], x.shape[1]), swizzled) for usage in self.usages]
 
 
 def _matrix(kind: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -113,32 +114,64 @@ def _current(given: _Combination, rule: tuple[float, bool], device: torch.device
     """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
     x, (eps, pow2) = given.matrix(device), rule
     amax = tensor_amax(x if given.kind == "nonfinite" else x.where(x.isfinite(), 0))
-    return Arguments((x, amax, given.layouts(x)), {"eps": eps, "pow2": pow2})
+    return Arguments((x, amax, given.layouts(x, fp8_tensor)), {"eps": eps, "pow2": pow2})
 
 
 def _recording(given: _Combination, scale: float, device: torch.device) -> Arguments:
     """The amax known so far is above that of some matrices."""
     x = given.matrix(device)
-    return Arguments((x, torch.tensor([scale], device=device), torch.full((1,), 2.0**-20, device=device), given.layouts(x)))
+    return Arguments(
+        (x, torch.tensor([scale], device=device), torch.full((1,), 2.0**-20, device=device), given.layouts(x, fp8_tensor))
+    )
 
 
-def _combined(case: Callable[..., Arguments], last: Sequence[object]) -> dict[str, Case]:
-    """Every kind of matrix, type, element and choice of planes, each with one of the ``last`` arguments in turn."""
-    combinations = itertools.product(MATRIX_KINDS, _DTYPES, _ELEMENTS, _PLANES)
-    return {
-        f"{kind}, {dtype}, {element.name}, {'+'.join(usages)}, {argument}": functools.partial(
-            case, _Combination(kind, _DTYPES[dtype], element, usages), argument
-        )
-        for (kind, dtype, element, usages), argument in zip(combinations, itertools.cycle(last))
-    }
+def _mx(given: _Combination, rule: tuple[int, str, bool], device: torch.device) -> Arguments:
+    x, (rows, rounding, swizzled) = given.matrix(device), rule
+    return Arguments((x, given.layouts(x, mxfp8, swizzled=swizzled)), {"rows": rows, "rounding": rounding})
+
+
+def _block(given: _Combination, rule: tuple[int, float, bool], device: torch.device) -> Arguments:
+    x, (dims, eps, pow2) = given.matrix(device), rule
+    return Arguments((x, given.layouts(x, lambda element: fp8_block(element, dims))), {"eps": eps, "pow2": pow2})
+
+
+def _combined(case: Callable[..., Arguments], last: Sequence[object], *, full: Sequence[str] = ()) -> dict[str, Case]:
+    """Every kind of matrix, type, element and choice of planes, each with one of the ``last`` arguments in turn.
+
+    The matrices named ``full`` meet all of them.
+    """
+    made: dict[str, Case] = {}
+    turn = itertools.cycle(last)
+    for kind, dtype, element, usages in itertools.product(MATRIX_KINDS, _DTYPES, _ELEMENTS, _PLANES):
+        combination = _Combination(kind, _DTYPES[dtype], element, usages)
+        for argument in last if kind in full else (next(turn),):
+            name = f"{kind}, {dtype}, {element.name}, {'+'.join(usages)}, {argument}"
+            made[name] = functools.partial(case, combination, argument)
+    return made
 
 
 # Their numbers share no factor with those of the matrices, so that each meets every combination of the others in turn.
 _RULES = ((0.0, False), (0.0, True), (0.25, True), (0.25, False), (0.0, False), (1e-30, True), (0.0, True))
 _SCALES = (3.7, 2.0**-40, 2.0**60, 1.0, 2.0**-126, 1e30, 0.3)
+_MX_RULES = (
+    (1, "ceil", False),
+    (1, "ceil", True),
+    (32, "ceil", False),
+    (32, "floor", True),
+    (1, "floor", True),
+)
+_BLOCK_RULES = (
+    (1, 0.0, True),
+    (2, 0.0, True),
+    (1, 0.0, False),
+    (2, 0.25, False),
+    (1, 0.25, True),
+)
 
 MATRICES: dict[str, Case] = {
     f"{kind}, {name}": functools.partial(_tensor, kind, dtype) for kind in MATRIX_KINDS for name, dtype in _DTYPES.items()
 }
 CURRENT = _combined(_current, _RULES)
 RECORDING = _combined(_recording, _SCALES)
+MX = _combined(_mx, _MX_RULES, full=("parts of blocks of tiles", "misaligned"))
+BLOCK = _combined(_block, _BLOCK_RULES, full=("parts of tiles", "misaligned", "nonfinite"))

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
 from opfuse.kernels.launch import Grid, Variant
-from opfuse.kernels.layouts import Layout, ceil_div
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.scales import Rounding
 
 _C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -26,6 +27,14 @@ _AMAX_BLOCK = 8192  # elements
 _CAST_TENSOR = struct.Struct("PPPPPPqqfI")
 _ROWS_BLOCK = 4096  # elements
 _TILE = (256, 64)
+
+_CAST_MX = struct.Struct("PPPPPqqI0q")
+_MX_BLOCK = 32
+_MX_ROWS_BLOCK = 8192  # elements
+_MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
+_MX_BIAS: dict[Rounding, int] = {"ceil": 0x1FFFFF, "floor": 0}  # what is added to the bits of amax before its exponent is taken
+
+_EIGHT = 8  # neighbouring elements, which a thread handles at a time
 _VECTOR = 16  # bytes
 
 
@@ -76,7 +85,7 @@ def _cast_tensor(
         OUT=layouts[0].element.name.upper(),
         RECORD=scaling[0] != 0,
         ROWWISE=rowwise,
-        ALIGNED=_on_vectors(x) and not (tiled and (columns % 8 or rows % 16)),
+        ALIGNED=_on_vectors(x) and not (tiled and (columns % _EIGHT or rows % 16)),
     )
     tiles = ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
     entry, grid = ("cast_tile", Grid(tiles, 512)) if tiled else ("cast_rows", Grid(ceil_div(x.numel(), _ROWS_BLOCK), 256))
@@ -84,6 +93,47 @@ def _cast_tensor(
     fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), rows, columns, *rule)
     launch(variant, entry, grid, _CAST_TENSOR, *fields, device=x.get_device())
     return [data[layout.usage] for layout in layouts], decode_scale
+
+
+@kernel("cast_mx.cu", reference=quantize.cast_mx, tolerance=BITWISE, cases=cases.MX)
+def cast_mx(
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil"
+) -> list[quantize.Encoded]:
+    """One read of ``x``; ``rows`` is 1 or 32, and the layouts agree on whether scales are swizzled."""
+    x = x.contiguous()
+    height, width = x.shape
+    planes = {layout.usage: _new_encoded(x, layout) for layout in layouts}
+    tiled = rows != 1 or COLUMNWISE in planes or width % _MX_BLOCK != 0
+    variant = _variant(
+        "cast_mx.cu",
+        _CAST_MX,
+        IN=_C_TYPES[x.dtype],
+        OUT=layouts[0].element.name.upper(),
+        ROWWISE=ROWWISE in planes,
+        COLUMNWISE=COLUMNWISE in planes,
+        SQUARE=rows != 1,
+        SWIZZLED=layouts[0].swizzled,
+        ALIGNED=_on_vectors(x) and not (tiled and width % _EIGHT),
+    )
+    entry, grid = "cast_rows", Grid(ceil_div(x.numel(), _MX_ROWS_BLOCK), 256)
+    if tiled:
+        tile_rows, tile_columns, threads = _MX_TILES[layouts[0].swizzled]
+        entry, grid = "cast_tile", Grid(ceil_div(height, tile_rows) * ceil_div(width, tile_columns), threads)
+    outputs = [address for usage in USAGES for address in _addresses(planes.get(usage))]
+    launch(variant, entry, grid, _CAST_MX, x.data_ptr(), *outputs, height, width, _MX_BIAS[rounding], device=x.get_device())
+    return [planes[layout.usage] for layout in layouts]
+
+
+def _addresses(plane: quantize.Encoded | None) -> tuple[int, int]:
+    """Of data and scales; 0 of a plane that is not made."""
+    return (0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr())
+
+
+def _new_encoded(x: torch.Tensor, layout: Layout) -> quantize.Encoded:
+    """Room for the data and scales of a plane on the device of ``x``. Kernels write no padding: it is 0."""
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device)
+    new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
+    return data, new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=x.device)
 
 
 def _one(value: torch.Tensor, x: torch.Tensor) -> int:

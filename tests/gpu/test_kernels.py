@@ -7,13 +7,13 @@ import pytest
 import torch
 from gpu.guards import Guards
 
-import opfuse.kernels.cast
+from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor
+from opfuse.kernels import cast as casts
 from opfuse.kernels import launch
+from opfuse.kernels.catalogue import kernels
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.registry import kernels
 
-CAST = opfuse.kernels.cast
 CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case}") for kernel in kernels() for case in kernel.cases]
 
 
@@ -45,7 +45,7 @@ def matrix(device, rows=512, columns=256, seed=0):
 def cast(x, amax=None):
     layouts = [Layout(fp8_tensor(E4M3), usage, tuple(x.shape)) for usage in USAGES]
     amax = torch.zeros(1, device=x.device) if amax is None else amax
-    return tensors(CAST.cast_recording(x, torch.full((1,), 3.7, device=x.device), amax, layouts)) + [amax]
+    return tensors(casts.cast_recording(x, torch.full((1,), 3.7, device=x.device), amax, layouts)) + [amax]
 
 
 def equal(results, expected):
@@ -85,7 +85,7 @@ def test_r12_no_synchronisation(device):
 def test_r12_first_use_during_capture_is_refused(device, monkeypatch):
     monkeypatch.setattr(launch, "_functions", {})
     x, amax = matrix(device), torch.zeros(1, device=device)
-    with pytest.raises(opfuse.errors.PlanMissError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(PlanMissError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cast(x, amax)
 
 
@@ -153,8 +153,8 @@ def test_r10_indices_past_2_31(shape, usages, device):
     x.view(-1)[-1] = 5.0
     layouts = [Layout(fp8_tensor(E4M3), usage, shape) for usage in usages]
     amax = torch.zeros(1, device=device)
-    ((data,), _) = CAST.cast_recording(x, torch.full((1,), 64.0, device=device), amax, layouts)
-    assert amax.item() == CAST.tensor_amax(x).item() == 5.0
+    ((data,), _) = casts.cast_recording(x, torch.full((1,), 64.0, device=device), amax, layouts)
+    assert amax.item() == casts.tensor_amax(x).item() == 5.0
     lines = x if usages == (ROWWISE,) else x.t()
     step = max(1, 2**27 // lines.shape[1])
     for start in range(0, lines.shape[0], step):

@@ -82,6 +82,59 @@ OPFUSE_FN u32 magnitude_bits(u32 best) {
 template <>
 OPFUSE_FN u32 magnitude_bits<float>(u32 best) { return best; }
 
+OPFUSE_FN u32 larger_of_both(u32 a, u32 b, float) { return larger(a, b); }
+template <class T>
+OPFUSE_FN u32 larger_of_both(u32 a, u32 b, T) { return __vmaxu2(a, b); }
+
+// The largest magnitudes of N groups of values, those of two groups in one word where values have 16 bits.
+template <class T, int N>
+struct Maxima {
+    static constexpr int WORDS = N * sizeof(T) / 4;
+    u32 word[WORDS];
+
+    // Maxima over the lanes that `mask` leads to as well.
+    OPFUSE_FN void across(int mask) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) word[k] = larger_of_both(word[k], __shfl_xor_sync(~0u, word[k], mask), T{});
+    }
+
+    // The fp32 bits of group i.
+    OPFUSE_FN u32 bits(int i) const {
+        if constexpr (sizeof(T) == 4)
+            return word[i];
+        else
+            return bits_of(to_fp32(T{u16(i & 1 ? word[i / 2] >> 16 : word[i / 2])}));
+    }
+};
+
+// Of N groups of eight neighbours.
+template <class T, int N>
+OPFUSE_FN Maxima<T, N> maxima_along(const Eight<T> (&v)[N]) {
+    Maxima<T, N> m;
+#pragma unroll
+    for (int k = 0; k < Maxima<T, N>::WORDS; ++k) {
+        if constexpr (sizeof(T) == 4) {
+            m.word[k] = larger_magnitude(0, v[k]);
+        } else {
+            u32 even = larger_magnitude(0, v[2 * k]), odd = larger_magnitude(0, v[2 * k + 1]);
+            m.word[k] = __vmaxu2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+        }
+    }
+    return m;
+}
+
+// Of eight groups: element i of every v.
+template <class T, int N>
+OPFUSE_FN Maxima<T, 8> maxima_down(const Eight<T> (&v)[N]) {
+    Maxima<T, 8> m = {};
+    constexpr u32 MAGNITUDES = sizeof(T) == 4 ? MAGNITUDE : 0x7fff7fff;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int k = 0; k < Maxima<T, 8>::WORDS; ++k) m.word[k] = larger_of_both(m.word[k], v[i].word[k] & MAGNITUDES, T{});
+    return m;
+}
+
 // Raises *amax to the largest `bits` of the block's threads, which all call it, once. Holds a barrier.
 template <int THREADS>
 OPFUSE_FN void raise_amax(float* amax, u32 bits) {

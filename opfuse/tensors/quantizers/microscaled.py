@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Format, mxfp8
+from opfuse.kernels.cast import cast_mx
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.quantize import ErrorMode, amax_nv, cast_mx, cast_nv
+from opfuse.kernels.quantize import ErrorMode, amax_nv, cast_nv
 from opfuse.kernels.random import draw_seed
 from opfuse.kernels.scales import Rounding
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require

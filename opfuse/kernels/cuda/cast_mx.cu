@@ -1,0 +1,227 @@
+// cast_mx: FP8 codes of a matrix with one E8M0 scale for each 32 values of a row, of a column or both, from one read of it.
+//
+// x              [rows, columns] of IN, contiguous
+// rowwise        [rows, columns] codes of OUT; row_scale has a code for each 32 values of a row
+// columnwise     [rows, columns] codes, not transposed; column_scale has a code for each 32 values of a column
+// scales         of lines (rows of x; its columns) by blocks, each padded to whole tiles of 128 x 4, which the host has set to 0.
+//                Compact: row by row for rows, transposed for columns. SWIZZLED: tile after tile, and in a tile the codes of
+//                line 32 g + i and block b at byte 16 i + 4 g + b.
+// SQUARE         one scale for each 32 x 32 values, repeated in its lines
+// bias           0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
+// Non-finite     a block that holds one has the code 255, and NaN for each value
+// Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
+//                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
+// ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
+// Defined by     opfuse/kernels/quantize.py, cast_mx.
+#include "vectors.cuh"
+
+struct Parameters {
+    const IN* x;
+    u8 *rowwise, *row_scale, *columnwise, *column_scale;
+    long long rows, columns;
+    u32 bias;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+constexpr int BLOCK = 32, THREADS = 256, PACKS = 4;
+
+// Warps of 32 x 64 in a tile. Swizzled scales are stored as whole tiles of theirs; compact ones like long rows better.
+constexpr int DOWN = SWIZZLED ? 4 : 1, ACROSS = SWIZZLED ? 2 : 4;
+constexpr int TILE_ROWS = 32 * DOWN, TILE_COLUMNS = 64 * ACROSS, TILE_THREADS = 32 * DOWN * ACROSS;
+static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scales of a tile are one tile of scales");
+
+// ---------------------------------------------------------------------------------------------------------------------- scales
+
+// The code of a block from the bits of its amax. Every bf16 and fp16 amax obeys the integer rule; an fp32 one whose scale is
+// subnormal may not.
+OPFUSE_FN u32 code_of(u32 amax, u32 bias) {
+    constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;
+    if (amax >= INF_BITS) return E8M0_NAN;
+    if (sizeof(IN) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
+    return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
+}
+
+// 2^(127 - code) for a code of a block: that of the largest finite amax is far below 254.
+OPFUSE_FN float multiplier_of(u32 code) { return float_of(code == E8M0_NAN ? NAN_BITS : (254 - code) << 23); }
+
+OPFUSE_FN u32 four_codes(u32 a, u32 b, u32 c, u32 d) { return a | b << 8 | c << 16 | d << 24; }
+
+OPFUSE_FN long long padded_lines(long long lines) { return (lines + 127) / 128 * 128; }
+OPFUSE_FN long long padded_blocks(long long length) { return (length + 127) / 128 * 4; }
+
+OPFUSE_FN long long row_scale_at(const Parameters& p, long long row, long long block) {
+    if (!SWIZZLED) return row * padded_blocks(p.columns) + block;
+    return (row / 128 * (padded_blocks(p.columns) / 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+}
+
+// ------------------------------------------------------------------------------------------------------------------------ rows
+
+// Four neighbouring lanes have a block; a warp has eight blocks in each of its packs.
+extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
+    constexpr int STEP = 8 * 32;
+    long long size = p.rows * p.columns, first = (long long)blockIdx.x * (8 * THREADS * PACKS);
+    long long warp = first + threadIdx.x / 32 * (STEP * PACKS), lane = threadIdx.x % 32, at = warp + lane * 8;
+    bool whole = ALIGNED && first + 8 * THREADS * PACKS <= size;
+    Eight<IN> v[PACKS];
+    if (whole) {
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) v[k] = load_eight(p.x + at + k * STEP);
+    } else {
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) v[k] = load_some(p.x + at + k * STEP, size - at - k * STEP);
+    }
+    Maxima<IN, PACKS> amax = maxima_along(v);
+    amax.across(1);
+    amax.across(2);
+    u32 codes = 0;
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k) {
+        u32 code = code_of(amax.bits(k), p.bias);
+        float multiplier = multiplier_of(code);
+        uint2 q = encode_eight<OUT>(v[k], [multiplier](int) { return multiplier; });
+        codes |= code << 8 * k;
+        if (whole)
+            store_eight(p.rowwise + at + k * STEP, q);
+        else
+            store_some(p.rowwise + at + k * STEP, q, size - at - k * STEP);
+    }
+    // Each of the four lanes stores the scale of one pack.
+    u32 mine = lane % 4, block = u32((warp + mine * STEP) / BLOCK + lane / 4), across = u32(p.columns / BLOCK);
+    if ((long long)block * BLOCK < size) p.row_scale[row_scale_at(p, block / across, block % across)] = u8(codes >> 8 * mine);
+}
+
+// ----------------------------------------------------------------------------------------------------------------------- tiles
+
+// What a thread of a tile has: rows 4 (lane / 8) + 0 ... 3 of its warp's 32, and these plus 16, of eight neighbouring columns.
+struct Piece {
+    int row, column;              // the first, in the tile
+    long long tile_row, tile_column;
+    OPFUSE_FN int own_row(int i) const { return row + i / 4 * 16 + i % 4; }
+};
+
+OPFUSE_FN Piece this_piece(long long columns) {
+    u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return {int(warp / ACROSS * 32 + lane / 8 * 4), int(warp % ACROSS * 64 + lane % 8 * 8),
+            (long long)(blockIdx.x / tiles_across) * TILE_ROWS, (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS};
+}
+
+// The codes of the blocks that the thread's values are in, of its rows or of its columns.
+struct Codes {
+    u32 of[8];
+};
+
+OPFUSE_FN Codes codes_along(const Eight<IN> (&v)[8], u32 bias) {
+    Maxima<IN, 8> amax = maxima_along(v);
+    amax.across(1);
+    amax.across(2);
+    Codes codes;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) codes.of[i] = code_of(amax.bits(i), bias);
+    return codes;
+}
+
+OPFUSE_FN Codes codes_down(const Eight<IN> (&v)[8], u32 bias) {
+    Maxima<IN, 8> amax = maxima_down(v);
+    amax.across(8);
+    amax.across(16);
+    Codes codes;
+    if constexpr (SQUARE) {
+        u32 largest = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) largest = larger(largest, amax.bits(j));
+        largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) codes.of[j] = code_of(largest, bias);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) codes.of[j] = code_of(amax.bits(j), bias);
+    }
+    return codes;
+}
+
+// Lines of a square past the matrix have no scale.
+OPFUSE_FN Codes within(Codes codes, const bool (&there)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (SQUARE && !there[i]) codes.of[i] = 0;
+    return codes;
+}
+
+// Codes of rows to shared memory. The four lanes of a block have the same eight: each leaves those of two rows.
+OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
+    u32 upper = four_codes(codes.of[0], codes.of[1], codes.of[2], codes.of[3]);
+    u32 lower = four_codes(codes.of[4], codes.of[5], codes.of[6], codes.of[7]);
+    u32 two = (threadIdx.x & 2 ? lower : upper) >> (threadIdx.x & 1) * 16;
+    int row = own.row + (threadIdx.x & 2) * 8 + (threadIdx.x & 1) * 2, block = own.column / BLOCK;
+    constexpr int BLOCKS = TILE_COLUMNS / BLOCK;
+    shared[row * BLOCKS + block] = u8(two);
+    shared[(row + 1) * BLOCKS + block] = u8(two >> 8);
+}
+
+// Word `threadIdx.x % 128` of a tile of 128 x 4 scales, whose lines lie in shared memory one after the other.
+OPFUSE_FN void store_scale_tile(u8* scales, long long tile, const u8* shared) {
+    int word = threadIdx.x % 128, line = word % 4 * 32 + word / 4;
+    reinterpret_cast<u32*>(scales + tile * 512)[word] = reinterpret_cast<const u32*>(shared)[line];
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters p) {
+    __shared__ __align__(4) u8 row_codes[TILE_ROWS * TILE_COLUMNS / BLOCK], column_codes[TILE_COLUMNS * 4];
+    Piece own = this_piece(p.columns);
+    long long column = own.tile_column + own.column, there = p.columns - column;
+    Eight<IN> v[8];
+    bool has_row[8], has_column[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        long long row = own.tile_row + own.own_row(i);
+        const IN* x = p.x + row * p.columns + column;
+        has_row[i] = row < p.rows, has_column[i] = i < there;
+        if constexpr (ALIGNED)
+            v[i] = has_row[i] && there > 0 ? load_eight(x) : Eight<IN>{};
+        else
+            v[i] = load_some(x, has_row[i] ? there : 0);
+    }
+
+    Codes down = COLUMNWISE || SQUARE ? codes_down(v, p.bias) : Codes{};
+    Codes along = SQUARE ? down : ROWWISE ? codes_along(v, p.bias) : Codes{};
+    if (ROWWISE) gather_rows(row_codes, own, within(along, has_row));
+    if (COLUMNWISE && threadIdx.x % 32 < 8) {
+        Codes c = within(down, has_column);
+        long long block = (own.tile_row + own.row) / BLOCK;
+        if (SWIZZLED) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) column_codes[(own.column + j) * 4 + own.row / BLOCK] = u8(c.of[j]);
+        } else if (column < padded_lines(p.columns)) {
+            uint2 packed = {four_codes(c.of[0], c.of[1], c.of[2], c.of[3]), four_codes(c.of[4], c.of[5], c.of[6], c.of[7])};
+            store_eight(p.column_scale + block * padded_lines(p.columns) + column, packed);
+        }
+    }
+
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        long long out = (own.tile_row + own.own_row(i)) * p.columns + column, count = has_row[i] ? there : 0;
+        auto store = [count](u8* q, uint2 codes) {
+            if constexpr (!ALIGNED)
+                store_some(q, codes, count);
+            else if (count > 0)
+                store_eight(q, codes);
+        };
+        if (ROWWISE) store(p.rowwise + out, encode_eight<OUT>(v[i], [&](int) { return multiplier_of(along.of[i]); }));
+        if (COLUMNWISE) store(p.columnwise + out, encode_eight<OUT>(v[i], [&](int j) { return multiplier_of(down.of[j]); }));
+    }
+
+    if (!ROWWISE && !SWIZZLED) return;
+    __syncthreads();
+    if constexpr (SWIZZLED) {
+        long long tile_down = own.tile_row / 128, tile_across = own.tile_column / 128;
+        if (ROWWISE && threadIdx.x < 128) store_scale_tile(p.row_scale, blockIdx.x, row_codes);
+        if (COLUMNWISE && threadIdx.x >= 128)
+            store_scale_tile(p.column_scale, tile_across * (padded_lines(p.rows) / 128) + tile_down, column_codes);
+    } else {
+        constexpr int WORDS = TILE_COLUMNS / BLOCK / 4;
+        int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
+        if (row >= TILE_ROWS || own.tile_row + row >= p.rows || own.tile_column / BLOCK + block >= padded_blocks(p.columns)) return;
+        u8* scale = p.row_scale + row_scale_at(p, own.tile_row + row, own.tile_column / BLOCK + block);
+        *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
+    }
+}

@@ -82,3 +82,32 @@ def test_linear_is_its_product_and_its_bias_each_rounded(dtype):
     linear, x = ops.Linear(8, 5, dtype=dtype), torch.randn(2, 3, 8, dtype=dtype)
     product = (x.double() @ linear.weight.double().T).to(dtype)
     assert torch.equal(linear(x), (product.double() + linear.bias.double()).to(dtype))
+
+
+CACHING = {name: cls for name, cls in ops.OPS.items() if issubclass(cls, ops.Activation) and not cls.num_extra_inputs}
+
+
+@pytest.mark.parametrize("name", list(CACHING))
+def test_a_quantized_input_cache_gives_the_gradient_of_what_it_holds(name):
+    op, plain = CACHING[name](cache_quantized_input=True), CACHING[name]()
+    x = torch.randn(4, 32, requires_grad=True)
+    y = op(x)
+    assert torch.equal(y, plain(x))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    scale = x.detach().abs().max() / 448
+    cached = ((x.detach() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).requires_grad_()
+    plain(cached).backward(dy)
+    torch.testing.assert_close(x.grad, cached.grad, rtol=1e-5, atol=1e-5)
+    exact = torch.equal(x.grad, torch.autograd.grad(plain(x), x, dy)[0])
+    assert exact == (name == "relu")  # which reads signs only
+
+
+def test_r6_a_wrong_derivative_fails():
+    class Half(ops.Activation):
+        math = ops.Pointwise(
+            "half", forward="0.5f * x", backward=("dy * 0.4f",), value=lambda x: 0.5 * x, grad=lambda dy, x: (0.4 * dy,)
+        )
+
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(Half(), (torch.randn(3, dtype=torch.float64, requires_grad=True),))

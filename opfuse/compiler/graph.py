@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import networkx as nx
@@ -108,6 +109,11 @@ class Graph:
     def gradient_of(self, value: int) -> int:
         """The number under which the gradient of ``value`` is summed."""
         return self.root.get(value, value)
+
+    @cached_property
+    def by_op(self) -> dict[int, tuple[Node, ...]]:
+        """The nodes of each basic op, in order."""
+        return {op: tuple(nodes) for op, nodes in groupby(self.nodes, key=lambda node: node.op)}
 
     def view(self, direction: str) -> tuple[Node, ...]:
         """The main-chain nodes that do something in ``direction``, in forward order."""

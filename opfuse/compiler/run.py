@@ -93,18 +93,9 @@ class Runner:
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
         takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
-        output = _implementation(rule.forward)(
-            x if takes_quantized else plain(x), **self._bind(rule, group, lambda i: self._context(nodes[i], values))
-        )
+        made = {i: self._context(nodes[i], values) for i in group.nodes}
+        output = _implementation(rule.forward)(x if takes_quantized else plain(x), **_bind(rule, group, made))
         self._store(last, last.outputs[:1], (output,), values)
-
-    def _bind(self, rule: Fusion, group: Group, context_of: Any) -> dict[str, Any]:
-        bound: dict[str, Any] = {}
-        members = set(group.nodes)
-        for term, place in zip(rule.pattern, group.binding):
-            contexts = tuple(context_of(i) for i in place if i in members)
-            bound[term.name] = contexts if term.high != 1 else (contexts[0] if contexts else None)
-        return bound
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
         nodes = self._op_nodes(group)
@@ -134,11 +125,13 @@ class Runner:
 
     def _op_nodes(self, group: Group) -> dict[int, Node]:
         """The nodes of the basic ops that a fused op stands for, by op; an explicit Quantize has none of its own."""
-        return {node.op: node for node in self.plan.graph.nodes if node.op in group.ops and node.kind != QUANTIZE}
+        nodes = (node for op in group.ops for node in self.plan.graph.by_op.get(op, ()))
+        return {node.op: node for node in nodes if node.kind != QUANTIZE}
 
     def _contexts(self, group: Group, made: Mapping[int, Context]) -> list[Context]:
         """A context for each op of a fused op: those ``made``; one without a node only knows whether gradients pass it."""
-        first = next(node for node in self.plan.graph.nodes if node.op in group.ops and not node.side)
+        by_op = self.plan.graph.by_op
+        first = next(node for op in group.ops for node in by_op.get(op, ()) if not node.side)
         passes = first.inputs[0] in self.plan.graph.grads
         contexts = []
         for i in group.ops:
@@ -205,10 +198,10 @@ class Runner:
                 grads.contexts[index].grad_extras = tuple(plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
         dy = grads.take(last.outputs[0])
         accepts = last.kind != QUANTIZE and self.ops[last.op].accepts_quantized
-        casts = {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
-        dx = _implementation(rule.backward)(
-            dy if accepts else plain_or_none(dy), **self._bind(rule, group, lambda i: casts.get(i) or grads.contexts[i])
-        )
+        # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
+        made = {i: grads.contexts[i] for place in group.binding for i in place if nodes[i].kind != QUANTIZE}
+        made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
+        dx = _implementation(rule.backward)(dy if accepts else plain_or_none(dy), **_bind(rule, group, made))
         self._finish([nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
@@ -285,6 +278,15 @@ def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[An
         cure = "return one gradient, or None, for each, in order"
         raise PipelineError(describe(f"{context.op.label} gradients of {what}", wanted=len(wanted), got=len(grads), cure=cure))
     return zip(wanted, grads)
+
+
+def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[str, Any]:
+    """The arguments of an implementation: the contexts that there are in its pass, by the names of the pattern."""
+    bound: dict[str, Any] = {}
+    for term, place in zip(rule.pattern, group.binding):
+        found = tuple(contexts[i] for i in place if i in contexts)
+        bound[term.name] = found if term.high != 1 else (found[0] if found else None)
+    return bound
 
 
 def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:

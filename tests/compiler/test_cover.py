@@ -1,0 +1,392 @@
+"""Covering: what matches, who claims, and the outcome of every rule at every place it nearly matched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import Parameter, Signature
+from typing import Any
+
+import pytest
+import torch
+from compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
+from compiler.pipelines import Pipeline, pipeline
+
+import opfuse
+from opfuse import ops
+from opfuse.compiler.cover import Outcome
+from opfuse.compiler.fuser import OperationFuser
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.registry import FusionFunction, RuleSet
+from opfuse.compiler.rules import Fusion, at_least, fusion, is_, is_not, maybe, multiple_of, one, one_of
+from opfuse.compiler.rules import run as run_of
+from opfuse.core.context import Context
+from opfuse.errors import FusionError
+from opfuse.fusions import RULES
+from opfuse.ops.pointwise import run_chain, run_chain_backward
+from opfuse.recipes import MXFP8BlockScaling, Recipe
+from opfuse.tensors.storage import QuantizedStorage
+
+BF16 = torch.bfloat16
+
+
+def rule(name: str, pattern: dict[str, Any], **fields: Any) -> Fusion:
+    """A forward rule whose implementation is never run."""
+
+    def forward(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return x
+
+    places = [Parameter(place, Parameter.KEYWORD_ONLY) for place in pattern]
+    forward.__signature__ = Signature([Parameter("x", Parameter.POSITIONAL_ONLY), *places])
+    return fusion(name, pattern, forward=forward, **fields)
+
+
+def planned(*modules: torch.nn.Module, rules: RuleSet, recipe: Recipe | None = None) -> Plan:
+    fuser = OperationFuser(tuple(to(torch.nn.ModuleList(modules), BF16)), rules=rules)
+    extras = [randn(32, 64) for _ in fuser.extra_inputs]
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        return fuser.plan(randn(32, 64).requires_grad_(), *extras)
+
+
+def outcomes(plan: Plan, name: str) -> list[Outcome]:
+    return [outcome for outcome in plan.outcomes if outcome.rule == name]
+
+
+def only(plan: Plan, name: str) -> Outcome:
+    (outcome,) = outcomes(plan, name)
+    return outcome
+
+
+def test_x02_every_rule_has_an_outcome():
+    for made in (pipeline(["gelu"]), pipeline(["rms norm", "linear", "gelu", "linear", "add in place"])):
+        plan = planned(*made.ops, rules=RULES, recipe=MXFP8BlockScaling())
+        assert {outcome.rule for outcome in plan.outcomes} == set(RULES.names)
+        assert {outcome.status for outcome in plan.outcomes} <= {"fused", "shadowed", "missed", "absent"}
+
+
+def test_x02_outcomes_of_a_pipeline():
+    modules = (ops.RMSNorm(64), ops.Linear(64, 64), ops.AddExtraInput(in_place=True), ops.GELU(), ops.Linear(64, 64))
+    plan = planned(*modules, rules=RULES, recipe=MXFP8BlockScaling(backward_override="dequantized"))
+    assert only(plan, "norm_quantize").ops == ("0:rms_norm", "1:quantize[input]")
+    assert only(plan, "linear_add").ops == ("3:linear", "4:bias", "5:add_extra_input")
+    first, second, third = outcomes(plan, "epilogue")
+    assert (first.status, first.by, first.ops) == ("shadowed", "norm_quantize", ("0:rms_norm", "1:quantize[input]"))
+    assert (second.status, second.by, second.ops) == ("shadowed", "linear_add", ("3:linear", "4:bias"))
+    assert (third.status, third.ops) == ("fused", ("9:linear", "10:bias"))
+    scale = only(plan, "linear_scale_add")
+    assert (scale.status, scale.guard, scale.wanted, scale.got) == ("absent", "pattern.scale", "constant_scale", "bias")
+
+
+@pytest.mark.parametrize("override", OVERRIDES[1:])
+def test_b17_x02_the_override_is_the_reason(override):
+    plan = planned(ops.Linear(64, 64), ops.GELU(), rules=RULES, recipe=recipe_for("mxfp8", override))
+    outcome = only(plan, "backward_activation_bias")
+    assert outcome.status == "missed"
+    assert "backward_activation_bias" not in plan.fusions
+    assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
+
+
+def test_x02_a_place_missed_for_its_environment_is_told_once():
+    """Also in linear time: not once for every suffix of a run."""
+    modules = [ops.ConstantScale(1.5) for _ in range(20)]
+    plan = planned(*modules, rules=RULES, recipe=MXFP8BlockScaling(backward_override="dequantized"))
+    assert len(only(plan, "backward_activation_bias").ops) == 20
+
+
+def test_an_absent_rule_tells_how_far_it_got():
+    plan = planned(ops.GELU(), rules=RULES)
+    assert only(plan, "linear_add") == Outcome("linear_add", "forward", "absent")
+    plan = planned(ops.Linear(64, 64), rules=RULES)
+    near = only(plan, "linear_add")
+    assert (near.status, near.ops, near.guard, near.got) == (
+        "absent",
+        ("0:linear", "1:bias"),
+        "pattern.add",
+        "the end of the run",
+    )
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------------
+
+PAIR = {"linear": "linear", "act": "gelu"}
+GUARDS = [
+    # guard, whether it passes, what it wants in words, what it got
+    (is_("linear.in_features", 64), True, "64", "64"),
+    (is_("linear.in_features", 64.0), False, "64.0", "64"),
+    (is_("linear.in_features", 32), False, "32", "64"),
+    (is_not("linear.in_features", 32), True, "anything but 32", "64"),
+    (is_not("linear.in_features", 64), False, "anything but 64", "64"),
+    (one_of("linear.out_features", 32, 64), True, "one of (32, 64)", "64"),
+    (one_of("linear.out_features", 32), False, "one of (32,)", "64"),
+    (at_least("linear.in_features", 64), True, ">= 64", "64"),
+    (at_least("linear.in_features", 65), False, ">= 65", "64"),
+    (at_least("env.arch", (9, 0)), False, ">= (9, 0)", "(0, 0)"),
+    (multiple_of("linear.in_features", 32), True, "a multiple of 32", "64"),
+    (multiple_of("linear.in_features", 48), False, "a multiple of 48", "64"),
+    (multiple_of("env.rows_class", 32), True, "a multiple of 32", "32"),
+    (is_("linear.weight.dtype", BF16), True, "torch.bfloat16", "torch.bfloat16"),
+    (is_("linear.weight.requires_grad", False), False, "False", "True"),
+    (is_("linear.weight.quantized", None), True, "None", "None"),
+    (is_("env.recipe.kind", "mxfp8"), True, "'mxfp8'", "'mxfp8'"),
+    (is_("env.recipe.rounding", "single"), False, "'single'", "'per_op'"),
+    (is_("env.device", "cpu"), True, "'cpu'", "'cpu'"),
+    (is_("env.autocast", None), True, "None", "None"),
+    (is_("env.grad", True), True, "True", "True"),
+    (is_("linear.kind", "linear"), True, "'linear'", "'linear'"),
+    # what is absent is a miss under every word, never an error
+    (is_("linear.nothing", None), False, "None", "nothing"),
+    (is_not("linear.nothing", 1), False, "anything but 1", "nothing"),
+    (one_of("env.recipe.nothing", None), False, "one of (None,)", "nothing"),
+    (at_least("linear.bias.dtype", 1), False, ">= 1", "nothing"),
+    (multiple_of("env.nothing.more", 2), False, "a multiple of 2", "nothing"),
+    (at_least("env.autocast", 1), False, ">= 1", "None"),
+    (multiple_of("env.device", 2), False, "a multiple of 2", "'cpu'"),
+]
+
+
+@pytest.mark.parametrize(("guard", "passes", "wants", "got"), GUARDS, ids=lambda value: str(getattr(value, "reads", value)))
+def test_x02_guards(guard, passes, wants, got):
+    guarded = rule("pair", PAIR, when=(guard,))
+    plan = planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((guarded,)), recipe=MXFP8BlockScaling())
+    outcome = only(plan, "pair")
+    assert guard.wants == wants
+    if passes:
+        assert outcome.status == "fused"
+    else:
+        assert (outcome.status, outcome.guard, outcome.wanted, outcome.got) == ("missed", guard.reads, wants, got)
+
+
+def test_without_a_recipe_its_fields_are_absent():
+    guarded = rule("pair", PAIR, when=(is_("env.recipe.backward_override", None),))
+    outcome = only(planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((guarded,))), "pair")
+    assert (outcome.status, outcome.got) == ("missed", "nothing")
+
+
+def test_a_guard_reads_every_node_of_a_run_and_none_of_an_absent_place():
+    pattern = {"linear": "linear", "bias": maybe("bias"), "chain": run_of("constant_scale", low=1)}
+    guarded = rule("chain", pattern, when=(one_of("chain.scale", 2.0, 3.0), is_("bias.size", 64)))
+
+    def status(*scales: float) -> Outcome:
+        modules = (ops.Linear(64, 64, bias=False), *(ops.ConstantScale(scale) for scale in scales))
+        return only(planned(*modules, rules=RuleSet((guarded,))), "chain")
+
+    assert status(2.0, 3.0).status == "fused"
+    assert (status(2.0, 4.0).status, status(2.0, 4.0).got) == ("missed", "4.0")
+
+
+def test_a_narrowed_rule_keeps_its_guards():
+    first = rule("pair", PAIR, when=(is_("linear.in_features", 64),))
+    narrowed = first.narrowed(at_least("linear.out_features", 128))
+    assert narrowed.when[:1] == first.when
+    plan = planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((narrowed,)))
+    assert (only(plan, "pair").status, only(plan, "pair").guard) == ("missed", "linear.out_features")
+
+
+# -- who claims --------------------------------------------------------------------------------------------------------------
+
+
+def test_earlier_rules_claim_first_and_priority_overrules_order():
+    wide, narrow = rule("wide", {"linear": "linear", "rest": run_of("elementwise", low=1)}), rule("narrow", PAIR)
+    modules = (ops.Linear(64, 64, bias=False), ops.GELU(), ops.ConstantScale(2.0))
+
+    def fusions(*rules: Fusion) -> tuple[str, ...]:
+        return planned(*modules, rules=RuleSet(rules)).fusions
+
+    assert fusions(wide, narrow) == ("wide",)
+    assert fusions(narrow, wide) == ("narrow",)
+    assert fusions(wide, replace(narrow, priority=1)) == ("narrow",)
+    assert fusions(replace(wide, priority=2), replace(narrow, priority=1)) == ("wide",)
+    shadowed = only(planned(*modules, rules=RuleSet((wide, narrow))), "narrow")
+    assert (shadowed.status, shadowed.by, shadowed.ops) == ("shadowed", "wide", ("0:linear", "1:gelu"))
+
+
+def test_a_run_stops_at_a_claimed_node():
+    pair = rule("pair", {"act": "gelu", "scale": "constant_scale"})
+    chain = rule("chain", {"chain": run_of("elementwise", low=1)})
+    modules = (ops.ReLU(), ops.ReLU(), ops.GELU(), ops.ConstantScale(2.0), ops.ReLU(), ops.ReLU())
+    plan = planned(*modules, rules=RuleSet((pair, chain)))
+    assert [(o.status, o.ops) for o in outcomes(plan, "chain")] == [
+        ("fused", ("0:relu", "1:relu")),
+        ("shadowed", ("2:gelu", "3:constant_scale", "4:relu", "5:relu")),
+        ("fused", ("4:relu", "5:relu")),
+    ]
+
+
+def test_a_rule_fires_at_every_place():
+    modules = [op for _ in range(3) for op in (ops.Linear(64, 64, bias=False), ops.GELU())]
+    plan = planned(*modules, rules=RuleSet((rule("pair", PAIR),)))
+    assert [outcome.ops for outcome in outcomes(plan, "pair")] == [(f"{i}:linear", f"{i + 1}:gelu") for i in (0, 2, 4)]
+
+
+def test_a_single_node_is_no_fusion():
+    plan = planned(
+        ops.GELU(), ops.Linear(64, 64, bias=False), rules=RuleSet((rule("chain", {"chain": run_of("elementwise", low=1)}),))
+    )
+    assert only(plan, "chain").status == "absent"
+
+
+@pytest.mark.parametrize(
+    ("level", "rounding", "status"),
+    [(0, "per_op", None), (1, "per_op", "fused"), (1, "single", "missed"), (2, "single", "fused")],
+)
+def test_levels(level, rounding, status):
+    rules, recipe = RuleSet(RULES.rules, level=level), MXFP8BlockScaling(rounding=rounding)
+    plan = planned(ops.Linear(64, 64), ops.GELU(), rules=rules, recipe=recipe)
+    found = [outcome.status for outcome in outcomes(plan, "epilogue")]
+    assert found == ([] if status is None else [status])
+    if status == "missed":
+        assert (only(plan, "epilogue").guard, only(plan, "epilogue").wanted) == ("env.rounding", "'per_op'")
+    if level == 0:
+        assert plan.outcomes == ()
+
+
+def test_a_value_with_another_reader_is_not_hidden():
+    """Forward and joint rules keep values that leave the pipeline or go through a channel."""
+    pattern = {"linear": "linear", "tap": "make_extra_output", "act": "gelu"}
+    implementations = {"forward": lambda x, *, linear, tap, act: x, "backward": lambda dy, *, linear, tap, act: dy}
+
+    def modules() -> tuple[torch.nn.Module, ...]:
+        return ops.Linear(64, 64, bias=False), ops.MakeExtraOutput(), ops.GELU()
+
+    for given in (("forward",), ("forward", "backward")):
+        made = fusion("hides", pattern, **{name: implementations[name] for name in given})
+        assert only(planned(*modules(), rules=RuleSet((made,))), "hides").status == "absent"
+    backward = fusion("sums", pattern, backward=implementations["backward"])
+    assert only(planned(*modules(), rules=RuleSet((backward,))), "sums").status == "fused"
+
+
+def test_fusion_functions_make_a_plan_opaque():
+    class Pair(ops.FusedOperation):
+        pass
+
+    def fuse(listed, *, recipe):
+        return [Pair(listed[:2]), *listed[2:]]
+
+    rules = RULES.with_function(FusionFunction("fuse", "forward", fuse))
+    plan = planned(ops.Linear(64, 64, bias=False), ops.GELU(), ops.ReLU(), rules=rules)
+    assert plan.opaque
+    assert (only(plan, "fuse").status, only(plan, "fuse").ops) == ("fused", ("0:linear", "1:gelu"))
+    assert (outcomes(plan, "epilogue")[0].status, outcomes(plan, "epilogue")[0].by) == ("shadowed", "Pair")
+    assert not planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RULES).opaque
+
+
+# -- definitions -------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "parameters": lambda: fusion("bad", PAIR, forward=lambda x, *, linear, activation: x),
+    "no implementation": lambda: fusion("bad", PAIR),
+    "unknown root": lambda: rule("bad", PAIR, when=(is_("conv.kernel", 1),)),
+    "unknown word": lambda: rule("bad", PAIR, when=(replace(is_("linear.in_features", 1), test="like"),)),
+    "backward parameters": lambda: fusion("bad", PAIR, forward=lambda x, *, linear, act: x, backward=lambda dy, *, act: dy),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rules_die_at_construction(name):
+    with pytest.raises(FusionError, match="'bad'"):
+        BAD[name]()
+
+
+def test_direction_follows_from_the_implementations():
+    forward, backward = (lambda x, *, linear, act: x), (lambda dy, *, linear, act: dy)
+    assert fusion("f", PAIR, forward=forward).direction == "forward"
+    assert fusion("b", PAIR, backward=backward).direction == "backward"
+    assert fusion("j", PAIR, forward=forward, backward=backward).direction == "joint"
+
+
+def test_patterns_print_as_patterns():
+    made = rule("r", {"a": one("x", "y"), "b": maybe("z"), "c": run_of("e"), "d": run_of("f", low=1), "g": ("p", "q")})
+    assert [str(term) for term in made.pattern] == ["x|y", "z?", "e*", "f+", "p|q"]
+    assert [term.name for term in made.pattern] == ["a", "b", "c", "d", "g"]
+
+
+# -- running what was claimed ---------------------------------------------------------------------------------------------
+
+
+def compared(made: Pipeline, rules: RuleSet, recipe: Recipe | None, **step: Any) -> Result:
+    """A run under ``rules`` that equals the unfused one."""
+    torch.manual_seed(0)
+    model, tensors = made.model(), made.tensors()
+    fused = run(model, *tensors, step=Step(recipe, rules, **step))
+    unfused = run(model, *tensors, step=Step(recipe, UNFUSED, **step))
+    names = [name for name in fused.tensors if not name.startswith("saved")]
+    assert [name for name in differences(fused.tensors, unfused.tensors) if name in names] == []
+    return fused
+
+
+def test_a_group_reads_weights_that_are_cast_aside():
+    """The product stands second in its group: its weight is cast before the group runs."""
+    seen: list[Any] = []
+
+    def forward(x: torch.Tensor, *, norm: Context, quantize: Context | None, linear: Context) -> torch.Tensor:
+        y = norm.op.produce(norm, x)
+        seen.append(linear.operands["weight"])
+        return linear.op.produce(linear, y if quantize is None else quantize.op(y))
+
+    made = fusion("norm_linear", {"norm": "norm", "quantize": maybe("quantize"), "linear": "linear"}, forward=forward)
+    fused = compared(pipeline(["rms norm", "linear"]), RuleSet((made,)), MXFP8BlockScaling())
+    assert [outcome.status for outcome in fused.outcomes("norm_linear")] == ["fused"]
+    assert all(isinstance(weight, QuantizedStorage) for weight in seen)
+
+
+def test_a_joint_rule_sees_ops_that_want_no_gradient():
+    """A frozen product at its start, and no gradient at all."""
+
+    def forward(x: torch.Tensor, *, linear: Context, quantize: Context | None, bias: Context) -> torch.Tensor:
+        y = run_chain(linear.op.produce(linear, x), [bias], dtype=x.dtype)
+        assert quantize is None
+        return y
+
+    def backward(dy: torch.Tensor, *, linear: Context, quantize: Context | None, bias: Context) -> None:
+        assert (linear.requires_grad, bias.requires_grad, quantize) == (False, True, None)
+        run_chain_backward(dy, [bias])
+
+    pattern = {"linear": "linear", "quantize": maybe("quantize"), "bias": "bias"}
+    rules = RuleSet((fusion("joint", pattern, forward=forward, backward=backward),))
+    model = to(ops.Sequential(ops.Linear(64, 64)), BF16)
+    model[0].weight.requires_grad_(False)
+    for input_grad, grad in ((False, True), (False, False)):
+        with torch.set_grad_enabled(grad):
+            results = [run(model, randn(32, 64), step=Step(None, r, input_grad=input_grad)) for r in (rules, UNFUSED)]
+        assert results[0].plans[0].fusions == ("joint",)
+        assert differences(results[0].tensors, results[1].tensors) == []
+
+
+def test_a_joint_rule_keeps_its_own_state():
+    def forward(x: torch.Tensor, *, act: Context, scale: Context) -> torch.Tensor:
+        y = run_chain(x, [act, scale], dtype=x.dtype)
+        act.save_for_backward(x)
+        scale.save_for_backward()
+        return y
+
+    def backward(dy: torch.Tensor, *, act: Context, scale: Context) -> torch.Tensor:
+        (x,) = act.saved_tensors
+        act.save(x=x)
+        scale.save(x=None)
+        return run_chain_backward(dy, [act, scale])
+
+    made = fusion("act_scale", {"act": "gelu", "scale": "constant_scale"}, forward=forward, backward=backward)
+    fused = compared(pipeline(["linear", "gelu", "scale", "linear"]), RuleSet((made,)), MXFP8BlockScaling())
+    assert [(o.status, o.direction) for o in fused.outcomes("act_scale")] == [("fused", "joint")]
+    assert "saved 2:gelu.0" in fused.tensors
+
+
+@pytest.mark.parametrize(
+    ("rule_name", "blocks"),
+    [("backward_linear_add", ["tap in place", "linear without bias"]), ("backward_add_rms_norm", ["tap", "rms norm"])],
+)
+def test_a_gradient_that_arrives_at_an_extra_output_only_is_not_lost(rule_name, blocks):
+    """The main output gets none: the group's end has nothing to do, the op in its midst has."""
+    fused = compared(pipeline(blocks), RULES, MXFP8BlockScaling(), silent=frozenset((0,)))
+    assert rule_name in [name for plan in fused.plans for name in plan.fusions]
+    assert same(fused.tensors["grad of input"], randn(32, 64, seed=101))
+
+
+def test_rule_sets_are_changed_by_name():
+    a, b, c, z = (rule(name, PAIR) for name in "abcz")
+    rules = RuleSet((a,)).with_rule(b).with_rule(c, first=True)
+    assert rules.names == ("c", "a", "b")
+    assert rules.without("a").names == ("c", "b")
+    assert rules.replaced(a.narrowed(is_("linear.in_features", 1))).rules[1].when
+    for change in (lambda: rules.with_rule(a), lambda: rules.without("z"), lambda: rules.replaced(z)):
+        with pytest.raises(FusionError):
+            change()

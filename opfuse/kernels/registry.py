@@ -118,7 +118,9 @@ def _launches(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _enabled(device: int) -> bool:
-    return os.environ.get("OPFUSE_REFERENCE", "0") in ("", "0") and torch.cuda.get_device_capability(device) >= _OLDEST
+    """Asked once for each device: the environment counts as it is at the first launch."""
+    wanted = os.environ.get("OPFUSE_REFERENCE", "0") in ("", "0") and torch.version.cuda is not None
+    return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
 
 
 _KERNELS: dict[str, Kernel[Any, Any]] = {}

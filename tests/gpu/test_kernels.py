@@ -10,7 +10,7 @@ from gpu.guards import Guards
 from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor
 from opfuse.kernels import cast as casts
-from opfuse.kernels import launch
+from opfuse.kernels import launch, registry
 from opfuse.kernels.catalogue import kernels
 from opfuse.kernels.layouts import Layout
 
@@ -87,6 +87,19 @@ def test_r12_first_use_during_capture_is_refused(device, monkeypatch):
     x, amax = matrix(device), torch.zeros(1, device=device)
     with pytest.raises(PlanMissError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cast(x, amax)
+
+
+def test_reference_computes_every_kernel_if_asked(device, monkeypatch):
+    """OPFUSE_REFERENCE=1 launches nothing, and gives the same bits."""
+    expected = cast(matrix(device))
+    monkeypatch.setenv("OPFUSE_REFERENCE", "1")
+    monkeypatch.setattr(launch, "_functions", {})
+    registry._enabled.cache_clear()
+    try:
+        assert equal(cast(matrix(device)), expected)
+    finally:
+        registry._enabled.cache_clear()
+    assert launch._functions == {}
 
 
 def test_r13_work_follows_the_current_stream(device):

@@ -1,0 +1,130 @@
+"""The rooms import one way, and nothing in the package turns data into code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import opfuse
+
+PACKAGE = Path(opfuse.__file__).parent
+ROOMS = (
+    *("leaf", "kernels", "tensors", "recipes", "core", "compiler", "ops", "fusions", "distributed", "config", "train"),
+    *("cli", "__main__"),
+)
+"""In import order: a room imports only itself and rooms to its left."""
+LEAVES = {"formats": 0, "keys": 0, "errors": 0}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml"}
+
+
+def name_of(path: Path) -> tuple[str, ...]:
+    """Dotted name below the package: ``("compiler", "plan")``; empty for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if path.stem == "__init__" else parts
+
+
+def rank(name: str) -> int | None:
+    """Position of a room or leaf in the import order; None if there is no such thing."""
+    return LEAVES.get(name, ROOMS.index(name) if name in ROOMS else None)
+
+
+def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, int, ast.AST]]:
+    """Modules that are imported, absolute, with line and node; ``from opfuse import x`` counts as ``opfuse.x``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(("opfuse", *package[: len(package) - node.level + 1], *filter(None, (node.module,))))
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "opfuse" else [base]
+            yield from ((name, node.lineno, node) for name in names)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def findings(path: Path) -> list[str]:
+    """Imports of ``path`` that go against the order, anywhere in the file."""
+    own = name_of(path)
+    if not own:
+        return []
+    package = own if path.stem == "__init__" else own[:-1]
+    found = []
+    for module, line, _ in imports(parsed(path), package):
+        parts = module.split(".")
+        if parts[0] != "opfuse" or len(parts) == 1:
+            continue
+        wanted, there = rank(own[0]), rank(parts[1])
+        if wanted is None or (there is not None and there > wanted):
+            found.append(f"{path.relative_to(PACKAGE)}:{line} imports {module}")
+        if own[0] in LEAVES and parts[1] not in ("errors",):
+            found.append(f"{path.relative_to(PACKAGE)}:{line}: a leaf imports {module}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    assert findings(path) == []
+
+
+def test_every_module_belongs_to_a_room():
+    outside = {name_of(path)[0] for path in MODULES if name_of(path)} - set(ROOMS) - set(LEAVES)
+    assert outside == set()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if name_of(path)[:1] != ("cli",)], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_no_import_hides_in_a_function(path):
+    """Only the command line defers imports, so that its help is fast."""
+    hidden = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {module}"
+        for function in ast.walk(parsed(path))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for module, line, _ in imports(function, name_of(path))
+        if module.split(".")[0] == "opfuse"
+    ]
+    assert hidden == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_r16_nothing_turns_data_into_code(path):
+    tree = parsed(path)
+    used = [module for module, *_ in imports(tree, name_of(path)) if module.split(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            text = ast.unparse(node.func)
+            if text in FORBIDDEN_CALLS:
+                used.append(f"{text} in line {node.lineno}")
+            if text == "torch.load" and "weights_only=True" not in ast.unparse(node):
+                used.append(f"torch.load in line {node.lineno}")
+    assert used == []
+
+
+SAMPLES = {
+    "from opfuse.compiler import plan": True,
+    "import opfuse.ops.linear": True,
+    "def f():\n    from opfuse.fusions import RULES": True,
+    "from opfuse import cli": True,
+    "from ..compiler import plan": True,
+    "from opfuse.formats import E4M3": False,
+    "from opfuse.tensors import gemm": False,
+    "from . import base": False,
+}
+
+
+@pytest.mark.parametrize("source", SAMPLES)
+def test_the_order_is_enforced(source, tmp_path, monkeypatch):
+    """The same check over a file that stands in the tensor room."""
+    (tmp_path / "tensors").mkdir()
+    path = tmp_path / "tensors" / "sample.py"
+    path.write_text(source)
+    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
+    assert bool(findings(path)) is SAMPLES[source]

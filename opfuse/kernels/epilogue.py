@@ -119,6 +119,11 @@ def boundary_dtype(rounding: Rounding, dtype: torch.dtype, wide: torch.dtype) ->
     return dtype if rounding == "per_op" else wide
 
 
+def operand_shape(kind: OperandKind, shape: torch.Size) -> torch.Size:
+    """The shape that an operand has beside a result of ``shape``."""
+    return {"row": shape[-1:], "column": shape[:-1], "full": shape}[kind]
+
+
 def split_columns(stage: Stage, x: Tensor) -> tuple[Tensor, ...]:
     """The inputs of a stage: x itself, or the halves (a, b) of its columns. ShapeError if they cannot be halved."""
     if not stage.math.is_gated:
@@ -151,7 +156,7 @@ def _operand(stage: Stage, name: str, shape: torch.Size) -> Tensor:
     where = f"stage {stage.math.name} operand {name!r}"
     if name not in stage.operands:
         raise PipelineError(describe(where, wanted=f"a {kind} tensor", got="nothing", cure=f"pass operands={{{name!r}: ...}}"))
-    wanted = {"row": shape[-1:], "column": shape[:-1], "full": shape}[kind]
+    wanted = operand_shape(kind, shape)
     operand = stage.operands[name]
     if operand.shape != wanted:
         cure = f"a {kind} operand of a {tuple(shape)} result has this shape"

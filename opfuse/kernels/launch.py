@@ -43,14 +43,19 @@ _ENTRY = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", re.S
 )
 _SHARED = re.compile(r"(\d+) bytes smem")
+_GENERATED = "generated.cuh"
 _DEFAULT_MAJOR = "13"  # the CUDA of torch's own wheels; named in advice where torch has none
 
 
 class Variant(NamedTuple):
-    """One compilation of a .cu file: the file's name, and definitions ``NAME=value`` of its free names."""
+    """One compilation of a .cu file: the file's name, definitions ``NAME=value`` of its free names, and text written for it.
+
+    The text takes the place of ``#include "generated.cuh"``.
+    """
 
     source: str
     defines: tuple[str, ...] = ()
+    generated: str = ""
 
 
 class Resources(NamedTuple):
@@ -100,7 +105,8 @@ def assemble(variant: Variant) -> str:
 
     def paste(name: str) -> list[str]:
         lines = [f'#line 1 "{name}"']
-        for number, line in enumerate((SOURCES / name).read_text().splitlines(), 1):
+        text = variant.generated if name == _GENERATED else (SOURCES / name).read_text()
+        for number, line in enumerate(text.splitlines(), 1):
             include = _INCLUDE.match(line)
             if include is None:
                 lines.append("" if line == "#pragma once" else line)

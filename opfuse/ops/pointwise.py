@@ -13,7 +13,8 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
-from opfuse.kernels.epilogue import Rounding, Stage, backward_chain, forward_chain
+from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.pointwise import Pointwise
 
 

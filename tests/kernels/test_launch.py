@@ -15,6 +15,8 @@ MOST_REGISTERS = {
     "amax.cu": {"amax": 40},
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
+    "chain_forward.cu": {"chain_forward": 64},
+    "chain_backward.cu": {"chain_backward": 160, "row_sums": 32, "column_sums": 32},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""
 

@@ -1,0 +1,102 @@
+"""Generated kernels of chains against a copy of the same matrix in the same process: ``python benchmarks/chains.py``.
+
+A kernel's bandwidth counts the fewest bytes that its result needs, per element of the chain's result. 100 % is torch's own copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+from timing import Call, device_time, host_time
+
+from opfuse.kernels.activations import POINTWISE
+from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.epilogue import Stage
+
+SHAPES = ((16384, 8192), (4096, 4096))
+BUFFERS = 3
+
+Make = Callable[[tuple[int, int]], Call]
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def stages(names: str, shape: tuple[int, int]) -> list[Stage]:
+    """Stages of the ops for a result of ``shape``, none gated but a last SwiGLU."""
+    made = []
+    for name in names.split():
+        op = POINTWISE[name]
+        columns = shape[1] if op.is_gated else wide(names, shape)[1]
+        shapes = {"row": (columns,), "full": (shape[0], columns), "column": shape[:1]}
+        operands = {n: random(*shapes[kind]) for n, kind in op.operands.items()}
+        made.append(Stage(op, operands, dict.fromkeys(op.constants, 1.1)))
+    return made
+
+
+def wide(names: str, shape: tuple[int, int]) -> tuple[int, int]:
+    return (shape[0], shape[1] * (2 if "swiglu" in names else 1))
+
+
+def forward(names: str, *keep: int) -> Make:
+    def make(shape: tuple[int, int]) -> Call:
+        x, ops = random(*wide(names, shape)), stages(names, shape)
+        return lambda: forward_chain(x, ops, keep=keep)
+
+    return make
+
+
+def backward(names: str) -> Make:
+    def make(shape: tuple[int, int]) -> Call:
+        x, dy, ops = random(*wide(names, shape)), random(*shape), stages(names, shape)
+        saved = {i: x for i, stage in enumerate(ops) if stage.math.needs_input}
+        return lambda: backward_chain(dy, ops, saved)
+
+    return make
+
+
+# Name: (fewest bytes for each element of the chain's result, how to make a call).
+CHAINS: dict[str, tuple[float, Make]] = {
+    "constant_scale": (4, forward("constant_scale")),
+    "bias": (4, forward("bias")),
+    "bias, GELU": (4, forward("bias gelu")),
+    "bias, GELU, input of GELU kept": (6, forward("bias gelu", 1)),
+    "GELU, add": (6, forward("gelu add")),
+    "SwiGLU": (6, forward("swiglu")),
+    "bias, SwiGLU": (6, forward("bias swiglu")),
+    "d bias alone": (2, backward("bias")),
+    "d GELU": (6, backward("gelu")),
+    "d GELU, d bias": (6, backward("bias gelu")),
+    "d SwiGLU": (10, backward("swiglu")),
+    "d SwiGLU, d bias": (10, backward("bias swiglu")),
+}
+
+
+def measure(shape: tuple[int, int]) -> Iterator[str]:
+    """One line for each chain."""
+    matrices = [random(*shape) for _ in range(BUFFERS)]
+    targets = [torch.empty_like(x) for x in matrices]
+    copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
+    yield f"{shape[0]:6d} x {shape[1]:5d}  {'copy':44s} {copy.median:8.1f} us"
+    for name, (size, make) in CHAINS.items():
+        took = device_time([make(shape) for _ in range(BUFFERS)])
+        percent = 100 * size / 4 * copy.median / took.median
+        yield f"{shape[0]:6d} x {shape[1]:5d}  {name:44s} {took.median:8.1f} us {percent:6.1f} % of copy"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", action="store_true", help="time of the host alone")
+    arguments = parser.parse_args()
+    for shape in SHAPES:
+        for line in measure(shape):
+            print(line)
+    for name, (_, make) in CHAINS.items() if arguments.host else ():
+        print(f"host            {name:44s} {host_time(make((256, 256))).median:8.1f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Generated chains on a device: random ones against the definition and against their ops one by one; sums; what compiles."""
+
+import random
+
+import pytest
+import torch
+
+from opfuse.kernels import launch
+from opfuse.kernels.activations import ARITHMETIC
+from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.chain_cases import OPS, Chain
+from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.pointwise import Pointwise
+from opfuse.kernels.registry import BITWISE
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EXACT = {*ARITHMETIC, "relu", "srelu", "reglu", "sreglu", "scaled_srelu", "softsign"}
+"""Ops without exponentials: equal to the definition bit for bit."""
+
+RELATIVE = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-14}
+"""One unit in the last place of 16-bit results; in fp32, sigmoid's (|x| + 5) 2^-23 and what 1 - sigmoid(x) cancels, |x| < 5."""
+
+
+def random_chain(seed, ops=tuple(OPS)):
+    pick = random.Random(seed)
+    gated = [name for name in ops if OPS[name].is_gated]
+    plain = [name for name in ops if not OPS[name].is_gated]
+    names = [*pick.choices(plain, k=pick.randint(0, 3)), *pick.choices(gated, k=pick.randint(0, 1))]
+    names += pick.choices(plain, k=pick.randint(0, 2)) + pick.choices(gated, k=pick.random() < 0.2)
+    names = tuple(names) or ("bias",)
+    columns = pick.choice((1, 6, 8, 40, 72, 264, 1032))
+    return Chain(
+        names,
+        pick.choice(((), (1,), (37,), (3, 50), (2, 0))) + (columns,),
+        io=pick.choice((BF16, FP16, FP32)),
+        source=pick.choice((None, FP32)),
+        rounding=pick.choice(("per_op", "per_op", "single")),
+        interleave=pick.choice((None, None, 1, 2, 8)) if columns % 8 == 0 else None,
+        misaligned=pick.random() < 0.2,
+    )
+
+
+def assert_close(got, wanted, dtype, factor=1):
+    torch.testing.assert_close(got.cpu(), wanted.cpu(), rtol=factor * RELATIVE[dtype], atol=factor * 1e-6, equal_nan=True)
+
+
+def assert_same(got, wanted):
+    assert BITWISE.mismatch(got, wanted) is None, BITWISE.mismatch(got, wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_r1_r4_random_chain_equals_definition_from_boundary_to_boundary(seed, device):
+    """Each op's result from the input that it had, so that errors of one op do not hide those of the next."""
+    chain = random_chain(seed)
+    args, kwargs = chain.forward(device)
+    x, stages = args
+    y, kept = forward_chain(x, stages, **kwargs)
+    if chain.rounding == "single":
+        wanted, _ = forward_chain.reference(x.cpu(), chain.forward(torch.device("cpu")).args[1], **kwargs)
+        assert_close(y, wanted, chain.io, 8)
+        return
+    results = [*(kept[i] for i in range(1, len(stages))), y]
+    here = chain.forward(torch.device("cpu")).args[1]
+    for stage, given, got in zip(here, [kept[0], *results], results):
+        wanted, _ = forward_chain.reference(given.cpu(), [stage])
+        if stage.math.name in EXACT:
+            assert_same(got, wanted)
+        else:
+            assert_close(got, wanted, chain.io)
+
+
+@pytest.mark.parametrize("seed", range(40, 80))
+def test_r4_fused_chain_equals_its_ops_one_by_one_on_the_device(seed, device):
+    chain = random_chain(seed)
+    args, kwargs = chain.forward(device)
+    x, stages = args
+    y, kept = forward_chain(x, stages, **{**kwargs, "rounding": "per_op"})
+    value = x.to(chain.io)
+    for i, stage in enumerate(stages):
+        assert_same(kept[i], value)
+        value, _ = forward_chain(value, [stage])
+    assert_same(y, value)
+    dy = torch.randn(y.shape, device=device).to(chain.io)
+    dx, grads = backward_chain(dy, stages, kept)
+    for i in reversed(range(len(stages))):
+        dy, (alone,) = backward_chain(dy, [stages[i]], {0: kept[i]})
+        for name, grad in alone.items():
+            if stages[i].math.operands[name] == "full":
+                assert_same(grads[i][name], grad)
+            else:
+                scale = float(grad.abs().max()) if grad.numel() else 0.0
+                torch.testing.assert_close(grads[i][name], grad, rtol=RELATIVE[chain.io], atol=2**-9 * scale)
+    assert_same(dx, dy)
+
+
+@pytest.mark.parametrize("seed", range(80, 120))
+def test_r1_r4_random_gradients_of_exact_ops_equal_the_definition(seed, device):
+    chain = random_chain(seed, tuple(EXACT))
+    args, kwargs = chain.backward(device)
+    here, _ = chain.backward(torch.device("cpu"))
+    dx, grads = backward_chain(*args, **kwargs)
+    wanted, wanted_grads = backward_chain.reference(*here, **kwargs)
+    assert_same(dx, wanted)
+    for stage, got, definition in zip(args[1], grads, wanted_grads, strict=True):
+        assert got.keys() == definition.keys()
+        for name in got:
+            if stage.math.operands[name] == "full":
+                assert_same(got[name], definition[name])
+            else:
+                scale = float(definition[name].abs().max()) if got[name].numel() else 0.0
+                torch.testing.assert_close(got[name].cpu(), definition[name], rtol=RELATIVE[chain.io], atol=2**-9 * scale)
+
+
+def test_r11_sums_have_one_order_and_are_those_of_fp64(device):
+    chain = Chain(("bias", "scaled_swiglu", "bias"), (4099, 264), FP32)
+    args, kwargs = chain.backward(device)
+    first = backward_chain(*args, **kwargs)[1]
+    for _ in range(20):
+        for got, wanted in zip(backward_chain(*args, **kwargs)[1], first):
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    wide = [Stage(s.math, {n: t.double() for n, t in s.operands.items()}, s.constants) for s in args[1]]
+    _, exact = backward_chain.reference(args[0].double(), wide, {i: t.double() for i, t in args[2].items()}, dtype=torch.float64)
+    for got, wanted in zip(first, exact):
+        for name in wanted:
+            error = (got[name].double() - wanted[name]).abs().max() / wanted[name].abs().max()
+            assert error < 2e-6, (name, float(error))
+
+
+def shifted(threshold):
+    """An activation that only this test knows."""
+    return Pointwise(
+        "shifted_cube",
+        forward="x > threshold ? x * x * x : fmaxf(x, -threshold) * 0.5f",
+        backward=("x > threshold ? dy * (3.0f * (x * x)) : x > -threshold ? dy * 0.5f : 0.0f",),
+        value=lambda x, threshold: torch.where(x > threshold, x * x * x, x.clamp_min(-threshold) * 0.5),
+        grad=lambda dy, x, threshold: (
+            torch.where(x > threshold, dy * (3 * (x * x)), torch.where(x > -threshold, dy * 0.5, 0.0)),
+        ),
+        constants=("threshold",),
+    )
+
+
+def test_r3_an_activation_of_the_users_own_fuses_and_constants_and_rows_compile_nothing(device):
+    op, bias = shifted(0.5), torch.randn(264, device=device, dtype=BF16)
+    count = None
+    for rows, threshold in ((300, 0.5), (7, 0.5), (4099, 1.25), (1, 0.0)):
+        stages = [Stage(OPS["bias"], {"bias": bias}), Stage(op, constants={"threshold": threshold})]
+        here = [Stage(s.math, {n: t.cpu() for n, t in s.operands.items()}, s.constants) for s in stages]
+        x, dy = (torch.randn(rows, 264, device=device).to(BF16) for _ in range(2))
+        y, kept = forward_chain(x, stages, keep=(1,))
+        assert_same(y, forward_chain.reference(x.cpu(), here)[0])
+        dx, _ = backward_chain(dy, stages, kept)
+        assert_same(dx, backward_chain.reference(dy.cpu(), here, {1: kept[1].cpu()})[0])
+        count = count or len(launch._functions)
+        assert len(launch._functions) == count
+
+
+def test_r10_what_kernels_cannot_take_is_the_definition(device):
+    """fp64, and errors of the definition."""
+    x = torch.randn(4, 6, device=device, dtype=torch.float64)
+    stages = [Stage(OPS["bias"], {"bias": torch.ones(6, device=device, dtype=torch.float64)})]
+    assert torch.equal(forward_chain(x, stages)[0], x + 1)
+    with pytest.raises(ValueError, match="bias"):
+        forward_chain(x.float(), [Stage(OPS["bias"], {"bias": torch.ones(5, device=device)})])
+    with pytest.raises(ValueError, match="even number of columns"):
+        forward_chain(torch.ones(2, 3, device=device), [Stage(OPS["reglu"])])

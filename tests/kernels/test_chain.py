@@ -1,0 +1,89 @@
+"""The generated text of chains: compiled without a GPU, the same for other shapes and constants, of declared expressions."""
+
+import pytest
+import torch
+
+from opfuse.errors import KernelError
+from opfuse.kernels import launch
+from opfuse.kernels.activations import POINTWISE
+from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.chain_cases import SOFTSIGN, Chain
+from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.pointwise import Pointwise
+
+BF16 = torch.bfloat16
+
+
+def launched(kernel, *args, **kwargs):
+    """The variants, entries and results of a call, on tensors of the CPU."""
+    calls = []
+    result = kernel.run(lambda variant, entry, *fields, device: calls.append((variant, entry)), *args, **kwargs)
+    return calls, result
+
+
+def bias_softcap(rows, columns, beta, dtype=BF16):
+    op = Pointwise(
+        "softcap",
+        forward="cap * tanhf(x / cap)",
+        backward=("dy * (1.0f - tanhf(x / cap) * tanhf(x / cap))",),
+        value=lambda x, cap: cap * torch.tanh(x / cap),
+        grad=lambda dy, x, cap: (dy * (1 - torch.tanh(x / cap).square()),),
+        constants=("cap",),
+    )
+    stages = [Stage(POINTWISE["bias"], {"bias": torch.zeros(columns, dtype=dtype)}), Stage(op, constants={"cap": beta})]
+    return torch.zeros(rows, columns, dtype=dtype), stages
+
+
+def test_r3_an_activation_of_the_users_own_compiles_in_both_directions():
+    x, stages = bias_softcap(64, 128, 30.0)
+    for kernel, args in ((forward_chain, (x, stages)), (backward_chain, (x, stages, {1: x}))):
+        ((variant, entry), *_), _ = launched(kernel, *args)
+        assert launch.compile_text(launch.assemble(variant), "sm_90a").entries[entry].spills == 0
+    assert (
+        "stage1_softcap(float cap, float x) { return cap * tanhf(x / cap); }"
+        in launched(forward_chain, x, stages)[0][0][0].generated
+    )
+
+
+def test_r14_rows_and_constants_compile_nothing_and_structure_does():
+    _, stages = bias_softcap(64, 128, 30.0)
+
+    def variant(rows, columns, beta, dtype=BF16, **kwargs):
+        x, own = bias_softcap(rows, columns, beta, dtype)
+        return launched(forward_chain, x, [own[0], Stage(stages[1].math, constants={"cap": beta})], **kwargs)[0][0][0]
+
+    first = variant(64, 128, 30.0)
+    assert variant(7, 128, 2.5) == variant(1, 4096, 1.0) == first
+    assert "30" not in first.generated
+    others = [variant(64, 128, 30.0, torch.float16), variant(64, 128, 30.0, keep=(1,)), variant(64, 128, 30.0, rounding="single")]
+    assert len({first, *others, variant(64, 127, 30.0)}) == 5
+
+
+def test_a_sum_of_gradients_takes_a_second_pass_and_an_added_tensor_none():
+    chain = Chain(("add", "bias", "scaled_srelu", "add"), (33, 64))
+    args, kwargs = chain.backward(torch.device("cpu"))
+    calls, (_, grads) = launched(backward_chain, *args, **kwargs)
+    assert [entry for _, entry in calls] == ["chain_backward", "row_sums", "column_sums"]
+    assert grads[3]["residual"] is args[0]
+    assert grads[0]["residual"] is not args[0]
+    args, kwargs = Chain(("add", "add"), (33, 64)).backward(torch.device("cpu"))
+    calls, (dx, grads) = launched(backward_chain, *args, **kwargs)
+    assert calls == []
+    assert dx is grads[0]["residual"] is grads[1]["residual"] is args[0]
+
+
+def test_an_expression_that_is_not_cuda_is_refused_with_the_compilers_words():
+    broken = Pointwise("broken", "nothing_such(x)", ("dy",), lambda x: x, lambda dy, x: (dy,))
+    ((variant, _),), _ = launched(forward_chain, torch.zeros(4, 8), [Stage(broken)])
+    with pytest.raises(KernelError, match=r"generated.cuh\(\d+\): error: identifier \"nothing_such\" is undefined"):
+        launch.compile_text(launch.assemble(variant), "sm_90a")
+
+
+def test_what_a_kernel_cannot_take_is_left_to_the_definition():
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for given in (x, torch.randn(()), torch.ones(4, 8, dtype=torch.int32)):
+        calls, (y, _) = launched(forward_chain, given, [Stage(SOFTSIGN)])
+        assert calls == []
+        assert torch.equal(y, forward_chain.reference(given, [Stage(SOFTSIGN)])[0])
+    calls, _ = launched(backward_chain, x, [Stage(SOFTSIGN)], {0: x})
+    assert calls == []

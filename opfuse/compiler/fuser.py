@@ -20,7 +20,7 @@ from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.compiler.segment import run_plan
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import FusibleOperation
-from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signature
+from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
 from opfuse.errors import PipelineError, PlanMissError, describe
 from opfuse.keys import Cache, Miss, digest, token
 from opfuse.recipes import current_amax_group, current_recipe
@@ -133,7 +133,7 @@ class OperationFuser:
         inputs = (
             input_signature(x),
             tuple([input_signature(extra) for extra in extras]),
-            tuple([parameter_signature(slot[name]) for slot, name in self._slots]),
+            parameter_signatures(self._slots),
             tuple([op.training for op in self.ops]),
         )
         return self.structure, env, inputs, rules.digest

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from opfuse.errors import DtypeError, describe
 from opfuse.recipes import Recipe
@@ -62,17 +65,25 @@ class Env(NamedTuple):
         return self.recipe.rounding if self.recipe is not None else "per_op"
 
 
+Slots = Sequence[tuple[Mapping[str, Parameter | None], str]]
+"""Where parameters are found as they are now: dictionaries and keys."""
+
 Signature = tuple[torch.dtype, torch.Size | None, bool, tuple[str, ...] | None]
 """A :class:`TensorSig` as a plain tuple: equal to it, and made in a fraction of the time."""
 
 
 def input_signature(x: torch.Tensor) -> Signature:
     """Signature of an input; its shape counts by ``Env.rows_class`` only."""
-    return x.dtype, None, x.requires_grad, None if type(x) is torch.Tensor else getattr(x, "signature", None)
+    return x.dtype, None, x.requires_grad, None if type(x) is Tensor else getattr(x, "signature", None)
 
 
-def parameter_signature(p: torch.Tensor | None) -> Signature | None:
-    """Signature of a parameter; None where there is none."""
-    if p is None:
-        return None
-    return p.dtype, p.shape, p.requires_grad, None if type(p) is torch.nn.Parameter else getattr(p, "signature", None)
+def parameter_signatures(slots: Slots) -> tuple[Signature | None, ...]:
+    """Signatures of the parameters in ``slots``; None where there is none."""
+    return tuple(
+        [
+            None
+            if (p := slot[name]) is None
+            else (p.dtype, p.shape, p.requires_grad, None if type(p) is Parameter else getattr(p, "signature", None))
+            for slot, name in slots
+        ]
+    )

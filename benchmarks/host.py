@@ -1,0 +1,121 @@
+"""Host cost of planning and of finding a plan again: ``python benchmarks/host.py [--json [FILE]]``. Runs on the CPU.
+
+A *miss* lowers, covers and verifies a pipeline on an empty cache; the time should grow in proportion to the ops. A *hit* makes
+the key of a call and looks its plan up; it is set against a call of ``nn.Identity`` and of a small ``nn.Linear``. All times are
+the shortest of many short runs, since a host has other things to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.compiler.fuser import OperationFuser
+from opfuse.compiler.registry import active_rules
+
+WIDTH = 64
+SIZES = (100, 300, 1000)
+PIPELINES = {
+    3: lambda: [ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)],
+    12: lambda: [op for _ in range(2) for op in _block()],
+}
+"""Pipelines to hit, by their number of basic ops."""
+
+
+def _block() -> list[torch.nn.Module]:
+    return [ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GELU(), ops.Linear(2 * WIDTH, WIDTH)]
+
+
+def _pipeline(size: int) -> OperationFuser:
+    """RMSNorm, Linear, GELU, Linear again and again, up to ``size`` basic ops or a few more."""
+    modules: list[torch.nn.Module] = []
+    while sum(len(op.basic_ops) for op in modules) < size:
+        modules += _block()
+    return OperationFuser(torch.nn.ModuleList(modules).bfloat16())
+
+
+def _input() -> torch.Tensor:
+    return torch.randn(128, WIDTH, dtype=torch.bfloat16)
+
+
+def plan_times(repeats: int = 15) -> list[dict[str, Any]]:
+    """Milliseconds of a miss, forward and backward, every built-in rule, for each of SIZES."""
+    rows = []
+    x = _input().requires_grad_()
+    for size in SIZES:
+        fuser, times = _pipeline(size), []
+        for _ in range(repeats):
+            fuser.cache.clear()
+            gc.collect()
+            start = time.perf_counter()
+            plan = fuser.plan(x)
+            times.append((time.perf_counter() - start) * 1e3)
+        counts = {"ops": len(fuser.ops), "nodes": len(plan.graph.nodes), "fusions": len(plan.fusions)}
+        rows.append({**counts, "ms": min(times), "us_per_op": min(times) / len(fuser.ops) * 1e3})
+    return rows
+
+
+def _microseconds(call: Callable[[], Any], calls: int = 200) -> float:
+    return min(timeit.repeat(call, number=calls, repeat=200)) / calls * 1e6
+
+
+def hit_times() -> dict[str, Any]:
+    """Microseconds of a key and of a key with its lookup, and of the two modules they are set against."""
+    x, rules = _input(), active_rules()
+    modules = {"nn.Identity": torch.nn.Identity(), "nn.Linear": torch.nn.Linear(WIDTH, WIDTH).bfloat16()}
+    with torch.no_grad():
+        found: dict[str, Any] = {name: _microseconds(lambda m=module: m(x)) for name, module in modules.items()}
+    rows = []
+    for size, make in PIPELINES.items():
+        fuser = OperationFuser(torch.nn.ModuleList(make()).bfloat16())
+        fuser.plan(x)
+        key = _microseconds(lambda f=fuser: f.key(x, (), rules))
+        hit = _microseconds(lambda f=fuser: f.cache.get(f.key(x, (), rules)))
+        parameters = sum(op.parameter_names != () for op in fuser.ops)
+        rows.append({"ops": size, "parameters": parameters, "key_us": key, "hit_us": hit})
+    return {**found, "pipelines": rows}
+
+
+def report(plans: list[dict[str, Any]], hits: dict[str, Any]) -> str:
+    """Both tables as text."""
+    lines = [f"{'ops':>6} {'nodes':>6} {'fusions':>8} {'miss ms':>9} {'us an op':>9}"]
+    lines += ["{ops:6d} {nodes:6d} {fusions:8d} {ms:9.1f} {us_per_op:9.1f}".format(**row) for row in plans]
+    lines += ["", f"{'ops':>6} {'params':>6} {'key us':>8} {'hit us':>9} {'nn.Identity calls':>18} {'nn.Linear calls':>16}"]
+    for row in hits["pipelines"]:
+        ratios = row["hit_us"] / hits["nn.Identity"], row["hit_us"] / hits["nn.Linear"]
+        lines.append(
+            "{ops:6d} {parameters:6d} {key_us:8.2f} {hit_us:9.2f}".format(**row) + f" {ratios[0]:18.1f} {ratios[1]:16.2f}"
+        )
+    return "\n".join(
+        [*lines, "", f"nn.Identity {hits['nn.Identity']:.2f} us, nn.Linear({WIDTH}, {WIDTH}) {hits['nn.Linear']:.2f} us"]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), help="print JSON, or write it to FILE")
+    target = parser.parse_args().json
+    torch.set_num_threads(1)
+    with opfuse.autocast(recipe=opfuse.recipes.MXFP8BlockScaling()):
+        plans, hits = plan_times(), hit_times()
+    text = json.dumps({"torch": torch.__version__, "planning": plans, "hit": hits}, indent=1)
+    if target is not None and str(target) == "-":
+        print(text)
+        return
+    print(report(plans, hits))
+    if target is not None:
+        target.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

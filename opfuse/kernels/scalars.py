@@ -1,7 +1,7 @@
 """Conversions of single values: fp32 to the codes of an element, E8M0 scales, two E2M1 codes a byte.
 
-Every rule is written on the bits, so that it holds on each device and torch version; nothing here relies on torch's own
-rounding or overflow in a cast to an 8-bit type.
+Rules are written on the bits, so that they hold on each device and torch version. FP8 codes of finite values within range are
+torch's own, which rounds them to nearest even everywhere; its overflow and its NaN differ between versions and are not used.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def encode(x: torch.Tensor, element: Element) -> torch.Tensor:
     The sign of zero is kept; inf saturates; NaN becomes ``nan_code`` without a sign, or the largest positive code of an
     element that has no NaN. 4-bit codes are not packed: see :func:`pack_e2m1`.
     """
+    if element.nan_code is not None:
+        code = x.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+        return code.masked_fill_(torch.isnan(x), element.nan_code)
     magnitude = magnitude_bits(x)
     code = _round_magnitude(magnitude, element).clamp_(max=element.max_code)
     code |= (bits(x) >> (32 - element.bits)) & (1 << (element.bits - 1))
-    nan_code = element.max_code if element.nan_code is None else element.nan_code
-    return code.masked_fill_(magnitude > INF_BITS, nan_code).to(torch.uint8)
+    return code.masked_fill_(magnitude > INF_BITS, element.max_code).to(torch.uint8)
 
 
 def _round_magnitude(magnitude: torch.Tensor, element: Element) -> torch.Tensor:

@@ -86,6 +86,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
     An error of opfuse is one message on stderr; ``OPFUSE_DEBUG=1`` shows where it came from.
     """
+    # OpenMP reads it when torch is loaded. Threads that spin while they wait cost tenfold where others use the cores too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         typer.main.get_command(app).main(args=args if args is None else list(args), prog_name="opfuse")
     except SystemExit as end:

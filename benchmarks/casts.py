@@ -1,4 +1,4 @@
-"""Cast kernels against a copy of the same matrix in the same process: ``python benchmarks/casts.py [--json FILE]``.
+"""Casts and dequantize against a copy of the same matrix in the same process: ``python benchmarks/casts.py [--json FILE]``.
 
 A kernel's bandwidth counts the fewest bytes that its result needs. 100 % is what torch's own copy reaches.
 """
@@ -13,14 +13,17 @@ from pathlib import Path
 import torch
 from timing import Call, device_time, host_time
 
-from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage, fp8_tensor, mxfp8
-from opfuse.kernels import cast
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels import cast, quantize
+from opfuse.kernels.cast_block import cast_block
+from opfuse.kernels.decode import dequantize
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import sources_digest
 
 SHAPES = ((16384, 8192), (8192, 14336), (4096, 4096))
 LAST_LEVEL_CACHE = 64 << 20  # bytes, of the largest so far
 ROW: tuple[Usage, ...] = (ROWWISE,)
+COL: tuple[Usage, ...] = (COLUMNWISE,)
 BOTH: tuple[Usage, ...] = (ROWWISE, COLUMNWISE)
 
 Make = Callable[[torch.Tensor], Call]
@@ -54,19 +57,60 @@ def mx(usages: Sequence[Usage], *, swizzled: bool = False) -> Make:
     return make
 
 
-# Name: (fewest bytes an element, how to make a call for a bf16 matrix).
-CASTS: dict[str, tuple[float, Make]] = {
-    "amax": (2, lambda x: lambda: cast.tensor_amax(x)),
-    "delayed, row": (3, delayed(ROW)),
-    "delayed, row + col": (4, delayed(BOTH)),
-    "delayed, col": (3, delayed((COLUMNWISE,))),
-    "current, row": (5, current(ROW)),
-    "current, row + col": (6, current(BOTH)),
-    "MXFP8, row": (3 + 1 / 32, mx(ROW)),
-    "MXFP8, row swizzled": (3 + 1 / 32, mx(ROW, swizzled=True)),
-    "MXFP8, col": (3 + 1 / 32, mx((COLUMNWISE,))),
-    "MXFP8, row + col": (4 + 2 / 32, mx(BOTH)),
-    "MXFP8, both swizzled": (4 + 2 / 32, mx(BOTH, swizzled=True)),
+def block(dims: int, usages: Sequence[Usage]) -> Make:
+    def make(x: torch.Tensor) -> Call:
+        layouts = [Layout(fp8_block(E4M3, dims), usage, (x.shape[0], x.shape[1])) for usage in usages]
+        return lambda: cast_block(x, layouts)
+
+    return make
+
+
+def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> Make:
+    """Dequantize to bf16 from a plane of random codes with modest scales."""
+
+    def make(x: torch.Tensor) -> Call:
+        layout = Layout(fmt, usage, (x.shape[0], x.shape[1]), swizzled)
+        data = torch.randint(0, 256, layout.data_shape, dtype=torch.uint8, device=x.device)
+        scale = torch.rand(layout.scale_shape, device=x.device)
+        if layout.tiled:
+            scale = torch.randint(64, 120, layout.scale_shape, dtype=torch.uint8, device=x.device)
+        amax = None if layout.amax_shape is None else quantize.tensor_amax(x)
+        return lambda: dequantize(data, scale, amax, layout=layout, dtype=x.dtype)
+
+    return make
+
+
+# Name: (fewest bytes an element, the least percentage of copy on the first shape, how to make a call for a bf16 matrix).
+CASTS: dict[str, tuple[float, int | None, Make]] = {
+    "amax": (2, 98, lambda x: lambda: cast.tensor_amax(x)),
+    "delayed, row": (3, 95, delayed(ROW)),
+    "delayed, row + col": (4, 87, delayed(BOTH)),
+    "delayed, col": (3, None, delayed(COL)),
+    "current, row": (5, 92, current(ROW)),
+    "current, row + col": (6, None, current(BOTH)),
+    "MXFP8, row": (3 + 1 / 32, 95, mx(ROW)),
+    "MXFP8, row swizzled": (3 + 1 / 32, None, mx(ROW, swizzled=True)),
+    "MXFP8, col": (3 + 1 / 32, None, mx(COL)),
+    "MXFP8, row + col": (4 + 2 / 32, 88, mx(BOTH)),
+    "MXFP8, both swizzled": (4 + 2 / 32, None, mx(BOTH, swizzled=True)),
+    "1x128, row": (3 + 1 / 32, 95, block(1, ROW)),
+    "1x128, col": (3 + 1 / 32, None, block(1, COL)),
+    "1x128, row + col": (4 + 2 / 32, 85, block(1, BOTH)),
+    "128x128, row": (3, 95, block(2, ROW)),
+    "128x128, col": (3, None, block(2, COL)),
+    "128x128, row + col": (4, 86, block(2, BOTH)),
+    "decode, row": (3, 90, decoded(fp8_tensor(E4M3))),
+    "decode, col": (3, None, decoded(fp8_tensor(E4M3), COLUMNWISE)),
+    "decode 1x128, row": (3 + 1 / 32, 90, decoded(fp8_block(E4M3, 1))),
+    "decode 1x128, col": (3 + 1 / 32, None, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
+    "decode 128x128, row": (3, 90, decoded(fp8_block(E4M3, 2))),
+    "decode 128x128, col": (3, None, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
+    "decode MXFP8, row": (3 + 1 / 32, 90, decoded(mxfp8(E4M3))),
+    "decode MXFP8, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE)),
+    "decode MX swz, row": (3 + 1 / 32, None, decoded(mxfp8(E4M3), swizzled=True)),
+    "decode MX swz, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
+    "decode NVFP4, row": (2.5 + 1 / 16, None, decoded(NVFP4)),
+    "decode NVFP4, col": (2.5 + 1 / 16, None, decoded(NVFP4, COLUMNWISE)),
 }
 
 
@@ -77,11 +121,14 @@ def measure(shape: tuple[int, int]) -> list[dict[str, object]]:
     targets = [torch.empty_like(x) for x in matrices]
     copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
     rows = [{"shape": list(shape), "cast": "copy", "us": copy.median, "bytes": 4, "percent": 100.0}]
-    for name, (size, make) in CASTS.items():
+    for name, (size, limit, make) in CASTS.items():
         calls = [make(x) for x in matrices]
         took = device_time(calls)
         percent = 100 * size / 4 * copy.median / took.median
-        rows.append({"shape": list(shape), "cast": name, "us": took.median, "bytes": size, "percent": percent, "range": took[1:]})
+        row = {"shape": list(shape), "cast": name, "us": took.median, "bytes": size, "percent": percent, "range": took[1:]}
+        if limit is not None and shape == SHAPES[0]:
+            row |= {"limit": limit, "met": percent >= limit}
+        rows.append(row)
     return rows
 
 
@@ -91,13 +138,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [row for shape in SHAPES for row in measure(shape)]
     small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    host = {name: host_time(make(small)).median for name, (_, make) in CASTS.items()}
+    host = {name: host_time(make(small)).median for name, (_, _, make) in CASTS.items()}
     for row in rows:
-        print(
-            "{0[0]:6d} x {0[1]:5d}  {1:20s} {2:8.1f} us {3:6.1f} % of copy".format(
-                *(row[k] for k in ("shape", "cast", "us", "percent"))
-            )
-        )
+        limit = f", at least {row['limit']}: {'met' if row['met'] else 'NOT MET'}" if "limit" in row else ""
+        place, name, us, percent = (row[k] for k in ("shape", "cast", "us", "percent"))
+        print(f"{place[0]:6d} x {place[1]:5d}  {name:20s} {us:8.1f} us {percent:6.1f} % of copy{limit}")
     for name, us in host.items():
         print(f"host            {name:20s} {us:8.1f} us")
     if arguments.json:

@@ -5,7 +5,6 @@ A launch takes a contiguous matrix of any size; where rows do not start on 16 by
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 
@@ -14,12 +13,11 @@ import torch
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
-from opfuse.kernels.launch import Grid, Variant
+from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scales import Rounding
-
-_C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
 
 _AMAX = struct.Struct("PPq")
 _AMAX_BLOCK = 8192  # elements
@@ -43,7 +41,7 @@ def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
     """One read of ``x``."""
     x = x.contiguous()
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    variant = _variant("amax.cu", _AMAX, IN=_C_TYPES[x.dtype], ALIGNED=_on_vectors(x))
+    variant = variant_of("amax.cu", _AMAX, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, _VECTOR))
     grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
     launch(variant, "amax", grid, _AMAX, x.data_ptr(), out.data_ptr(), x.numel(), device=x.get_device())
     return out
@@ -78,14 +76,14 @@ def _cast_tensor(
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
     tiled, rowwise = COLUMNWISE in data, ROWWISE in data
-    variant = _variant(
+    variant = variant_of(
         "cast_tensor.cu",
         _CAST_TENSOR,
-        IN=_C_TYPES[x.dtype],
+        IN=C_TYPES[x.dtype],
         OUT=layouts[0].element.name.upper(),
         RECORD=scaling[0] != 0,
         ROWWISE=rowwise,
-        ALIGNED=_on_vectors(x) and not (tiled and (columns % _EIGHT or rows % 16)),
+        ALIGNED=on_bytes(x, _VECTOR) and not (tiled and (columns % _EIGHT or rows % 16)),
     )
     tiles = ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
     entry, grid = ("cast_tile", Grid(tiles, 512)) if tiled else ("cast_rows", Grid(ceil_div(x.numel(), _ROWS_BLOCK), 256))
@@ -104,16 +102,16 @@ def cast_mx(
     height, width = x.shape
     planes = {layout.usage: _new_encoded(x, layout) for layout in layouts}
     tiled = rows != 1 or COLUMNWISE in planes or width % _MX_BLOCK != 0
-    variant = _variant(
+    variant = variant_of(
         "cast_mx.cu",
         _CAST_MX,
-        IN=_C_TYPES[x.dtype],
+        IN=C_TYPES[x.dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in planes,
         COLUMNWISE=COLUMNWISE in planes,
         SQUARE=rows != 1,
         SWIZZLED=layouts[0].swizzled,
-        ALIGNED=_on_vectors(x) and not (tiled and width % _EIGHT),
+        ALIGNED=on_bytes(x, _VECTOR) and not (tiled and width % _EIGHT),
     )
     entry, grid = "cast_rows", Grid(ceil_div(x.numel(), _MX_ROWS_BLOCK), 256)
     if tiled:
@@ -142,14 +140,3 @@ def _one(value: torch.Tensor, x: torch.Tensor) -> int:
         got, cure = f"{value.dtype} {tuple(value.shape)} on {value.device}", "make it with torch.ones(1, device=x.device)"
         raise QuantizerError(describe("scale or amax of a cast", wanted=f"fp32 (1,) on {x.device}", got=got, cure=cure))
     return value.data_ptr()
-
-
-def _on_vectors(x: torch.Tensor) -> bool:
-    return x.data_ptr() % _VECTOR == 0
-
-
-@functools.cache
-def _variant(source: str, parameters: struct.Struct, **defines: str | int) -> Variant:
-    """A variant whose kernels take ``parameters``; a bool is 0 or 1."""
-    values = {"PARAMETER_BYTES": parameters.size, **defines}
-    return Variant(source, tuple(f"{name}={int(v) if isinstance(v, bool) else v}" for name, v in values.items()))

@@ -15,7 +15,7 @@ import torch
 
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
-from opfuse.kernels.dequantize import dequantize
+from opfuse.kernels.decode import dequantize
 from opfuse.kernels.layouts import Layout, relayout_scale
 
 _TENSOR_FIELDS = ("data", "scale", "amax")

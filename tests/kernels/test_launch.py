@@ -14,7 +14,9 @@ FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.f
 MOST_REGISTERS = {
     "amax.cu": {"amax": 40},
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
+    "cast_block.cu": {"cast_block": 128},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
+    "dequantize.cu": {"dequantize_rows": 64, "dequantize_tile": 48},
     "chain_forward.cu": {"chain_forward": 64},
     "chain_backward.cu": {"chain_backward": 160, "row_sums": 32, "column_sums": 32},
 }

@@ -9,6 +9,7 @@
 // Grid           cast_rows: a block of 256 threads for each 4096 elements; cast_tile: one of 512 for each 256 x 64 tile
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0 and rows % 16 == 0; without it, anything goes
 // Defined by     opfuse/kernels/quantize.py, cast_recording and cast_current.
+constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
 #include "tile.cuh"
 
 struct Parameters {

@@ -1,13 +1,15 @@
-// tile: a block's 256 x 64 piece of a matrix, read once, for kernels that store bytes as rows and as columns.
+// tile: a block's piece of a matrix, read once, for kernels that store bytes as rows and as columns.
 //
-// A warp has 16 rows of 64 columns, a thread 4 rows of 8 columns: 8 neighbouring lanes load 8 x 16 bytes of a row. The thread
+// TILE_ROWS, TILE_COLUMNS and TILE_THREADS are constants defined before this file. A warp has TILE_STEPS pieces of 16 rows of 64
+// columns below each other, a thread 4 rows of 8 columns of each: 8 neighbouring lanes load 8 x 16 bytes of a row. The thread
 // transposes its codes 4 x 4 bytes at a time in registers and leaves them in shared memory, from where they are stored as
-// 16 bytes along a column, 256 bytes by neighbouring lanes. The slots of shared memory are exchanged so that neither writing
-// nor reading meets a bank twice.
+// 16 bytes along a column, 128 or 256 bytes by neighbouring lanes. The slots of shared memory are exchanged so that neither
+// writing nor reading meets a bank twice.
 #pragma once
 #include "vectors.cuh"
 
-constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
+static_assert(TILE_ROWS % 128 == 0 && TILE_COLUMNS % 64 == 0, "columns of 128 bytes, warps of 64 columns");
+constexpr int TILE_STEPS = TILE_ROWS * TILE_COLUMNS / (32 * TILE_THREADS), WARPS_ACROSS = TILE_COLUMNS / 64;
 constexpr int SIXTEENS = TILE_ROWS / 16;  // groups of 16 rows, whose codes are one store
 
 struct Tile {
@@ -16,24 +18,24 @@ struct Tile {
 };
 
 OPFUSE_FN Tile this_tile(long long columns) {
-    u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), lane = threadIdx.x % 32;
+    u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     return {(long long)(blockIdx.x / tiles_across) * TILE_ROWS, (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS,
-            int(threadIdx.x / 32 * 4 + lane / 8), int(lane % 8)};
+            int(warp / WARPS_ACROSS * TILE_STEPS * 4 + lane / 8), int(warp % WARPS_ACROSS * 8 + lane % 8)};
 }
 
 // Where the 16 codes of rows 16 sixteen ... of a column lie, in words.
 OPFUSE_FN int tile_slot(int column, int sixteen) {
     int slot = column * SIXTEENS + sixteen;
-    return slot / 8 * 32 + ((slot % 8) ^ (column / 8)) * 4;
+    return slot / 8 * 32 + ((slot % 8) ^ (column / 8 % 8)) * 4;
 }
 
-// The codes of a thread's four rows, to shared memory.
-OPFUSE_FN void transpose_into(u32* shared, const Tile& tile, const uint2 (&codes)[4]) {
+// The codes of a thread's four rows of a step, to shared memory.
+OPFUSE_FN void transpose_into(u32* shared, const Tile& tile, const uint2 (&codes)[4], int step = 0) {
     uint4 low = transpose_bytes(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
     uint4 high = transpose_bytes(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
     u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) shared[tile_slot(tile.across * 8 + j, tile.group / 4) + tile.group % 4] = words[j];
+    for (int j = 0; j < 8; ++j) shared[tile_slot(tile.across * 8 + j, tile.group / 4 + step) + tile.group % 4] = words[j];
 }
 
 // The tile's codes to `columnwise` [columns, rows], after a barrier.

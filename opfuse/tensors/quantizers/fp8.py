@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from opfuse.formats import Format, fp8_block, fp8_tensor
 from opfuse.kernels.cast import cast_current, cast_recording, tensor_amax
+from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.quantize import cast_block
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
 from opfuse.tensors.storage import Plane
 

@@ -1,0 +1,60 @@
+"""The casts to fp32-scaled blocks of 128 as the library calls them: one kernel, with the results of quantize.py."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.errors import QuantizerError, describe
+from opfuse.formats import COLUMNWISE, USAGES
+from opfuse.kernels import cases, quantize
+from opfuse.kernels.launch import Grid
+from opfuse.kernels.layouts import Layout, ceil_div
+from opfuse.kernels.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.scalars import FLT_MAX
+from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+
+_PARAMETERS = struct.Struct("PPPPPqqqqffII")
+_BLOCK, _THREADS = 128, 256
+
+
+@kernel("cast_block.cu", reference=quantize.cast_block, tolerance=BITWISE, cases=cases.BLOCK)
+def cast_block(
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+) -> list[quantize.Encoded]:
+    """One read of ``x``, whose planes are of one format."""
+    formats = {layout.format for layout in layouts}
+    if len(formats) > 1:
+        cure = "cast once for each format"
+        raise QuantizerError(describe("cast_block", wanted="planes of one format", got=", ".join(map(str, formats)), cure=cure))
+    x = x.contiguous()
+    rows, columns = x.shape
+    planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
+    (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
+    variant = variant_of(
+        "cast_block.cu",
+        _PARAMETERS,
+        IN=C_TYPES[x.dtype],
+        OUT=layouts[0].element.name.upper(),
+        SQUARE=layouts[0].block[0] != 1,
+        ALIGNED=on_bytes(x, 16) and columns % 8 == 0 and not (COLUMNWISE in planes and rows % 16),
+    )
+    grid = Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
+    outputs = (row_data, column_data, row_scale, column_scale)
+    rule = (eps, min(torch.finfo(x.dtype).max, FLT_MAX), pow2, 0)
+    fields = (x.data_ptr(), *outputs, rows, columns, row_pitch, column_pitch, *rule)
+    launch(variant, "cast_block", grid, _PARAMETERS, *fields, device=x.get_device())
+    return [planes[layout.usage] for layout in layouts]
+
+
+def _new_plane(layout: Layout, device: torch.device) -> quantize.Encoded:
+    """Room for the data and scales of a plane; the kernel stores the padding of scales as well."""
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
+    return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)
+
+
+def _addresses(plane: quantize.Encoded | None) -> tuple[int, int, int]:
+    """Of data and of scales, and the length of a row of scales; zeros for a plane that is not wanted."""
+    return (0, 0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr(), plane[1].shape[1])

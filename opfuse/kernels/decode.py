@@ -1,0 +1,115 @@
+"""Dequantize as the library calls it: kernels for CUDA tensors, whose results are those of dequantize.py.
+
+Planes of every format, orientation and scale layout; the torch definition also runs on the device, for rotated planes and for
+arrays that are not what their layout says.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, SCALE_TILE
+from opfuse.kernels.dequantize import dequantize as definition
+from opfuse.kernels.launch import Grid
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
+from opfuse.kernels.plane_cases import PLANES
+from opfuse.kernels.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.scalars import fl32
+from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+
+_PARAMETERS = struct.Struct("PPPPqqqqiiIIIf")
+_THREADS, _WARP, _TILE = 256, 32, 128
+_VECTOR = 16  # bytes of the output that a thread stores at once
+_WHOLE = 63  # the shift that leaves 0: one scale for all
+
+_SCALE_TYPES = {"fp32": "float", "e8m0": "u8", "e4m3": "u8"}
+_ROWS = {"tensor": 1, "block": 2, "mx": 2, "nv": 2}
+_ROWS_ACROSS = 8
+"""Rows of a thread, by family, and where each column has scales of its own: more share the loads of scales, fewer keep more
+threads in flight."""
+
+
+class _Scales(NamedTuple):
+    """Where scales lie, for the kernel: entry (r, c) of rows r 2^row_shift … and columns c 2^column_shift …"""
+
+    row_stride: int
+    column_stride: int
+    row_shift: int
+    column_shift: int
+    tiles_across: int
+
+
+@kernel("dequantize.cu", reference=definition, tolerance=BITWISE, cases=PLANES)
+def dequantize(
+    launch: Launcher,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    *,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One read of ``data``, one write of the result."""
+    if layout.format.rht or dtype not in C_TYPES or not _stored_as(layout, data, scale, amax):
+        return definition(data, scale, amax, layout=layout, dtype=dtype)
+    turned = layout.usage == COLUMNWISE and not layout.across
+    rows, columns = layout.shape
+    if layout.format.family == "tensor" and not turned:
+        rows, columns = 1, rows * columns
+    group, rows_each = _VECTOR // dtype.itemsize, _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
+    aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % 8))
+    variant = variant_of(
+        "dequantize.cu",
+        _PARAMETERS,
+        ELEMENT=layout.element.name.upper(),
+        SCALE=_SCALE_TYPES[layout.format.scale],
+        OUT=C_TYPES[dtype],
+        ROWS=rows_each,
+        ALIGNED=aligned,
+    )
+    if turned:
+        entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
+    else:
+        warps = ceil_div(rows, rows_each) * ceil_div(columns, _WARP * group)
+        entry, blocks = "dequantize_rows", ceil_div(warps, _THREADS // _WARP)
+    out = torch.empty(layout.shape, dtype=dtype, device=data.device)
+    pointers = (data.data_ptr(), scale.data_ptr(), 0 if amax is None else amax.data_ptr(), out.data_ptr())
+    fields = (*pointers, rows, columns, *_scales(layout), *_levels(layout))
+    launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS, *fields, device=data.get_device())
+    return out
+
+
+def _scales(layout: Layout) -> _Scales:
+    """The place of each scale, in rows and columns of the matrix."""
+    if layout.format.family == "tensor":
+        return _Scales(0, 0, _WHOLE, _WHOLE, 0)
+    width = layout.scale_shape[-1]
+    strides = (1, width) if layout.scale_across or layout.across else (width, 1)
+    lines, length = layout.block
+    shifts = (lines.bit_length() - 1, length.bit_length() - 1)
+    if layout.usage == COLUMNWISE:
+        strides, shifts = strides[::-1], shifts[::-1]
+    return _Scales(*strides, *shifts, layout.tiled_shape[1] // SCALE_TILE[1] if layout.swizzled else 0)
+
+
+def _levels(layout: Layout) -> tuple[bool, bool, float]:
+    """Whether each row and each column has an amax of its own, and what an amax is multiplied by."""
+    fmt = layout.format
+    unit = fl32(1 / (E2M1.max * fmt.encode_max)) if fmt.family == "nv" else 1.0
+    return fmt.per_row and layout.usage == ROWWISE, fmt.per_row and layout.usage == COLUMNWISE, unit
+
+
+def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:
+    """Whether the arrays are those of the layout, contiguous and on one device: what the kernel's addresses rely on."""
+    arrays = [(data, layout.data_shape), (scale, layout.scale_shape), (amax, layout.amax_shape)]
+    dtypes = (scale.dtype, None if amax is None else amax.dtype) == (
+        SCALE_DTYPES[layout.format.scale],
+        None if layout.amax_shape is None else torch.float32,
+    )
+    return dtypes and all(
+        each is None or (tuple(each.shape) == shape and each.is_contiguous() and each.device == data.device)
+        for each, shape in arrays
+    )

@@ -16,6 +16,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.run import Runner
 from opfuse.core.context import Context
+from opfuse.errors import OpfuseError
 from opfuse.tensors.storage import QuantizedStorage
 
 UNFUSED = RuleSet(())
@@ -115,6 +116,14 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
 
 def _gradient(output: torch.Tensor, index: int) -> torch.Tensor:
     return randn(*output.shape, seed=100 + index, dtype=output.dtype)
+
+
+def outcome(call: Callable[[], Result]) -> dict[str, torch.Tensor | None] | str:
+    """The named tensors of a run, or the error it raised."""
+    try:
+        return call().tensors
+    except (OpfuseError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

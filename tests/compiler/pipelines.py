@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from compiler.harness import randn, to
+from tests.compiler.harness import randn, to
 
 from opfuse import ops
 
@@ -33,11 +33,10 @@ class Pipeline:
         """The ops with parameters that are neither zero nor one."""
         return to(ops.Sequential(*self.ops), dtype)
 
-    def tensors(self, dtype: torch.dtype = torch.bfloat16, *, width: int = 64) -> list[torch.Tensor]:
+    def tensors(self, dtype: torch.dtype = torch.bfloat16, *, leading: tuple[int, ...] = (ROWS,)) -> list[torch.Tensor]:
         """Input and extra inputs."""
-        return [randn(ROWS, width, dtype=dtype)] + [
-            randn(*shape, seed=20 + i, dtype=dtype) for i, shape in enumerate(self.extras)
-        ]
+        shapes = [(64,), *(shape[1:] for shape in self.extras)]
+        return [randn(*leading, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
 def _gated(cls: Callable[..., torch.nn.Module], **options: object) -> Callable[[Pipeline], None]:

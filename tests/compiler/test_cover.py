@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
-from compiler.pipelines import Pipeline, pipeline
+from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
+from tests.compiler.pipelines import Pipeline, pipeline
 
 import opfuse
 from opfuse import ops

@@ -5,8 +5,8 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 import torch
-from compiler.harness import OVERRIDES, randn, recipe_for, to
-from compiler.pipelines import residual_block
+from tests.compiler.harness import OVERRIDES, randn, recipe_for, to
+from tests.compiler.pipelines import residual_block
 
 import opfuse
 from opfuse import ops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiler.harness import (
+from tests.compiler.harness import (
     HAS_OVERRIDE,
     OVERRIDES,
     Step,
@@ -18,7 +18,7 @@ from compiler.harness import (
     to,
     train,
 )
-from compiler.pipelines import COMPOSED
+from tests.compiler.pipelines import COMPOSED
 
 import opfuse
 from opfuse import ops

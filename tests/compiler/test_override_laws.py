@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
-from compiler.pipelines import BLOCKS, pipeline
+from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
+from tests.compiler.pipelines import BLOCKS, pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from compiler.fields import VALUES, mixed, names_of
-from compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
+from tests.compiler.fields import VALUES, mixed, names_of
+from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
 
 import opfuse
 from opfuse import ops, recipes

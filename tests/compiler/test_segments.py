@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from compiler.harness import randn, to
-from compiler.pipelines import residual_block
+from tests.compiler.harness import randn, to
+from tests.compiler.pipelines import residual_block
 
 import opfuse
 from opfuse import ops

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from compiler.fields import changed, random_recipe
-from compiler.harness import Step, differences, randn, train
-from compiler.pipelines import BLOCKS, Pipeline, pipeline
+from tests.compiler.fields import changed, random_recipe
+from tests.compiler.harness import Step, differences, outcome, train
+from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 from opfuse import ops
 from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.registry import RuleSet, active_rules
-from opfuse.errors import OpfuseError
 from opfuse.fusions import RULES
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
 from opfuse.tensors import QuantizedTensor
@@ -64,10 +63,6 @@ class World:
     def parameter_of(self) -> torch.nn.Parameter:
         return self.rng.choice(list(self.model.parameters()))
 
-    def tensors(self) -> list[torch.Tensor]:
-        shapes = [(64,), *(shape[1:] for shape in self.made.extras)]
-        return [randn(*self.leading, *shape, seed=i, dtype=self.dtype) for i, shape in enumerate(shapes)]
-
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
@@ -77,11 +72,9 @@ class World:
     def outcome(self, model: ops.Sequential) -> dict[str, torch.Tensor | None] | str:
         """Named tensors of a step of ``model``, or the error it raised."""
         model.zero_grad(set_to_none=True)
-        try:
-            with self.around():
-                return train(model, *self.tensors(), step=self.step).tensors
-        except (OpfuseError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
+        tensors = self.made.tensors(self.dtype, leading=self.leading)
+        with self.around():
+            return outcome(lambda: train(model, *tensors, step=self.step))
 
     def is_stale(self) -> list[str]:
         """Names in which the cached run differs from a fresh one."""

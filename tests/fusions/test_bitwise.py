@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
+from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
 
 from opfuse import ops
 from opfuse.compiler.cover import Outcome

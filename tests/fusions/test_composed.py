@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiler.harness import CASES, UNFUSED, Step, differences, recipe_for, run
-from compiler.pipelines import BLOCKS, COMPOSED, pipeline
+from tests.compiler.harness import CASES, UNFUSED, Step, differences, outcome, recipe_for, run
+from tests.compiler.pipelines import BLOCKS, COMPOSED, pipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,3 +55,21 @@ def test_r4_random_pipelines(blocks, case, dtype, frozen, grads):
     step = Step(recipe_for(*case, dtype=dtype), input_grad=input_grad, silent=silent)
     fused, unfused = (run(model, *tensors, step=step.with_rules(rules)) for rules in (RULES, UNFUSED))
     assert differences(fused.tensors, unfused.tensors) == []
+
+
+@given(
+    blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=6),
+    case=st.sampled_from(CASES),
+    dtypes=st.tuples(*[st.sampled_from((torch.bfloat16, torch.float16, torch.float32))] * 2),
+    autocast=st.sampled_from((None, torch.bfloat16, torch.float16)),
+    leading=st.sampled_from(((64,), (2, 16), (2, 2, 8), (33,), (1,), (0,))),
+)
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_r4_random_dtypes_and_shapes(blocks, case, dtypes, autocast, leading):
+    """Inputs and parameters of different dtypes, torch.autocast, ragged and empty shapes: equal tensors, or the same error."""
+    made = pipeline(blocks)
+    model, tensors = made.model(dtypes[0]), made.tensors(dtypes[1], leading=leading)
+    step = Step(recipe_for(*case))
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        fused, unfused = (outcome(lambda r=rules: run(model, *tensors, step=step.with_rules(r))) for rules in (RULES, UNFUSED))
+    assert (fused == unfused) if isinstance(fused, str) or isinstance(unfused, str) else not differences(fused, unfused)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to
+from tests.compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to
 
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from gpu.guards import Guards
+from tests.gpu.guards import Guards
 
 from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor

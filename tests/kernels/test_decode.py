@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.matrices import within
+from tests.kernels.matrices import within
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8

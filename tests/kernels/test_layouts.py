@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from oracles import casts
+from tests.oracles import casts
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import E4M3, IDENTITY, NVFP4, fp8_block, fp8_tensor, mxfp8

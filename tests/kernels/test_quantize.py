@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from kernels.matrices import DTYPES, hard, lines, same, within
-from oracles import casts
+from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.oracles import casts
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.hadamard import SIGNS, rotate

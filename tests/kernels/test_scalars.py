@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from oracles import casts
+from tests.oracles import casts
 
 from opfuse.formats import E2M1, E4M3, E5M2, ELEMENTS
 from opfuse.kernels.scalars import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import ALL, make, tuple_of
+from tests.ops.op_cases import ALL, make, tuple_of
 from torch import nn
 
 import opfuse

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from op_cases import ALL, make
+from tests.ops.op_cases import ALL, make
 
 import opfuse
 from opfuse import errors, ops, recipes

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import ALL, CASES, make, reference, tuple_of
+from tests.ops.op_cases import ALL, CASES, make, reference, tuple_of
 
 from opfuse import ops
 

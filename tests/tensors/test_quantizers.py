@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from kernels.matrices import DTYPES, hard, lines, same, within
-from oracles import casts
+from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.oracles import casts
 from torch import distributed as dist
 from torch import multiprocessing as mp
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 from opfuse.errors import MissingPlaneError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor

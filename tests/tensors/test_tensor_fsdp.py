@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_samples import QUANTIZERS, make, planes, same_bytes, values
+from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 from torch import nn
 
 from opfuse.errors import QuantizedTensorError, ShapeError

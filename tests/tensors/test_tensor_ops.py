@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 from opfuse.errors import OpfuseError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph, Node
+from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import PipelineError, describe
 
-GRADIENT = "grad_output"
 TRANSPARENT = "transparent"
 """Trait of an op that returns its input itself, quantized or not."""
 

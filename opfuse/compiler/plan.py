@@ -99,11 +99,12 @@ def compile_plan(
 def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> dict[int, Cast]:
     """What each quantize node runs."""
     group = current_amax_group()
-    return {
-        node.index: Cast(node.spec.role, node.spec.quantizer, ops[node.op].label, env.recipe, node.spec.state, group)
-        for node in graph.nodes
-        if node.kind == QUANTIZE and env.recipe is not None
-    }
+    casts = {}
+    for node in graph.nodes:
+        if node.kind == QUANTIZE:
+            spec, op = node.spec, ops[node.op]
+            casts[node.index] = Cast(spec.role, spec.quantizer, op, env, f"{op.label} {spec.role}", spec.state, group)
+    return casts
 
 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:

@@ -15,8 +15,6 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError, PipelineError, describe
-from opfuse.tensors.storage import QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor
 
 Kwargs = Sequence[Mapping[str, Any]]
 
@@ -61,11 +59,7 @@ class Runner:
     def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
         cast: Cast = self.plan.casts[node.index]
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        values[node.outputs[0]] = cast(self._compute_dtype(node, source))
-
-    def _compute_dtype(self, node: Node, source: Value) -> Value:
-        dtype = self.ops[node.op].compute_dtype(self.plan.key.env, source)
-        return source if source.dtype == dtype or isinstance(source, (QuantizedStorage, QuantizedTensor)) else source.to(dtype)
+        values[node.outputs[0]] = cast(source)
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]

@@ -11,7 +11,6 @@ import torch
 from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     pass
@@ -74,11 +73,9 @@ class Context:
         return self.op.compute_dtype(self.env, x)
 
     def cast(self, role: str, x: Value) -> Value:
-        """``x`` quantized for ``role``, out of the compute dtype, where a user's fused op took over the op's cast; else ``x``."""
+        """``x`` quantized for ``role`` where a user's fused op took over the op's cast; else ``x`` as it is."""
         cast = self.casts.get(role)
-        if cast is None or isinstance(x, QuantizedStorage):
-            return x
-        return cast(x if isinstance(x, QuantizedTensor) else x.to(self.dtype(x)))
+        return x if cast is None else cast(x)
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

@@ -38,7 +38,7 @@ def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Contex
     factor = scale.spec.scale if single else None
     dx: torch.Tensor | None = linear.op.input_gradient(linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None)
     linear.set_grads(params=(linear.op.weight_gradient(linear, grad, scale=factor),))
-    return dx if dx is None or factor is None else (dx * factor).to(linear.compute_dtype)
+    return dx if dx is None or factor is None else (dx * factor).to(linear.input_dtype)
 
 
 def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) -> torch.Tensor:

@@ -46,8 +46,9 @@ def multiply(left: Operand, right: Operand) -> torch.Tensor:
 
 def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     result = a.new_zeros(len(a), len(b))
-    for i, (left, right) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1))):
-        result += (left @ right.t()) * (a_scale[:, i, None] * b_scale[None, :, i])
+    for i in range(a_scale.shape[1]):  # none where nothing is summed
+        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        result += (a[:, part] @ b[:, part].t()) * (a_scale[:, i, None] * b_scale[None, :, i])
     return result
 
 

@@ -104,7 +104,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
         weight = self.parameter("weight")
-        dtype = ctx.dtype(x)
+        dtype, ctx.input_dtype = ctx.dtype(x), x.dtype
         self._check_input(x)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
         w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
@@ -119,11 +119,11 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
 
     def input_gradient(self, ctx: Context, dy: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """dx = dy W, or None if the input wants no gradient."""
+        """dx = dy W in the input's dtype or, to be rounded later, in ``out_dtype``; None if the input wants no gradient."""
         if "input" not in ctx.needs:
             return None
         dy, dtype = self._gradient(ctx, dy), ctx.compute_dtype
-        return gemm("dgrad", dy, _operand(ctx.saved.w, dy), dtype=dtype, out_dtype=out_dtype)
+        return gemm("dgrad", dy, _operand(ctx.saved.w, dy), dtype=dtype, out_dtype=out_dtype).to(out_dtype or ctx.input_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
         """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""

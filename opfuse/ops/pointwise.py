@@ -40,7 +40,9 @@ class PointwiseOperation(BasicOperation):
 
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
         ctx = basic_op_ctxs[0]
-        return run_chain(input_, [ctx], dtype=ctx.dtype(input_)), [()]
+        y = run_chain(input_, [ctx], dtype=ctx.dtype(input_))
+        ctx.input_dtype = input_.dtype
+        return y, [()]
 
     def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
         ctx = basic_op_ctxs[0]
@@ -85,9 +87,10 @@ class PointwiseOperation(BasicOperation):
     def set_operand_grads(self, ctx: Context, grads: Mapping[str, torch.Tensor]) -> None:
         """File operand gradients as those of the parameters and of the extra inputs."""
         by_source = {source: grads.get(name) for name, source in self.sources.items()}
+        extras = [by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)]
         ctx.set_grads(
             params=[by_source.get(name) for name in self.parameter_names],
-            extras=[by_source.get(f"extra{i}") for i in range(self.num_extra_inputs)],
+            extras=[None if grad is None else grad.to(dtype) for grad, dtype in zip(extras, ctx.extra_dtypes)],
         )
 
 
@@ -96,7 +99,8 @@ def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtyp
     stages: list[Stage] = []
     shape = x.shape
     for ctx in contexts:
-        ctx.io_dtype = dtype
+        ctx.io_dtype = ctx.input_dtype = dtype
+        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         stages.append(ctx.op.forward_stage(ctx, shape, x.device))
         if ctx.op.math.is_gated:
             shape = torch.Size((*shape[:-1], shape[-1] // 2))
@@ -114,7 +118,7 @@ def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, roundin
     dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
     for ctx, operand_grads in zip(contexts, grads):
         ctx.op.set_operand_grads(ctx, operand_grads)
-    return dx
+    return dx.to(contexts[0].input_dtype)
 
 
 def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:

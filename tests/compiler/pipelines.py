@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from tests.compiler.harness import randn, to
 
 from opfuse import ops
+from tests.compiler.harness import randn, to
 
 ROWS = 32
 """A multiple of every format's block, so that both planes of every operand exist."""

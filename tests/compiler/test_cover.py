@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
-from tests.compiler.pipelines import Pipeline, pipeline
 
 import opfuse
 from opfuse import ops
@@ -25,6 +23,8 @@ from opfuse.fusions import RULES
 from opfuse.ops.pointwise import run_chain, run_chain_backward
 from opfuse.recipes import MXFP8BlockScaling, Recipe
 from opfuse.tensors.storage import QuantizedStorage
+from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
+from tests.compiler.pipelines import Pipeline, pipeline
 
 BF16 = torch.bfloat16
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 import torch
-from tests.compiler.harness import OVERRIDES, randn, recipe_for, to
-from tests.compiler.pipelines import residual_block
 
 import opfuse
 from opfuse import ops
@@ -14,6 +12,8 @@ from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph
 from opfuse.compiler.registry import RuleSet
 from opfuse.recipes import Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole, Recipe
+from tests.compiler.harness import OVERRIDES, randn, recipe_for, to
+from tests.compiler.pipelines import residual_block
 
 BF16 = torch.bfloat16
 

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.compiler.fuser import recorded_plans
+from opfuse.compiler.graph import BACKWARD, QUANTIZE
+from opfuse.errors import MissingPlaneError, ShapeError
+from opfuse.recipes import QuantizerRole
+from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import (
     HAS_OVERRIDE,
     OVERRIDES,
@@ -19,15 +28,6 @@ from tests.compiler.harness import (
     train,
 )
 from tests.compiler.pipelines import COMPOSED
-
-import opfuse
-from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
-from opfuse.compiler.graph import BACKWARD, QUANTIZE
-from opfuse.errors import MissingPlaneError, ShapeError
-from opfuse.recipes import QuantizerRole
-from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from opfuse.tensors.storage import QuantizedStorage
 
 BF16 = torch.bfloat16
 SHAPES = {

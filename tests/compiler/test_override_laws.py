@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
-from tests.compiler.pipelines import BLOCKS, pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from opfuse import ops
 from opfuse.errors import RecipeError
 from opfuse.recipes import CustomRecipe, NVFP4BlockScaling, QuantizerRole, Recipe
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
+from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
+from tests.compiler.pipelines import BLOCKS, pipeline
 
 SOURCES = {"dequantized": "rowwise_dequantized", "high_precision": "original"}
 OPTIONS = {

@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from tests.compiler.fields import VALUES, mixed, names_of
-from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
 
 import opfuse
 from opfuse import ops, recipes
@@ -25,6 +23,8 @@ from opfuse.fusions import RULES
 from opfuse.keys import diff, digest
 from opfuse.recipes import RECIPES, CustomRecipe, Recipe
 from opfuse.tensors.quantizers import IdentityQuantizer
+from tests.compiler.fields import VALUES, mixed, names_of
+from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
 
 BF16 = torch.bfloat16
 MX = recipes.MXFP8BlockScaling

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from tests.compiler.harness import randn, to
-from tests.compiler.pipelines import residual_block
 
 import opfuse
 from opfuse import ops
@@ -19,6 +17,8 @@ from opfuse.compiler.registry import RuleSet
 from opfuse.errors import FusionError
 from opfuse.fusions import RULES
 from opfuse.recipes import MXFP8BlockScaling, Recipe
+from tests.compiler.harness import randn, to
+from tests.compiler.pipelines import residual_block
 
 BF16 = torch.bfloat16
 UNFUSED = RuleSet(())

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from tests.compiler.fields import changed, random_recipe
-from tests.compiler.harness import Step, differences, outcome, train
-from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 from opfuse import ops
 from opfuse.compiler.fuser import OperationFuser
@@ -25,6 +22,9 @@ from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.fusions import RULES
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
 from opfuse.tensors import QuantizedTensor
+from tests.compiler.fields import changed, random_recipe
+from tests.compiler.harness import Step, differences, outcome, train
+from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 DTYPES = (torch.bfloat16, torch.float32)
 LEADING = ((32,), (2, 32), (33,), (128,))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
 
 from opfuse import ops
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
+from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 64
 DTYPES = (torch.bfloat16, torch.float32)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to
 
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
 from opfuse.recipes import CustomRecipe, QuantizerRole, Recipe
 from opfuse.tensors.quantizers import IdentityQuantizer
+from tests.compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 64
 BF16 = torch.bfloat16

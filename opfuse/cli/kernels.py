@@ -18,24 +18,25 @@ from opfuse.kernels.launch import ARCHITECTURES, Compiled, Variant, architecture
 from opfuse.kernels.registry import sources_digest
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]
-Digest = Annotated[bool, typer.Option("--digest", help="End with a digest of all sources of kernels.")]
+Digest = Annotated[bool, typer.Option("--digest", help="Print a digest of all sources of kernels, and compile nothing.")]
 
 COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants", "registers", "spills", "shared")
 
 
 def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> None:
     """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant."""
+    if digest:
+        echo_json({"digest": sources_digest()}) if as_json else echo(sources_digest())
+        return
     arch = arch or (architecture(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a")
     rows = table(arch)
     if as_json:
-        echo_json({"kernels": rows, **({"digest": sources_digest()} if digest else {})})
+        echo_json({"kernels": rows})
         return
     shown = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         shown.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
     Console(width=max(120, Console().width)).print(shown)
-    if digest:
-        echo(sources_digest())
 
 
 def table(arch: str) -> list[dict[str, Any]]:

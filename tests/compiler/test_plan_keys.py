@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import pytest
@@ -346,3 +347,22 @@ def test_plans_do_not_keep_a_model_alive():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_r13_threads_share_a_model(monkeypatch):
+    """Plans are made, found and dropped by several threads at once; every output is the one that a thread alone gets."""
+    monkeypatch.setattr(fuser_module, "PLANS", 2)
+    model, x = to(mlp(), BF16), randn(32, 64)
+    names = ("none", "fp8_current", "fp8_block", "mxfp8")
+
+    def output(name: str) -> torch.Tensor:
+        recipe = recipe_for(name)
+        with torch.no_grad(), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            return model(x)
+
+    want = {name: output(name) for name in names}
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda i: (names[i % 4], output(names[i % 4])), range(200)))
+    assert [name for name, y in got if not same(y, want[name])] == []
+    info = model.cache_info()
+    assert info.plans <= 2

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.kernels.matrices import within
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
@@ -10,6 +9,7 @@ from opfuse.kernels import cast_block, decode, dequantize
 from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout, lines_of, load_scale, relayout_scale
 from opfuse.kernels.quantize import amax_nv, cast_nv, cast_tensor
+from tests.kernels.matrices import within
 
 CPU = torch.device("cpu")
 

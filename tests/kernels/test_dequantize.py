@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from tests.kernels.matrices import DTYPES, hard, lines, within
-from tests.oracles import casts
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.dequantize import dequantize
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
 from opfuse.kernels.layouts import Layout, load_data, relayout_scale, store_data, store_scale
 from opfuse.kernels.quantize import amax_nv, cast_block, cast_mx, cast_nv, cast_tensor
+from tests.kernels.matrices import DTYPES, hard, lines, within
+from tests.oracles import casts
 
 MX_SHAPES = [(0, 128), (0, 256), (1, 16), (16, 48), (65, 96), (128, 128), (256, 256), (993, 512), (768, 1024)]
 NV_SHAPES = [

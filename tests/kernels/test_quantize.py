@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tests.kernels.matrices import DTYPES, hard, lines, same, within
-from tests.oracles import casts
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.hadamard import SIGNS, rotate
@@ -13,6 +11,8 @@ from opfuse.kernels.quantize import amax_nv, cast_block, cast_delayed, cast_mx, 
 from opfuse.kernels.random import STREAMS, random_bytes
 from opfuse.kernels.scalars import encode_e2m1_stochastic
 from opfuse.kernels.scales import nvfp4_multiplier
+from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.oracles import casts
 
 F32 = np.float32
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tests.oracles import casts
 
 from opfuse.formats import E2M1, E4M3, E5M2, ELEMENTS
 from opfuse.kernels.scalars import (
@@ -18,6 +17,7 @@ from opfuse.kernels.scalars import (
     pack_e2m1,
     unpack_e2m1,
 )
+from tests.oracles import casts
 
 INF, NAN = float("inf"), float("nan")
 

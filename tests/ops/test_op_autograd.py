@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.ops.op_cases import ALL, make, tuple_of
 from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import RECIPES
+from tests.ops.op_cases import ALL, make, tuple_of
 
 LEVELS = {"fused": None, "unfused": opfuse.RuleSet(())}
 every_level = pytest.mark.parametrize("rules", list(LEVELS.values()), ids=list(LEVELS))

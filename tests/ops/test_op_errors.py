@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from tests.ops.op_cases import ALL, make
 
 import opfuse
 from opfuse import errors, ops, recipes
+from tests.ops.op_cases import ALL, make
 
 MXFP8 = recipes.MXFP8BlockScaling()
 LEVELS = {"fused": None, "unfused": opfuse.RuleSet(())}

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.ops.op_cases import ALL, CASES, make, reference, tuple_of
 
 from opfuse import ops
+from tests.ops.op_cases import ALL, CASES, make, reference, tuple_of
 
 EPS = 2.0**-24
 every_case = pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])

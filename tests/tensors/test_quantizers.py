@@ -7,8 +7,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tests.kernels.matrices import DTYPES, hard, lines, same, within
-from tests.oracles import casts
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
@@ -25,6 +23,8 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.oracles import casts
 
 FP8 = torch.float8_e4m3fn
 ROTATED = {"with_rht": True, "with_post_rht_amax": True}

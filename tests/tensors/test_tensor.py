@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 from opfuse.errors import MissingPlaneError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 KINDS = list(QUANTIZERS)
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 from torch import nn
 
 from opfuse.errors import QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
 SHAPE = (256, 96)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 from opfuse.errors import OpfuseError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
 

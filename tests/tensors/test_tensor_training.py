@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from torch.utils.checkpoint import checkpoint
 
 from opfuse.errors import QuantizedTensorError
 from opfuse.tensors import QuantizedTensor
+from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
 

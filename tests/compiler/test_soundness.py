@@ -28,7 +28,7 @@ from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 DTYPES = (torch.bfloat16, torch.float32)
 LEADING = ((32,), (2, 32), (33,), (128,))
-CALLS = 20
+CALLS = 8
 
 
 @dataclass
@@ -196,25 +196,29 @@ def live(seed: int, calls: int = CALLS) -> tuple[World, list[str]]:
     return world, []
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_r9_cached_runs_equal_fresh_runs(seed):
-    world, stale = live(seed)
-    assert stale == [], world
-    info = world.model.cache_info()
-    assert info.plans == info.misses
+def sound(seeds: range) -> None:
+    """Every sequence of these seeds runs without a stale plan, and plans once for each miss."""
+    for seed in seeds:
+        world, stale = live(seed)
+        assert stale == [], (seed, world)
+        info = world.model.cache_info()
+        assert info.plans == info.misses
+
+
+@pytest.mark.parametrize("chunk", range(20))
+def test_r9_five_hundred_sequences_of_cached_runs_equal_fresh_runs(chunk):
+    sound(range(25 * chunk, 25 * (chunk + 1)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(20))
-def test_r9_ten_thousand_cached_runs_equal_fresh_runs(chunk):
-    for seed in range(1000 + 25 * chunk, 1000 + 25 * (chunk + 1)):
-        world, stale = live(seed)
-        assert stale == [], (seed, world)
+@pytest.mark.parametrize("chunk", range(100))
+def test_r9_ten_thousand_sequences_of_cached_runs_equal_fresh_runs(chunk):
+    sound(range(1000 + 100 * chunk, 1100 + 100 * chunk))
 
 
 def test_r9_the_search_hits_earlier_plans():
-    infos = [live(seed)[0].model.cache_info() for seed in range(5)]
-    assert sum(info.hits for info in infos) > 5 * CALLS / 4
+    infos = [live(seed)[0].model.cache_info() for seed in range(20)]
+    assert sum(info.hits for info in infos) > 20 * CALLS / 4
 
 
 def _without_override(recipe: Recipe | None) -> Recipe | None:
@@ -244,4 +248,4 @@ def test_r9_the_search_finds_a_key_that_lacks_a_field(lost, monkeypatch):
         return plans[key]
 
     monkeypatch.setattr(OperationFuser, "plan", careless)
-    assert any(live(seed)[1] for seed in range(60))
+    assert any(live(seed)[1] for seed in range(200))

@@ -6,14 +6,18 @@ A kernel's bandwidth counts the fewest bytes that its result needs, per element 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from timing import Call, device_time, host_time
 
+from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_tensor
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.encoding import Recording
 from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.layouts import Layout
 
 SHAPES = ((16384, 8192), (4096, 4096))
 BUFFERS = 3
@@ -58,6 +62,29 @@ def backward(names: str) -> Make:
     return make
 
 
+def recording(shape: tuple[int, int], usages: Sequence[Usage]) -> Recording:
+    layouts = [Layout(fp8_tensor(E4M3), usage, shape) for usage in usages]
+    return Recording(torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda"), layouts)
+
+
+def forward_cast(names: str, *keep: int, usages: Sequence[Usage] = USAGES) -> Make:
+    def make(shape: tuple[int, int]) -> Call:
+        x, ops, encode = random(*wide(names, shape)), stages(names, shape), recording(shape, usages)
+        return lambda: forward_chain_cast(x, ops, encode, keep=keep)
+
+    return make
+
+
+def backward_cast(names: str, usages: Sequence[Usage] = USAGES) -> Make:
+    def make(shape: tuple[int, int]) -> Call:
+        x, dy, ops = random(*wide(names, shape)), random(*shape), stages(names, shape)
+        saved = {i: x for i, stage in enumerate(ops) if stage.math.needs_input}
+        encode = recording(wide(names, shape), usages)
+        return lambda: backward_chain_cast(dy, ops, saved, encode)
+
+    return make
+
+
 # Name: (fewest bytes for each element of the chain's result, how to make a call).
 CHAINS: dict[str, tuple[float, Make]] = {
     "constant_scale": (4, forward("constant_scale")),
@@ -72,6 +99,15 @@ CHAINS: dict[str, tuple[float, Make]] = {
     "d GELU, d bias": (6, backward("bias gelu")),
     "d SwiGLU": (10, backward("swiglu")),
     "d SwiGLU, d bias": (10, backward("bias swiglu")),
+    "bias, GELU, cast both": (4, forward_cast("bias gelu")),
+    "bias, GELU, cast row": (3, forward_cast("bias gelu", usages=(ROWWISE,))),
+    "bias, GELU, kept, cast both": (6, forward_cast("bias gelu", 1)),
+    "SwiGLU, cast both": (6, forward_cast("swiglu")),
+    "d bias, cast both": (4, backward_cast("bias")),
+    "d GELU, cast both": (6, backward_cast("gelu")),
+    "d GELU, d bias, cast both": (6, backward_cast("bias gelu")),
+    "d SwiGLU, cast both": (10, backward_cast("swiglu")),
+    "d SwiGLU, d bias, cast both": (10, backward_cast("bias swiglu")),
 }
 
 

@@ -89,6 +89,13 @@ class Chain:
         return Arguments((dy, stages, {i: self.place(v, device) for i, v in kept.items()}), self.options)
 
     @property
+    def name(self) -> str:
+        """What tells this chain from others."""
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.io, self.source or self.io))
+        parts = [*self.ops, self.shape, *dtypes, self.rounding, self.interleave or "halves", *["misaligned"] * self.misaligned]
+        return " ".join(map(str, parts))
+
+    @property
     def options(self) -> dict[str, Any]:
         return {"rounding": self.rounding, "dtype": self.io}
 
@@ -122,11 +129,7 @@ _MIXED = [
 
 
 def _cases(direction: str, chains: Sequence[Chain]) -> dict[str, Case]:
-    def name(chain: Chain) -> str:
-        parts = [*chain.ops, chain.shape, *(str(t).removeprefix("torch.") for t in (chain.io, chain.source or chain.io))]
-        return " ".join(map(str, [*parts, chain.rounding, chain.interleave or "halves", *["misaligned"] * chain.misaligned]))
-
-    return {name(chain): functools.partial(_call, chain, direction) for chain in chains}
+    return {chain.name: functools.partial(_call, chain, direction) for chain in chains}
 
 
 def _call(chain: Chain, direction: str, device: torch.device) -> Arguments:

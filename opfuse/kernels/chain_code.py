@@ -14,8 +14,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from opfuse.kernels.pointwise import Pointwise, variables
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,16 @@ class StageCode:
 class ChainCode:
     """The structure of a chain. source: C type of x, or of dy; io: of results; between: of what flows between two ops.
 
-    stores: whether the last result, or dx, is stored.
+    stores, casts: whether the last result, or dx, is stored as it is; whether the kernel makes something else of it.
     """
 
+    direction: Direction
     stages: tuple[StageCode, ...]
     source: str
     io: str
     between: str
     stores: bool = True
+    casts: bool = False
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -108,13 +113,14 @@ class ChainCode:
         """(stage, name) of the constants, in the order in which they are parameters."""
         return [(i, name) for i, stage in enumerate(self.stages) for name in stage.math.constants]
 
-    def forward(self) -> str:
-        """Code for chain_forward.cu."""
-        return _text(self, _Forward(self))
+    @property
+    def final(self) -> int:
+        """The level at which the result is: what x flows to, or dy flows back to."""
+        return len(self.stages) if self.direction == "forward" else 0
 
-    def backward(self) -> str:
-        """Code for chain_backward.cu."""
-        return _text(self, _Backward(self))
+    def text(self) -> str:
+        """The text in place of generated.cuh."""
+        return _text(self, _Forward(self) if self.direction == "forward" else _Backward(self))
 
 
 class _Direction:
@@ -181,7 +187,8 @@ class _Forward(_Direction):
 
     def fields(self) -> list[str]:
         kept = [f"{t}* kept{i};" for i, t in self.code.saved]
-        return [f"const {self.code.source}* x;", *self.operand_fields(), f"{self.code.io}* y;", *kept]
+        y = [f"{self.code.io}* y;"] if self.code.stores else []
+        return [f"const {self.code.source}* x;", *self.operand_fields(), *y, *kept]
 
     def boundary(self, level: int, strand: int) -> str:
         """The pack that flows into stage ``level``."""
@@ -195,18 +202,15 @@ class _Forward(_Direction):
         boundaries = [(level, s) for level in range(len(code.stages) + 1) for s in code.strands(level)]
         made = [(level, s) for level, s in boundaries if self.boundary(level, s).startswith("out.")]
         declared = [f"Pack<{code.between}, N> v{level}_{s};" for level, s in made]
-        yield _struct("Results", declared, "what flows into each stage, and out of the last")
+        yield _struct("Results", [*declared, *_SUMS], "what flows into each stage, and out of the last")
         loads = [self.load(f"in.x_{s}", "p.x", 0, s) for s in code.strands(0)]
         yield _load_inputs([*loads, *self.input_loads()])
         yield _run_chain([self.step(level, s) for level, s in made])
         kept = [(f"p.kept{i}", i, s) for i, _ in code.saved for s in code.strands(i)]
         last = [("p.y", len(code.stages), 0)] if code.stores else []
         stores = [self.store(at, f"rounded<{code.io}>({self.boundary(i, s)})", i, s) for at, i, s in kept + last]
-        yield _store_results("const Results<8>& out, const Inputs<8>& in", stores)
-        yield _function(
-            f"Pack<{code.io}, 8> last(const Results<8>& out)",
-            [f"return rounded<{code.io}>({self.boundary(len(code.stages), 0)});"],
-        )
+        yield _store_results(stores)
+        yield _result(code, [self.boundary(code.final, 0)])
 
     def step(self, level: int, strand: int) -> str:
         target = f"out.v{level}_{strand}"
@@ -214,10 +218,22 @@ class _Forward(_Direction):
             return f"{target} = rounded<{self.code.between}>(in.x_{strand});"
         i = level - 1
         math = self.code.stages[i].math
+        if (addend := self.addend(i, strand)) is not None:
+            return f"{target} = sum_of({self.boundary(i, strand)}, {addend});"
         strands = [2 * strand, 2 * strand + 1] if math.is_gated else [strand]
         inputs = {name: f"value({self.boundary(i, s)}, i)" for name, s in zip(math.inputs, strands)}
         arguments = self.arguments(math.forward, {**inputs, **self.operands(i, strand)})
         return _each(target, self.code.between, f"stage{i}_{math.name}({arguments})")
+
+    def addend(self, stage: int, strand: int) -> str | None:
+        """The pack that an op adds to its input, if that is all it does and both are of one type."""
+        given = self.code.stages[stage]
+        types = {f"x + {name}": (name, c_type) for name, c_type in given.operands}
+        name, c_type = types.get(given.math.forward, ("", ""))
+        flows = self.code.source if self.boundary(stage, 0).startswith("in.") else self.code.between
+        if not name or given.math.operands[name] == "column" or {c_type, flows} != {self.code.between}:
+            return None
+        return f"{'operands' if given.math.operands[name] == 'row' else 'in'}.o{stage}_{name}_{strand}"
 
 
 class _Backward(_Direction):
@@ -235,8 +251,8 @@ class _Backward(_Direction):
         code = self.code
         saved = [f"const {t}* x{i};" for i, t in code.saved]
         grads = [f"{t}* d{i}_{name};  // {kind}" for i, name, t, kind in code.grads_of_kind("row", "column", "full")]
-        parts = ["float *row_parts, *column_parts;", "long long row_pieces;"]
-        return [f"const {code.source}* dy;", *saved, *self.operand_fields(), f"{code.io}* dx;", *grads, *parts]
+        dx = [f"{code.io}* dx;"] if code.stores else []
+        return [f"const {code.source}* dy;", *saved, *self.operand_fields(), *dx, *grads]
 
     def gradient(self, level: int, strand: int) -> str:
         """The pack of the gradient of what flows into stage ``level``."""
@@ -248,24 +264,23 @@ class _Backward(_Direction):
         saved = [(i, t, s) for i, t in code.saved for s in code.strands(i)]
         packs = [f"Pack<{code.source}, N> dy;", *(f"Pack<{t}, N> x{i}_{s};" for i, t, s in saved)]
         yield _struct("Inputs", [*packs, *self.input_declarations()], "what N neighbouring gradients are made from")
-        first = 0 if code.stores else min((i + 1 for i, stage in enumerate(code.stages) if stage.grads), default=0)
+        first = 0 if code.stores or code.casts else min((i + 1 for i, stage in enumerate(code.stages) if stage.grads), default=0)
         levels = list(reversed(range(first, len(code.stages) + 1)))
         gradients = [(level, s) for level in levels for s in code.strands(level)]
         made = [(level, s) for level, s in gradients if self.gradient(level, s).startswith("out.")]
         full = [(i, name, t, s) for i, name, t, _ in code.grads_of_kind("full") for s in code.strands(i + 1)]
         declared = [f"Pack<{code.between}, N> g{level}_{s};" for level, s in made]
         declared += [f"Pack<{t}, N> d{i}_{name}_{s};" for i, name, t, s in full]
-        declared += ["float row_sum[SOME(ROW_SUMS)][N];", "float column_sum[SOME(COLUMN_SUMS)][N];"]
-        yield _counts(code)
-        yield _struct("Results", declared, "gradients of what flows into each stage, and of its operands")
+        yield _struct("Results", [*declared, *_SUMS], "gradients of what flows into each stage, and of its operands")
         loads = [self.load("in.dy", "p.dy", len(code.stages), 0)]
         loads += [self.load(f"in.x{i}_{s}", f"p.x{i}", i, s) for i, _, s in saved]
         yield _load_inputs([*loads, *self.input_loads()])
         yield _run_chain([*self.steps(levels)])
         stores = [self.store("p.dx", f"rounded<{code.io}>({self.gradient(0, s)})", 0, s) for s in code.strands(0) if code.stores]
         stores += [self.store(f"p.d{i}_{name}", f"out.d{i}_{name}_{s}", i + 1, s) for i, name, _, s in full]
-        yield _store_results("const Results<8>& out", stores)
-        yield from self.sums()
+        yield _store_results(stores)
+        if first == 0:
+            yield _result(code, [self.gradient(0, s) for s in code.strands(0)])
 
     def steps(self, levels: list[int]) -> Iterator[str]:
         code = self.code
@@ -296,17 +311,9 @@ class _Backward(_Direction):
         values = {"dy": f"value({self.gradient(stage + 1, strand)}, i)", **inputs, **self.operands(stage, strand)}
         return f"stage{stage}_{math.name}_{name}({self.arguments(expression, values)})"
 
-    def sums(self) -> Iterator[str]:
-        code = self.code
-        rows = [
-            f"if (sum == {k}) p.d{i}_{name}[column_{code.depths[i + 1]}_{s}(p.cut, column)] = from_fp32<{t}>(value);"
-            for k, (i, name, t, s) in enumerate(code.row_sums)
-        ]
-        columns = [
-            f"if (sum == {k}) p.d{i}_{name}[row] = from_fp32<{t}>(value);" for k, (i, name, t) in enumerate(code.column_sums)
-        ]
-        yield _function("void store_row_sum(const Chain& p, int sum, long long column, float value)", rows)
-        yield _function("void store_column_sum(const Chain& p, int sum, long long row, float value)", columns)
+
+_PARTS = ("float *row_parts, *column_parts;  // sums of each piece", "long long row_pieces;")
+_SUMS = ("float row_sum[SOME(ROW_SUMS)][N];", "float column_sum[SOME(COLUMN_SUMS)][N];")
 
 
 # -- C ---------------------------------------------------------------------------------------------------------------------------
@@ -318,11 +325,13 @@ def _text(code: ChainCode, direction: _Forward | _Backward) -> str:
     loads = [direction.load(f"operands.{name}_{s}", f"p.{name}", i + 1, s, rows=False) for name, i, _, s in row_operands]
     sections = [
         f"// The chain {code.name}.\nconstexpr int PACKS = {code.packs};",
-        "struct Chain {" + _block([*direction.fields(), "Cut cut;", *constants]) + "};",
+        "struct Chain {" + _block([*direction.fields(), *_PARTS, "Cut cut;", *constants]) + "};",
         "\n".join(_columns(code)),
+        f"constexpr int ROW_SUMS = {len(code.row_sums)}, COLUMN_SUMS = {len(code.column_sums)};",
         "\n\n".join(_expression(name, expression) for name, expression in direction.functions()),
         _struct("RowOperands", [f"Pack<{t}, N> {name}_{s};" for name, _, t, s in row_operands], "operands of all rows"),
         *direction.sections(),
+        *_sums(code),
         _function(
             "RowOperands<8> load_row_operands(const Chain& p, long long column, long long count)",
             ["RowOperands<8> operands;", *loads, "return operands;"],
@@ -340,6 +349,17 @@ def _columns(code: ChainCode) -> Iterator[str]:
         for s in range(2 << depth):
             inner = f"column_{depth}_{s // 2}(cut, column)"
             yield head.format(depth + 1, s, f"half_column<{interleave}>({inner}, {s % 2}, cut.columns << {depth})")
+
+
+def _sums(code: ChainCode) -> Iterator[str]:
+    """Where the sums go that are gradients of operands."""
+    rows = [
+        f"if (sum == {k}) p.d{i}_{name}[column_{code.depths[i + 1]}_{s}(p.cut, column)] = from_fp32<{t}>(value);"
+        for k, (i, name, t, s) in enumerate(code.row_sums)
+    ]
+    columns = [f"if (sum == {k}) p.d{i}_{name}[row] = from_fp32<{t}>(value);" for k, (i, name, t) in enumerate(code.column_sums)]
+    yield _function("void store_row_sum(const Chain& p, int sum, long long column, float value)", rows)
+    yield _function("void store_column_sum(const Chain& p, int sum, long long row, float value)", columns)
 
 
 def _expression(name: str, expression: str) -> str:
@@ -365,12 +385,25 @@ def _run_chain(steps: list[str]) -> str:
     return "template <int N>\n" + _function(head, ["Results<N> out;", *steps, "return out;"])
 
 
-def _store_results(values: str, stores: list[str]) -> str:
-    return _function(f"void store_results(const Chain& p, {values}, long long row, long long column, long long count)", stores)
+_AT = "long long row, long long column, long long count"
 
 
-def _counts(code: ChainCode) -> str:
-    return f"constexpr int ROW_SUMS = {len(code.row_sums)}, COLUMN_SUMS = {len(code.column_sums)};"
+def _store_results(stores: list[str]) -> str:
+    return _function(f"void store_results(const Chain& p, const Inputs<8>& in, const Results<8>& out, {_AT})", stores)
+
+
+def _result(code: ChainCode, packs: list[str]) -> str:
+    """What flows out of the chain, for kernels that cast it: the pack of each strand, and where its columns lie."""
+    depth = code.depths[code.final]
+    values = [f"if constexpr (STRAND == {s}) return rounded<{code.io}>({pack});" for s, pack in enumerate(packs)]
+    columns = [f"if constexpr (STRAND == {s}) return column_{depth}_{s}(cut, column);" for s in range(len(packs))]
+    return "\n\n".join(
+        [
+            f"using IO = {code.io};\nconstexpr int STRANDS = {len(packs)};",
+            "template <int STRAND>\n" + _function("Pack<IO, 8> result(const Inputs<8>& in, const Results<8>& out)", values),
+            "template <int STRAND>\n" + _function("long long result_column(const Cut& cut, long long column)", columns),
+        ]
+    )
 
 
 def _each(target: str, c_type: str, value: str) -> str:

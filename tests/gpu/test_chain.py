@@ -5,11 +5,15 @@ import random
 import pytest
 import torch
 
+from opfuse.formats import E5M2, USAGES, fp8_tensor
 from opfuse.kernels import launch
 from opfuse.kernels.activations import ARITHMETIC
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cases import OPS, Chain
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.encoding import Recording
 from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.layouts import Layout
 from opfuse.kernels.pointwise import Pointwise
 from opfuse.kernels.registry import BITWISE
 
@@ -124,6 +128,47 @@ def test_r11_sums_have_one_order_and_are_those_of_fp64(device):
         for name in wanted:
             error = (got[name].double() - wanted[name]).abs().max() / wanted[name].abs().max()
             assert error < 2e-6, (name, float(error))
+
+
+@pytest.mark.parametrize("name", sorted(forward_chain_cast.cases))
+def test_r1_r5_fused_cast_equals_chain_then_cast_on_the_device(name, device):
+    equal_to_two_kernels(forward_chain_cast, name, device)
+
+
+@pytest.mark.parametrize("name", sorted(backward_chain_cast.cases))
+def test_r1_r5_fused_backward_cast_equals_chain_then_cast_on_the_device(name, device):
+    equal_to_two_kernels(backward_chain_cast, name, device)
+
+
+def equal_to_two_kernels(kernel, name, device):
+    """Codes, scale, recorded amax and stored tensors bit for bit; sums, whose pieces differ, but for the order of additions."""
+    args, kwargs = kernel.cases[name](device)
+    again, _ = kernel.cases[name](device)
+    encoded, result, others = kernel(*args, **kwargs)
+    wanted, wanted_result, wanted_others = kernel.reference(*again, **kwargs)
+    for got, definition in zip((*encoded[0], encoded[1], args[-1].amax), (*wanted[0], wanted[1], again[-1].amax), strict=True):
+        assert_same(got, definition)
+    assert (result is None) == (wanted_result is None)
+    if result is not None:
+        assert_same(result, wanted_result)
+    for i, stage in enumerate(args[1]):
+        if isinstance(others, dict):
+            assert_same(others[i], wanted_others[i])
+            continue
+        for operand, grad in wanted_others[i].items():
+            exact = stage.math.operands[operand] == "full"
+            (assert_same if exact else torch.testing.assert_close)(others[i][operand], grad)
+
+
+def test_r13_a_non_finite_result_shows_in_its_code(device):
+    args, kwargs = Chain(("bias", "relu"), (144, 64)).forward(device)
+    args[0][5, 7], args[0][130, 63] = torch.nan, torch.inf
+    layouts = [Layout(fp8_tensor(E5M2), usage, (144, 64)) for usage in USAGES]
+    encode = Recording(torch.ones(1, device=device), torch.zeros(1, device=device), layouts)
+    ((row, column), _), _, _ = forward_chain_cast(*args, encode, **kwargs)
+    assert row[5, 7] == column[7, 5] == 0x7F
+    assert row[130, 63] == column[63, 130] == 0x7C
+    assert encode.amax.isnan()
 
 
 def shifted(threshold):

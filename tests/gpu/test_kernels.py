@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from tests.gpu.guards import Guards
 
 from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor
@@ -13,14 +12,17 @@ from opfuse.kernels import cast as casts
 from opfuse.kernels import launch, registry
 from opfuse.kernels.catalogue import kernels
 from opfuse.kernels.layouts import Layout
+from tests.gpu.guards import Guards
 
 CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case}") for kernel in kernels() for case in kernel.cases]
 
 
 def tensors(value):
-    """All tensors in nested tuples and lists."""
+    """All tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, dict):
+        return tensors(list(value.values()))
     return [t for each in value for t in tensors(each)] if isinstance(value, (tuple, list)) else []
 
 

@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) chain_forward(const __grid
 #pragma unroll
     for (int k = 0; k < PACKS; ++k) {
         long long row = at.row + k * at.lines;
-        store_results(p, run_chain(p, operands, in[k]), in[k], row, at.column, row < p.cut.rows ? count : 0);
+        store_results(p, in[k], run_chain(p, operands, in[k]), row, at.column, row < p.cut.rows ? count : 0);
     }
 }

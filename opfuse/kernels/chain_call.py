@@ -1,0 +1,244 @@
+"""What a call of a chain comes to: its structure, the tensors that it reads and writes, how it is cut into blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opfuse.kernels.chain_code import ChainCode, StageCode
+from opfuse.kernels.epilogue import Rounding, Stage, boundary_dtype, operand_shape
+from opfuse.kernels.launch import Grid
+from opfuse.kernels.layouts import ceil_div
+
+C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+THREADS = 256
+
+_DENSE = (Tensor, torch.nn.Parameter)
+_FLAT_COLUMNS = 2048  # of a matrix whose shape does not matter
+_SUMMED_LANES = 32  # what one warp adds up
+_SUM_STEPS = 16  # rows that a thread adds up
+_VECTOR = 8  # elements
+
+Tensors = list[dict[str, Tensor]]
+"""Tensors of each stage, by name."""
+
+
+class Cut(NamedTuple):
+    """How a matrix of results is cut into blocks; as in chain.cuh."""
+
+    rows: int
+    columns: int
+    log_across: int
+    tiles_across: int
+    steps: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of rows."""
+        return ceil_div(self.rows, (THREADS >> self.log_across) * self.steps)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.pieces * self.tiles_across, THREADS)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a chain.
+
+    tensors: those whose addresses are the first fields of the kernel's parameter, in order.
+    shape: of the chain's result.
+    result: y or dx; None if it is not stored.
+    kept: inputs of stages, of a forward call. grads: gradients of operands, of a backward call.
+    """
+
+    code: ChainCode
+    tensors: list[Tensor]
+    shape: torch.Size
+    constants: list[float]
+    result: Tensor | None
+    kept: dict[int, Tensor]
+    grads: Tensors
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether every result is an input."""
+        return self.result is self.tensors[0] and not any(stage.grads or stage.saved for stage in self.code.stages)
+
+    def cut(self) -> Cut:
+        """Wide pieces of few rows; where rows or columns are added up, taller ones of at most 32 packs."""
+        code, size, columns = self.code, self.shape.numel(), self.shape[-1]
+        sums = bool(code.row_sums or code.column_sums)
+        if code.is_flat and size % _VECTOR == 0:
+            columns = math.gcd(size, _FLAT_COLUMNS)
+        packs = ceil_div(columns, _VECTOR)
+        log_across = min(_SUMMED_LANES if sums else THREADS, packs).bit_length() - 1
+        steps = _SUM_STEPS if sums else code.packs
+        return Cut(size // columns, columns, log_across, ceil_div(packs, 1 << log_across), steps)
+
+    def is_aligned(self, columns: int) -> bool:
+        """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
+        groups = all(stage.interleave % _VECTOR == 0 for stage in self.code.stages)
+        addresses = all(t.data_ptr() % min(16, _VECTOR * t.element_size()) == 0 for t in self.tensors)
+        return groups and columns % _VECTOR == 0 and addresses
+
+
+def forward_call(
+    x: Tensor,
+    stages: Sequence[Stage],
+    rounding: Rounding,
+    dtype: torch.dtype | None,
+    keep: Collection[int],
+    *,
+    stores: bool = True,
+) -> Call | None:
+    """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it."""
+    dtype = dtype or x.dtype
+    shapes = _result_shapes(x, stages)
+    operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
+    if operands is None or not _runs(dtype, x, *_flat(operands)):
+        return None
+    x = x.contiguous()
+    kept = {i: torch.empty(shapes[i], dtype=dtype, device=x.device) for i in sorted(keep) if i or x.dtype != dtype}
+    y = torch.empty(shapes[-1], dtype=dtype, device=x.device) if stores else None
+    codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
+    code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores)
+    tensors = [x, *_flat(operands), *_one(y), *kept.values()]
+    return Call(code, tensors, shapes[-1], _constants(stages), y, {i: kept.get(i, x) for i in keep}, [])
+
+
+def backward_call(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    rounding: Rounding,
+    dtype: torch.dtype | None,
+    *,
+    casts: bool = False,
+    stores: bool = True,
+) -> Call | None:
+    """The call of :func:`epilogue.backward_chain`; None if a kernel cannot take it. ``casts``: dx is needed, stored or not."""
+    dtype = dtype or dy.dtype
+    shapes = _gradient_shapes(dy, stages)
+    operands = _operands(stages, shapes[1:], lambda stage: stage.math.backward_reads & set(stage.math.operands))
+    saved = _saved(stages, shapes, saved_inputs)
+    if operands is None or saved is None or not _runs(dtype, dy, *_flat(operands), *saved.values()):
+        return None
+    dy = dy.contiguous()
+    same = _first_same(stages) if dy.dtype == dtype else len(shapes)
+    dx = (dy if same == 0 else torch.empty(shapes[0], dtype=dtype, device=dy.device)) if stores else None
+    grads = [_new_grads(s, dy, shapes[i + 1], dtype, same=same <= i + 1) for i, s in enumerate(stages)]
+    made = [{name: grad for name, grad in of_stage.items() if grad is not dy} for of_stage in grads]
+    codes = tuple(_stage_code(s, operands[i], made[i], saved.get(i)) for i, s in enumerate(stages))
+    new = None if dx is dy else dx
+    code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts)
+    tensors = [dy, *saved.values(), *_flat(operands), *_one(new), *_flat(made)]
+    return Call(code, tensors, dy.shape, _constants(stages), dx, {}, grads)
+
+
+# -- structure ---------------------------------------------------------------------------------------------------------------
+
+
+def _stage_code(
+    stage: Stage, operands: Mapping[str, Tensor], grads: Mapping[str, Tensor] = {}, saved: Tensor | None = None
+) -> StageCode:
+    operand_types, grad_types = (tuple((name, C_TYPES[t.dtype]) for name, t in given.items()) for given in (operands, grads))
+    return StageCode(
+        stage.math, operand_types, grad_types, None if saved is None else C_TYPES[saved.dtype], stage.interleave or 0
+    )
+
+
+def _flow(source: torch.dtype, io: torch.dtype, rounding: Rounding) -> tuple[str, str, str]:
+    """C types of what comes in, of results, and of what flows between two ops."""
+    return C_TYPES[source], C_TYPES[io], C_TYPES[boundary_dtype(rounding, io, torch.float32)]
+
+
+def _constants(stages: Sequence[Stage]) -> list[float]:
+    return [stage.constants[name] for stage in stages for name in stage.math.constants]
+
+
+def _one(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]
+
+
+def _flat(tensors: Tensors) -> list[Tensor]:
+    return [t for of_stage in tensors for t in of_stage.values()]
+
+
+# -- what a call gives ---------------------------------------------------------------------------------------------------------
+
+
+def _runs(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether kernels know these tensors."""
+    device = tensors[0].device
+    return dtype in C_TYPES and all(t.dtype in C_TYPES and t.device == device and type(t) in _DENSE for t in tensors)
+
+
+def _result_shapes(x: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:
+    """Of x and of each stage's result; none if there are none."""
+    shapes = [x.shape] if x.dim() and stages else []
+    for stage in stages if shapes else ():
+        if stage.math.is_gated and shapes[-1][-1] % (2 * (stage.interleave or 1)):
+            return []
+        shapes.append(torch.Size((*shapes[-1][:-1], shapes[-1][-1] // 2)) if stage.math.is_gated else shapes[-1])
+    return shapes
+
+
+def _gradient_shapes(dy: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:
+    """Of the gradients of each stage's input, and of dy; none if there are none."""
+    shapes = [dy.shape] if dy.dim() and stages else []
+    for stage in reversed(stages) if shapes else ():
+        if stage.math.is_gated and shapes[0][-1] % (stage.interleave or 1):
+            return []
+        shapes.insert(0, torch.Size((*shapes[0][:-1], 2 * shapes[0][-1])) if stage.math.is_gated else shapes[0])
+    return shapes
+
+
+def _operands(stages: Sequence[Stage], shapes: Sequence[torch.Size], names: Callable[[Stage], Collection[str]]) -> Tensors | None:
+    """The operands that are read, in the order of their declaration; None if one is missing or has another shape."""
+    if not shapes:
+        return None
+    found: Tensors = []
+    for stage, shape in zip(stages, shapes):
+        read = names(stage)
+        given = {name: stage.operands.get(name) for name in stage.math.operands if name in read}
+        wanted = {name: operand_shape(stage.math.operands[name], shape) for name in given}
+        if any(t is None or t.shape != wanted[name] for name, t in given.items()):
+            return None
+        found.append({name: t.contiguous() for name, t in given.items() if t is not None})
+    return found
+
+
+def _saved(stages: Sequence[Stage], shapes: Sequence[torch.Size], given: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
+    """The saved inputs that are read; None if one is missing or has another shape."""
+    read = [i for i, stage in enumerate(stages) if stage.math.needs_input]
+    fits = bool(shapes) and all(i in given and given[i].shape == shapes[i] for i in read)
+    return {i: given[i].contiguous() for i in read} if fits else None
+
+
+def _first_same(stages: Sequence[Stage]) -> int:
+    """The first stage from which on every op hands its gradient on as it is."""
+    first = len(stages)
+    while first and stages[first - 1].math.backward == ("dy",):
+        first -= 1
+    return first
+
+
+def _new_grads(stage: Stage, dy: Tensor, shape: torch.Size, dtype: torch.dtype, *, same: bool) -> dict[str, Tensor]:
+    """Memory for a stage's operand gradients; dy itself for a tensor that was added, where dy is the ``same``."""
+    made = {}
+    for name in stage.math.operand_backward:
+        kind, given = stage.math.operands[name], stage.operands.get(name)
+        of_operand = dtype if given is None else given.dtype
+        through = same and kind == "full" and stage.math.operand_backward[name] == "dy" and of_operand == dy.dtype
+        made[name] = dy if through else torch.empty(operand_shape(kind, shape), dtype=of_operand, device=dy.device)
+    return made

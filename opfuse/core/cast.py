@@ -55,7 +55,7 @@ class Cast:
         state.resize(recipe.amax_history_len)
         if self.role == GRADIENT:
             touch_backward(state, recipe, group=self.group)
-        else:
+        elif self.env.grad:
             touch_forward(state, recipe)
         wanted = cast(Float8Quantizer, self.quantizer)
         return state.quantizer(wanted.fp8_dtype).wanting(rowwise=wanted.rowwise, columnwise=wanted.columnwise)

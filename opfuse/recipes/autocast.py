@@ -72,7 +72,10 @@ class autocast(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        region = cast(_Region, _REGION.get())
+        region = _REGION.get()
+        if region is None:
+            cure = "enter it first, in the same thread: with opfuse.autocast(...)"
+            raise RecipeError(describe("autocast.__exit__", wanted="an entered region", got=None, cure=cure))
         _REGION.set(region.outer)
         if region.outer is None and kind is None:
             for hook in region.hooks.values():

@@ -6,7 +6,9 @@ zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this ord
 largest fp32. A zero or non-finite ``amax`` keeps the old scale.
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
-them; only states that were used, and none under ``torch.no_grad()`` around a region, so validation moves no scale.
+them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
+moves no scale, so validation does not, though its amaxes count in slot 0 until the next update. A second backward pass of the
+same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it again.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class DelayedScalingState:
 
     def quantizer(self, fp8_dtype: torch.dtype) -> Float8Quantizer:
         """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing."""
-        snapshot = _SNAPSHOT.get()
-        scale, amax = (self.scale, self.amax) if snapshot is None else snapshot.tensors(self)
+        active = _SNAPSHOT.get()
+        scale, amax = (self.scale, self.amax) if active is None else active.snapshot.tensors(self, replaying=active.replaying)
         return Float8Quantizer(scale, amax, fp8_dtype, rowwise=True, columnwise=True)
 
     def resize(self, length: int) -> None:
@@ -104,6 +106,17 @@ class DelayedScalingStates:
     def __len__(self) -> int:
         return len(self._states)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards there are the states that there were, with the very tensors they had; writes to these are not undone."""
+        before = {key: (state, state.scale, state.amax_history) for key, state in self._states.items()}
+        try:
+            yield
+        finally:
+            self._states = {key: state for key, (state, _, _) in before.items()}
+            for state, scale, history in before.values():
+                state.scale, state.amax_history = scale, history
+
     def to(self, device: torch.device | str) -> None:
         """Move every state."""
         for state in self._states.values():
@@ -121,15 +134,23 @@ class DelayedScalingStates:
 
 
 class Snapshot:
-    """Scales that a checkpointed forward used, so that its recomputation casts the same bits and counts no amax twice."""
+    """Scales that a checkpointed forward used, so that its recomputation casts the same bits and counts no amax twice.
+
+    Nested checkpoints share the outermost snapshot. Whatever runs inside a recomputation is one: it records nothing.
+    """
 
     def __init__(self) -> None:
         self._scales: dict[DelayedScalingState, torch.Tensor] = {}
-        self._replaying = False
 
-    def tensors(self, state: DelayedScalingState) -> tuple[torch.Tensor, torch.Tensor]:
+    @classmethod
+    def current(cls) -> Snapshot:
+        """The snapshot of the checkpoint around, or a new one."""
+        active = _SNAPSHOT.get()
+        return cls() if active is None else active.snapshot
+
+    def tensors(self, state: DelayedScalingState, *, replaying: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and amax for a cast: the live ones while recording; the recorded scale and a spare amax while replaying."""
-        if self._replaying:
+        if replaying:
             return self._scales.get(state, state.scale), torch.zeros_like(state.scale)
         if state not in self._scales:
             self._scales[state] = state.scale.clone()
@@ -137,29 +158,27 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _active(self, *, replaying: bool) -> Iterator[None]:
-        token, before = _SNAPSHOT.set(self), self._replaying
-        self._replaying = replaying
+        token = _SNAPSHOT.set(_Active(self, replaying))
         try:
             yield
         finally:
-            self._replaying = before
             _SNAPSHOT.reset(token)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Around the first run of a checkpointed forward."""
-        return self._active(replaying=False)
+        return self._active(replaying=_is_recomputing())
 
     def replaying(self) -> contextlib.AbstractContextManager[None]:
         """Around its recomputation."""
         return self._active(replaying=True)
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a recomputation is running."""
-        return self._replaying
+
+class _Active(NamedTuple):
+    snapshot: Snapshot
+    replaying: bool
 
 
-_SNAPSHOT: ContextVar[Snapshot | None] = ContextVar("opfuse_scale_snapshot", default=None)
+_SNAPSHOT: ContextVar[_Active | None] = ContextVar("opfuse_scale_snapshot", default=None)
 
 
 class UpdateRule(NamedTuple):
@@ -218,12 +237,6 @@ class _Pending:
         self._uses.clear()
 
 
-class _PendingForward(_Pending):
-    def __call__(self) -> None:
-        if torch.is_grad_enabled():
-            super().__call__()
-
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -246,19 +259,20 @@ def _reduce_amaxes(uses: Mapping[DelayedScalingState, _Use]) -> None:
 
 
 def _is_recomputing() -> bool:
-    snapshot = _SNAPSHOT.get()
-    return snapshot is not None and snapshot.is_replaying
+    active = _SNAPSHOT.get()
+    return active is not None and active.replaying
 
 
 def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:
-    """Have ``state``, which a forward cast uses, updated when the outermost autocast region ends.
+    """Have ``state``, which a cast of a forward pass that records gradients uses, updated when the outermost region ends.
 
-    Nothing in a recomputation; RecipeError outside any region.
+    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. Nothing in a recomputation;
+    RecipeError outside any region.
     """
     if _is_recomputing():
         return
     element = recipe.fp8_format.element(_FORWARD)
-    at_outermost_exit("delayed scaling", _PendingForward).add(state, _Use(recipe, element.max, current_amax_group()))
+    at_outermost_exit("delayed scaling", _Pending).add(state, _Use(recipe, element.max, current_amax_group()))
 
 
 _BACKWARD_PASSES: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()

@@ -166,3 +166,8 @@ def test_current_recipe_is_fast():
     with autocast(recipe=MX):
         best = min(timeit.repeat(current_recipe, number=20_000, repeat=7)) / 20_000
     assert best < 1e-6
+
+
+def test_leaving_a_region_that_nobody_entered():
+    with pytest.raises(RecipeError, match="wants an entered region"):
+        autocast().__exit__(None, None, None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from opfuse import ops
 from opfuse.errors import QuantizerError, RecipeError
 from opfuse.recipes import (
     DelayedScaling,
@@ -130,7 +131,7 @@ def test_states_of_different_lengths_and_formats_update_together():
     assert (one.scale.item(), two.scale.item()) == (64.0, 32.0)
 
 
-def test_failed_region_and_no_grad_move_no_scale():
+def test_failed_region_moves_no_scale():
     state, recipe = DelayedScalingState(4), DelayedScaling(amax_history_len=4)
 
     @autocast(recipe=recipe)
@@ -140,12 +141,42 @@ def test_failed_region_and_no_grad_move_no_scale():
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with torch.no_grad(), autocast(recipe=recipe):
-        used(state, recipe=recipe, values=[2.0])
     assert state.scale.item() == 1.0
     with autocast(recipe=recipe):
         touch_forward(state, recipe)
     assert state.scale.item() == 224.0
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_evaluation_moves_no_scale_in_either_nesting(inside):
+    torch.manual_seed(0)
+    layer, recipe, x = ops.Linear(32, 32, bias=False), DelayedScaling(amax_history_len=4), torch.randn(32, 32)
+
+    def scales():
+        return {name: tensor for name, tensor in layer.quantizer_states.to_dict().items() if name.endswith("scale")}
+
+    with autocast(recipe=recipe) if inside else torch.no_grad(), torch.no_grad() if inside else autocast(recipe=recipe):
+        layer(x)
+    assert set(scales()) >= {"input/scale", "weight/scale"}
+    assert all(scale.item() == 1.0 for scale in scales().values())
+    with torch.no_grad(), autocast(recipe=recipe), torch.enable_grad():
+        layer(x)
+    assert scales()["input/scale"].item() == np.float32(E4M3_MAX) / np.float32(x.abs().max().item())
+
+
+def test_a_second_backward_pass_uses_the_updated_gradient_scale():
+    torch.manual_seed(0)
+    layer, recipe = ops.Linear(32, 32, bias=False), DelayedScaling(amax_history_len=4)
+    x = torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe):
+        y = layer(x)
+    dy = 1e-7 * torch.randn(32, 32)  # below the least E5M2 number
+    (first,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert layer.quantizer_states.to_dict()["grad_output/scale"].item() > 1e6
+    (second,) = torch.autograd.grad(y, x, dy)
+    exact = dy @ layer.weight
+    assert not first.any()
+    assert (second - exact).norm() < 0.1 * exact.norm()
 
 
 def test_touches_outside_their_pass_are_refused():
@@ -324,9 +355,12 @@ def test_recording_marks_the_scale_before_any_update():
         with autocast(recipe=recipe), snapshot.recording():
             used(state, recipe=recipe, values=[amax])
     with snapshot.replaying():
-        assert snapshot.is_replaying
         assert state.quantizer(torch.float8_e4m3fn).scale.item() == 1.0
-    assert not snapshot.is_replaying
+        with Snapshot.current().recording():
+            assert Snapshot.current() is snapshot
+            assert state.quantizer(torch.float8_e4m3fn).scale.item() == 1.0  # a checkpoint inside is recomputed, too
+    assert Snapshot.current() is not snapshot
+    assert state.quantizer(torch.float8_e4m3fn).scale.item() == state.scale.item() != 1.0
 
 
 def test_gradients_of_autocast_leave_the_tape_alone():

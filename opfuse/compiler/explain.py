@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import RecipeError
 from opfuse.recipes import autocast, current_amax_group, current_recipe, support
-from opfuse.recipes.delayed import Snapshot
+from opfuse.recipes.delayed import DelayedScalingStates, Snapshot
 from opfuse.recipes.policy import KEEP
 
 SIDES = (FORWARD, BACKWARD)
@@ -76,8 +76,9 @@ class Explanation:
 def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, overrides: bool = False) -> Explanation:
     """Explain ``model(x, *extra_inputs)`` under the active recipe, by running its forward once.
 
-    The run leaves no trace: random state is restored and delayed-scaling states record nothing. overrides: also measure
-    the bytes saved for backward under every backward override.
+    The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
+    delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
+    the caller see it. overrides: also measure the bytes saved for backward under every backward override.
     """
     recipe = current_recipe()
     plans, saved = _observe(model, x, extra_inputs)
@@ -106,15 +107,36 @@ def _observe(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) 
             saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
         return tensor
 
-    with _undone(), recorded_plans() as plans, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        model(x, *extras)
+    copies = {id(tensor): _copy(tensor) for tensor in (x, *extras)}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with _undone(model), recorded_plans(trial=True) as plans, hooks:
+        torch.func.functional_call(model, buffers, tuple(copies[id(tensor)] for tensor in (x, *extras)))
     return tuple(plans), sum(saved.values())
 
 
 @contextmanager
-def _undone() -> Iterator[None]:
-    with torch.random.fork_rng(), Snapshot().replaying():
+def _undone(model: nn.Module) -> Iterator[None]:
+    states = [getattr(module, "quantizer_states", None) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(Snapshot().replaying())
+        for state in states:
+            if isinstance(state, DelayedScalingStates):
+                stack.enter_context(state.kept())
         yield
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in memory of its own, as aligned, as much a leaf and with the same need of a gradient: its plan is the same."""
+    copy = x.detach().clone()
+    if type(x) is torch.Tensor and (shift := (x.data_ptr() - copy.data_ptr()) % 16):
+        room = x.new_empty(x.numel() + 16)
+        shift = (x.data_ptr() - room.data_ptr()) % 16 // x.element_size()
+        copy = room[shift : shift + x.numel()].view(x.shape).copy_(copy)
+    if x.requires_grad and not x.is_leaf and type(x) is torch.Tensor:
+        return copy.copy_(copy.clone().requires_grad_())
+    return copy.requires_grad_(x.requires_grad)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------

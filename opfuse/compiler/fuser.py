@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import namedtuple
@@ -21,7 +22,7 @@ from opfuse.compiler.segment import run_plan
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
-from opfuse.errors import PipelineError, PlanMissError, describe
+from opfuse.errors import PipelineError, PlanMissError, UnsupportedError, describe
 from opfuse.keys import Cache, Miss, digest, token
 from opfuse.recipes import current_amax_group, current_recipe
 
@@ -29,7 +30,16 @@ ROWS = 128
 PLANS = 64
 _log = logging.getLogger("opfuse.misses")
 _on_miss: ContextVar[str] = ContextVar("opfuse_on_miss", default="plan")
-_recorder: ContextVar[list[Plan] | None] = ContextVar("opfuse_recorder", default=None)
+_recording: ContextVar[_Recording | None] = ContextVar("opfuse_recording", default=None)
+_misses = itertools.count(1)
+"""Misses of all pipelines, in order."""
+
+
+class _Recording(NamedTuple):
+    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
+
+    plans: list[Plan]
+    trial: bool
 
 
 class CacheInfo(NamedTuple):
@@ -54,14 +64,14 @@ def on_miss(policy: str) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_plans() -> Iterator[list[Plan]]:
-    """The plans that run inside the block, in order."""
+def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
+    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
     plans: list[Plan] = []
-    reset = _recorder.set(plans)
+    reset = _recording.set(_Recording(plans, trial))
     try:
         yield plans
     finally:
-        _recorder.reset(reset)
+        _recording.reset(reset)
 
 
 @cache
@@ -75,7 +85,8 @@ class OperationFuser:
     """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
 
     imports, exports: channels that come from earlier pipelines, and that later ones read. extra_inputs: for every extra input
-    of a call its channel, None for one without. extra_outputs: the channels of the extra outputs.
+    of a call its channel, None for one without. extra_outputs: the channels of the extra outputs. last_missed: the number of
+    its last miss among the misses of all pipelines, 0 before the first.
     """
 
     def __init__(
@@ -108,6 +119,7 @@ class OperationFuser:
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
+        self.last_missed = 0
         slots = [(i, name, slot) for i, op in enumerate(self.ops) for name, slot in op.parameter_slots()]
         self._slots = tuple((slot, name.rpartition(".")[2]) for _, name, slot in slots)
         fields = [f"op{i}_{name.replace('.', '_')}" for i, name, _ in slots]
@@ -149,8 +161,28 @@ class OperationFuser:
         """The plan of this call, from the cache or made now."""
         rules = self.rules or active_rules()
         key = self.key(x, extras, rules)
+        if key[1][0] is None and torch._C._current_graph_task_id() >= 0:
+            self._check_recomputation(key)
         plan = self.cache.get(key)
         return plan if plan is not None else self._miss(self.named(key), rules)
+
+    def _check_recomputation(self, key: tuple[Any, ...]) -> None:
+        """UnsupportedError where a backward pass recomputes, without its recipe, what ran under one with gradients off.
+
+        That is torch's reentrant checkpoint. High-precision checkpoints, reentrant or not, run the same pipeline without a
+        recipe just before.
+        """
+        used = self.cache.items()
+        last = used[-1][0].env if used else None
+        if last is not None and last.recipe is not None and not last.grad and key[1][2]:
+            raise UnsupportedError(
+                describe(
+                    f"{self.label} inside a backward pass",
+                    wanted=f"the recipe of the forward pass, {last.recipe!r}",
+                    got="a recomputation without it, by a reentrant checkpoint",
+                    cure="use opfuse.checkpoint",
+                )
+            )
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
         if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -163,11 +195,26 @@ class OperationFuser:
                 )
             )
         start = time.perf_counter()
+        plan = self._compiled(key, rules)
+        why = self.cache.put(key, plan)
+        self.last_missed = next(_misses)
+        _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
+        return plan
+
+    def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
         plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label, exports=self.exports)
         if key.env.recipe is not None and any(segment.requires_grad for segment in plan.segments):
             key.env.recipe.check_trainable()
-        why = self.cache.put(key, plan)
-        _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
+        return plan
+
+    def _recorded(self, recording: _Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
+        """The plan of this call, entered in the recording."""
+        if recording.trial:
+            rules = self.rules or active_rules()
+            plan = self._compiled(self.named(self.key(x, extras, rules)), rules)
+        else:
+            plan = self.plan(x, *extras)
+        recording.plans.append(plan)
         return plan
 
     def __call__(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None = None) -> Any:
@@ -185,10 +232,8 @@ class OperationFuser:
             )
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
-        plan = self.plan(x, *extras)
-        recorder = _recorder.get()
-        if recorder is not None:
-            recorder.append(plan)
+        recording = _recording.get()
+        plan = self.plan(x, *extras) if recording is None else self._recorded(recording, x, extras)
         outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

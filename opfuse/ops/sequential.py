@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -22,8 +23,9 @@ class Sequential(nn.Module):
     """Runs modules one after another, maximal runs of fusible ops each as one pipeline.
 
     Behaves as a list: indices, slices, ``append``, ``extend``, ``insert``, ``pop``, ``del``, ``+`` and ``+=``; a dictionary
-    names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order. A
-    channel may start in one run and end in a later one. rules: a rule set of its own; None takes the active one at each call.
+    names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order; those of
+    a Sequential inside take their place among them. A channel may start in one run and end in a later one. Every change of the
+    list makes its pipelines anew, with empty plan caches. rules: a rule set of its own; None takes the active one at each call.
     """
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
@@ -176,6 +178,11 @@ class Sequential(nn.Module):
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
+            if isinstance(run, Sequential):
+                result = run(x, *islice(given, run._wanted()))
+                x, *more = result if isinstance(result, tuple) else (result,)
+                outputs += more
+                continue
             if not isinstance(run, OperationFuser):
                 x = run(x)
                 continue
@@ -189,8 +196,14 @@ class Sequential(nn.Module):
                     outputs.append(tensor)
         return (x, *outputs) if outputs else x
 
+    def _wanted(self) -> int:
+        """Extra inputs of a call, with those of each Sequential inside."""
+        runs = self.runs()
+        own = sum(run.extra_inputs.count(None) for run in runs if isinstance(run, OperationFuser))
+        return own + sum(run._wanted() for run in runs if isinstance(run, Sequential))
+
     def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        wanted = sum(run.extra_inputs.count(None) for run in self.runs() if isinstance(run, OperationFuser))
+        wanted = self._wanted()
         if len(extra_inputs) != wanted:
             cure = "pass one tensor for each extra input that has no channel, in op order"
             raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
@@ -210,9 +223,15 @@ class Sequential(nn.Module):
         return found
 
     def cache_info(self) -> CacheInfo:
-        """Plans alive, hits and misses of all pipelines, and why the last miss was one."""
-        infos = [run.cache_info() for run in self.runs() if isinstance(run, OperationFuser)]
-        reason = next((info.last_miss for info in reversed(infos) if info.last_miss), None)
+        """Plans alive, hits and misses of its pipelines and of every Sequential inside, and why the latest miss was one.
+
+        They count from the last change of the list.
+        """
+        lists = [module for module in self.modules() if isinstance(module, Sequential)]
+        pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
+        infos = [run.cache_info() for run in pipelines]
+        last = max(pipelines, key=lambda run: run.last_missed, default=None)
+        reason = None if last is None else last.cache_info().last_miss
         return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
 
 

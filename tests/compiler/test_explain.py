@@ -8,6 +8,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.explain import explain
+from opfuse.compiler.fuser import recorded_plans
 
 
 def mlp(size: int = 64) -> ops.Sequential:
@@ -108,3 +109,57 @@ def test_explaining_leaves_no_trace() -> None:
     slots = {name for name in before if name.startswith(("input", "weight"))}
     assert slots
     assert all(torch.equal(before[name], after[name]) for name in slots)
+
+
+class Stateful(torch.nn.Module):
+    """A pipeline that overwrites its extra input, between modules with buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.ops = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(in_place=True), ops.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        return self.ops(self.norm(x), extra)
+
+
+def remembered(model: Stateful) -> dict[str, torch.Tensor]:
+    states = {f"{i}/{name}": t for i, op in enumerate(model.ops) for name, t in op.quantizer_states.to_dict().items()}
+    return {name: t.clone() for name, t in (*model.named_buffers(), *model.named_parameters(), *states.items())}
+
+
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("length", [4, 2])
+def test_explaining_changes_no_input_no_buffer_no_counter_and_makes_no_state(called: bool, length: int) -> None:
+    torch.manual_seed(0)
+    model, x, extra = Stateful(), torch.randn(32, 64), torch.randn(32, 64, requires_grad=True).clone()
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    if called:
+        with opfuse.autocast(recipe=recipe):
+            model(x, extra.clone()).sum().backward()
+    before, counters, values, version = remembered(model), model.ops.cache_info(), extra.detach().clone(), extra._version
+    buffers = dict(model.named_buffers())
+    with opfuse.autocast(recipe=recipe.replace(amax_history_len=length)):
+        explain(model, 3 * x, extra)
+    after = remembered(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert model.ops.cache_info() == counters
+    assert torch.equal(extra, values)
+    assert (extra._version, extra.is_leaf, extra.grad_fn is not None) == (version, False, True)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_the_plan_explained_is_the_one_that_runs(offset: int, leaf: bool) -> None:
+    model = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(), ops.GELU())
+    x = torch.randn(32 * 64 + offset)[offset:].view(32, 64).detach()
+    extra = torch.randn(32, 64, requires_grad=True)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        found = explain(model, x, extra if leaf else extra.clone())
+        with recorded_plans() as plans:
+            model(x, extra)
+    assert [plan.key for plan in plans] == [plan.key for plan in found.plans]
+    assert plans[0].key.env.aligned == (offset == 0)
+    assert plans[0].fusions == found.fusions

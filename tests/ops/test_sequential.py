@@ -215,6 +215,36 @@ def test_a_wrong_number_of_extra_inputs_stops_before_anything_runs(count):
     assert not seen
 
 
+def test_a_sequential_inside_takes_and_gives_its_extra_tensors_in_order():
+    x, a, s, b, c = x_of(3, 8), x_of(3, 8), x_of(3), x_of(3, 8), x_of(3, 8)
+    outer = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Tanh(), extras_model(), ops.AddExtraInput())
+    y, *outputs = outer(x, c, a, s, b, c)
+    inner_y, *inner_outputs = extras_model()(torch.tanh(x + c), a, s, b)
+    for got, want in zip((y, *outputs), (inner_y + c, x + c, *inner_outputs), strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(PipelineError, match="wants 5 extra inputs, got 4"):
+        outer(x, c, a, s, b)
+
+
+def test_x01_cache_info_tells_the_latest_miss_of_all_pipelines():
+    inner = ops.Sequential(ops.Linear(8, 8), ops.GELU())
+    model = ops.Sequential(ops.ReLU(), nn.Identity(), inner, nn.Identity(), ops.SiLU())
+    model(x_of(3, 8))
+    model(x_of(3, 8))
+    assert model.cache_info() == (3, 3, 3, "first plan: the cache was empty")
+    inner.eval()(x_of(3, 8))
+    assert "training" in model.cache_info().last_miss
+    with torch.no_grad():
+        model(x_of(3, 8))
+    assert model.cache_info().last_miss == model.runs()[-1].cache_info().last_miss != inner.cache_info().last_miss
+    model.train()
+    inner(x_of(64, 8))
+    assert model.cache_info().last_miss == inner.cache_info().last_miss
+    assert "rows_class: 1 -> 64" in model.cache_info().last_miss
+    model.append(ops.ReLU())
+    assert model.cache_info().plans == inner.cache_info().plans  # a change of the list starts with empty caches
+
+
 class Power(ops.BasicOperation):
     """x ** exponent with the exponent of the call."""
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from timing import Call, device_time, host_time
 
-from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_tensor
+from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, forward_chain
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.encoding import Recording
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_blocks, forward_chain_cast
+from opfuse.kernels.encoding import Blocks, Recording
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
 
@@ -75,6 +75,15 @@ def forward_cast(names: str, *keep: int, usages: Sequence[Usage] = USAGES) -> Ma
     return make
 
 
+def forward_blocks(names: str) -> Make:
+    def make(shape: tuple[int, int]) -> Call:
+        x, ops = random(*wide(names, shape)), stages(names, shape)
+        encode = Blocks([Layout(fp8_block(E4M3, 1), usage, shape) for usage in USAGES])
+        return lambda: forward_chain_blocks(x, ops, encode)
+
+    return make
+
+
 def backward_cast(names: str, usages: Sequence[Usage] = USAGES) -> Make:
     def make(shape: tuple[int, int]) -> Call:
         x, dy, ops = random(*wide(names, shape)), random(*shape), stages(names, shape)
@@ -102,6 +111,8 @@ CHAINS: dict[str, tuple[float, Make]] = {
     "bias, GELU, cast both": (4, forward_cast("bias gelu")),
     "bias, GELU, cast row": (3, forward_cast("bias gelu", usages=(ROWWISE,))),
     "bias, GELU, kept, cast both": (6, forward_cast("bias gelu", 1)),
+    "bias, GELU, blocks both": (4.06, forward_blocks("bias gelu")),
+    "SwiGLU, blocks both": (6.06, forward_blocks("swiglu")),
     "SwiGLU, cast both": (6, forward_cast("swiglu")),
     "d bias, cast both": (4, backward_cast("bias")),
     "d GELU, cast both": (6, backward_cast("gelu")),

@@ -16,7 +16,10 @@ from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
 from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
 
-_PARAMETERS = struct.Struct("PPPPPqqqqffII")
+BLOCKS = "PPPPqqqqffII"
+"""How Blocks in blocks.cuh is packed."""
+
+_PARAMETERS = struct.Struct("P" + BLOCKS)
 _BLOCK, _THREADS = 128, 256
 
 
@@ -31,22 +34,29 @@ def cast_block(
         raise QuantizerError(describe("cast_block", wanted="planes of one format", got=", ".join(map(str, formats)), cure=cure))
     x = x.contiguous()
     rows, columns = x.shape
-    planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
-    (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
+    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
     variant = variant_of(
         "cast_block.cu",
         _PARAMETERS,
         IN=C_TYPES[x.dtype],
         OUT=layouts[0].element.name.upper(),
         SQUARE=layouts[0].block[0] != 1,
-        ALIGNED=on_bytes(x, 16) and columns % 8 == 0 and not (COLUMNWISE in planes and rows % 16),
+        ALIGNED=on_bytes(x, 16) and columns % 8 == 0 and not (rows % 16 and any(u.usage == COLUMNWISE for u in layouts)),
     )
     grid = Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
+    launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+def new_blocks(
+    layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float, pow2: bool
+) -> tuple[list[quantize.Encoded], tuple[int | float, ...]]:
+    """Room for planes of a matrix of ``dtype``, and the fields of Blocks in blocks.cuh."""
+    planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
+    (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
     outputs = (row_data, column_data, row_scale, column_scale)
-    rule = (eps, min(torch.finfo(x.dtype).max, FLT_MAX), pow2, 0)
-    fields = (x.data_ptr(), *outputs, rows, columns, row_pitch, column_pitch, *rule)
-    launch(variant, "cast_block", grid, _PARAMETERS, *fields, device=x.get_device())
-    return [planes[layout.usage] for layout in layouts]
+    rule = (eps, min(torch.finfo(dtype).max, FLT_MAX), pow2, 0)
+    return [planes[layout.usage] for layout in layouts], (*outputs, *layouts[0].shape, row_pitch, column_pitch, *rule)
 
 
 def _new_plane(layout: Layout, device: torch.device) -> quantize.Encoded:

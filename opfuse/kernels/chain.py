@@ -79,7 +79,7 @@ def run(
     *,
     defines: tuple[str, ...] = (),
     extra: str = "",
-    fields: Sequence[int] = (),
+    fields: Sequence[float] = (),
 ) -> None:
     """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
 

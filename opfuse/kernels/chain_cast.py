@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from opfuse.formats import COLUMNWISE, ROWWISE
-from opfuse.kernels import chain_cast_cases
+from opfuse.kernels import chain_cast_cases, quantize
+from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain import backward_chain, forward_chain, run
-from opfuse.kernels.chain_call import Call, Cut, Tensors, backward_call, forward_call
-from opfuse.kernels.encoding import Encoded, Recording
+from opfuse.kernels.chain_call import THREADS, Call, Cut, Tensors, backward_call, forward_call
+from opfuse.kernels.encoding import Blocks, Encoded, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
 
 _TILE = (128, 64)
-_TILE_LANES = 3  # 2^3 packs of eight columns
+_BLOCK = (128, 128)
 
 
 def forward_then_cast(
@@ -91,6 +92,58 @@ def backward_chain_cast(
     return _run_cast(launch, call, encode), call.result, call.grads
 
 
+def forward_then_blocks(
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Blocks,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = False,
+) -> tuple[list[quantize.Encoded], Tensor | None, dict[int, Tensor]]:
+    """Data and scales of the planes of :func:`forward_chain`'s result, the result if it ``stores`` it, and what is kept."""
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    return encode(y), y if stores else None, kept
+
+
+@kernel("chain_block.cu", reference=forward_then_blocks, tolerance=Tolerance(ulp=1), cases=chain_cast_cases.BLOCKS)
+def forward_chain_blocks(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Blocks,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = False,
+) -> tuple[list[quantize.Encoded], Tensor | None, dict[int, Tensor]]:
+    """One read of ``x`` and of each operand."""
+    call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
+    if call is None or len({layout.format for layout in encode.layouts}) > 1:
+        return forward_then_blocks(x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
+    planes, fields = new_blocks(encode.layouts, dtype or x.dtype, call.device, eps=encode.eps, pow2=encode.pow2)
+    cut = _tiles(call, _BLOCK)
+    resident, ahead = _block_residency(call)
+    defines = (
+        f"OUT={encode.layouts[0].element.name.upper()}",
+        f"SQUARE={int(encode.layouts[0].block[0] != 1)}",
+        f"RESIDENT={resident}",
+        f"AHEAD={ahead}",
+    )
+    run(launch, "chain_block", call, cut, defines=defines, extra=BLOCKS, fields=fields)
+    return planes, call.result, call.kept
+
+
+def _tiles(call: Call, tile: tuple[int, int]) -> Cut:
+    """The result in tiles of ``tile`` rows and columns."""
+    columns, across = call.shape[-1], tile[1] // 8
+    return Cut(
+        call.shape.numel() // columns, columns, across.bit_length() - 1, ceil_div(columns, tile[1]), tile[0] * across // THREADS
+    )
+
+
 def _fits(call: Call) -> bool:
     """Whether the columns of a tile lie together in every strand of dx, of which a kernel has room for two."""
     return call.code.depths[0] <= 1 and all(stage.interleave % _TILE[1] == 0 for stage in call.code.stages)
@@ -99,8 +152,7 @@ def _fits(call: Call) -> bool:
 def _run_cast(launch: Launcher, call: Call, encode: Recording) -> Encoded:
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
-    columns = call.shape[-1]
-    cut = Cut(call.shape.numel() // columns, columns, _TILE_LANES, ceil_div(columns, _TILE[1]), _TILE[0] // 32)
+    cut = _tiles(call, _TILE)
     blocks, ahead = _residency(call)
     defines = (f"OUT={encode.layouts[0].element.name.upper()}", f"BLOCKS={blocks}", f"AHEAD={ahead}")
     planes = [data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE)]
@@ -130,3 +182,14 @@ def _residency(call: Call) -> tuple[int, int]:
     blocks, ahead = _RESIDENCY[code.direction, gated, bool(code.row_sums)]
     stored = code.stores or (code.direction == "forward" and code.saved)
     return (blocks - 1, 1) if code.source == "float" or (gated and stored) else (blocks, ahead)
+
+
+def _block_residency(call: Call) -> tuple[int, int]:
+    code = call.code
+    if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1:
+        return 1, 1
+    if code.source == "float":
+        return (1, 1) if code.depths[0] else (2, 1)
+    if code.stores or code.saved:
+        return (1, 1) if code.depths[0] else (3, 2)
+    return (3, 2) if code.depths[0] or any(code.of_kind("column")) else (4, 2)

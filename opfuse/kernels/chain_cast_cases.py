@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage, fp8_tensor
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage, fp8_block, fp8_tensor
 from opfuse.kernels.chain_cases import FP16, FP32, Chain
-from opfuse.kernels.encoding import Recording
+from opfuse.kernels.encoding import Blocks, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
 
@@ -72,3 +72,16 @@ def _cases(direction: str, chains: Sequence[Chain]) -> dict[str, Case]:
 
 
 FORWARD, BACKWARD = _cases("forward", _FORWARD), _cases("backward", _BACKWARD)
+
+
+def _blocks(chain: Chain, planes: _Planes, dims: int, device: torch.device) -> Arguments:
+    args, kwargs = chain.forward(device)
+    matrix = (torch.Size(chain.shape[:-1]).numel(), chain.shape[-1])
+    layouts = [Layout(fp8_block(planes.element, dims), usage, matrix) for usage in planes.usages]
+    return Arguments((*args, Blocks(layouts, pow2=dims == 1)), {**kwargs, "stores": planes.stores})
+
+
+BLOCKS: dict[str, Case] = {
+    f"{chain.name}, {'+'.join(usages)}, {dims}D": functools.partial(_blocks, chain, _Planes(usages, E4M3, dims == 2), dims)
+    for (chain, usages), dims in itertools.product(zip(_FORWARD, itertools.cycle(_PLANES)), (1, 2))
+}

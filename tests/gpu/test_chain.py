@@ -10,7 +10,7 @@ from opfuse.kernels import launch
 from opfuse.kernels.activations import ARITHMETIC
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cases import OPS, Chain
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_blocks, forward_chain_cast
 from opfuse.kernels.encoding import Recording
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
@@ -138,6 +138,19 @@ def test_r1_r5_fused_cast_equals_chain_then_cast_on_the_device(name, device):
 @pytest.mark.parametrize("name", sorted(backward_chain_cast.cases))
 def test_r1_r5_fused_backward_cast_equals_chain_then_cast_on_the_device(name, device):
     equal_to_two_kernels(backward_chain_cast, name, device)
+
+
+@pytest.mark.parametrize("name", sorted(forward_chain_blocks.cases))
+def test_r1_r5_fused_block_cast_equals_chain_then_cast_on_the_device(name, device):
+    args, kwargs = forward_chain_blocks.cases[name](device)
+    planes, result, kept = forward_chain_blocks(*args, **kwargs)
+    wanted, wanted_result, wanted_kept = forward_chain_blocks.reference(*args, **kwargs)
+    for (data, scale), (definition, wanted_scale) in zip(planes, wanted, strict=True):
+        assert_same(data, definition)
+        assert_same(scale, wanted_scale)
+    for got, definition in ((result, wanted_result), *((kept[i], wanted_kept[i]) for i in kept)):
+        if definition is not None:
+            assert_same(got, definition)
 
 
 def equal_to_two_kernels(kernel, name, device):

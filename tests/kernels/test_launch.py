@@ -19,6 +19,7 @@ MOST_REGISTERS = {
     "dequantize.cu": {"dequantize_rows": 64, "dequantize_tile": 48},
     "chain_forward.cu": {"chain_forward": 64},
     "chain_backward.cu": {"chain_backward": 160, "row_sums": 32, "column_sums": 32},
+    "chain_block.cu": {"chain_block": 255},
     "chain_tensor.cu": {"chain_tensor": 128, "row_sums": 32, "column_sums": 32},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""

@@ -18,37 +18,46 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from opfuse.errors import KeyValueError
+from opfuse.errors import KeyValueError, describe
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_FREEZE = "use @dataclass(frozen=True), a tuple or a plain value"
 _CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType)
 
-_tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_tokens: dict[int, tuple[weakref.ref[Any], str]] = {}
 _names: dict[str, int] = {}
 
 
-def token(thing: object) -> str:
+def token(thing: object, where: str = "") -> str:
     """A name for an object whose identity is itself (a class, a function, a process group).
 
     The first object of a name is ``module:qualname``; another object of the same name (a redefinition) gets ``#2`` and so on.
+    A number is never given twice, so the name outlives the object. A bound method is named by its function and its object.
+    KeyValueError, which speaks of ``where``, for an object that cannot be told from its successors: a number, a tuple.
     """
+    if isinstance(thing, types.MethodType):  # made anew each time it is looked up
+        return f"{token(thing.__func__, where)} of {token(thing.__self__, where)}"
+    key = id(thing)
+    if (known := _tokens.get(key)) is not None:
+        return known[1]
     name = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
     try:
-        number = _tokens.get(thing)
-        if number is None:
-            number = _names[name] = _names.get(name, 0) + 1
-            _tokens[thing] = number
+        alive = weakref.ref(thing, lambda _: _tokens.pop(key, None))
     except TypeError as error:
-        raise KeyValueError(
-            f"{name}: has no identity that outlives it; use a frozen dataclass or a module-level function"
-        ) from error
-    return name if number == 1 else f"{name}#{number}"
+        wanted, cure = "an object that can be told from its successors", "use a frozen dataclass or a function"
+        raise KeyValueError(describe(where or name, wanted=wanted, got=type(thing).__qualname__, cure=cure)) from error
+    number = _names[name] = _names.get(name, 0) + 1
+    return _tokens.setdefault(key, (alive, name if number == 1 else f"{name}#{number}"))[1]
 
 
 def key_fields(value: object) -> dict[str, Any] | None:
-    """Named parts of a composite value: compared dataclass fields or named-tuple fields; None for anything else."""
+    """Named parts of a composite value: compared dataclass fields or named-tuple fields; None for anything else.
+
+    A dataclass whose identity is more than its fields has the rest in a mapping ``key_extras``.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
+        extras: Mapping[str, Any] = getattr(value, "key_extras", {})
+        return {**{f.name: getattr(value, f.name) for f in fields(value) if f.compare}, **extras}
     names = getattr(value, "_fields", None)
     return dict(zip(names, value)) if isinstance(value, tuple) and names else None
 
@@ -65,7 +74,7 @@ def _canonical(value: object, path: str) -> Iterator[str]:
         yield f"object:{token(value)};"
     elif (parts := key_fields(value)) is not None:
         if is_dataclass(value) and not getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009 - typed stubs do not know it
-            raise KeyValueError(f"{path}: {kind} is a mutable dataclass; use @dataclass(frozen=True)")
+            raise KeyValueError(describe(path, wanted="a frozen dataclass", got=f"{kind}, a mutable dataclass", cure=_FREEZE))
         yield f"{token(type(value))}("
         for name, part in parts.items():
             yield f"{name}="
@@ -75,8 +84,10 @@ def _canonical(value: object, path: str) -> Iterator[str]:
         yield f"{kind}["
         yield from _canonical_items(value, path)
         yield "]"
+    elif callable(value) and type(value).__weakrefoffset__:
+        yield f"object:{token(value, path)};"
     else:
-        raise KeyValueError(f"{path}: {kind} object has no value identity; use a frozen dataclass")
+        raise KeyValueError(describe(path, wanted="a value with an identity", got=f"an object of {kind}", cure=_FREEZE))
 
 
 def _canonical_items(value: tuple[Any, ...] | frozenset[Any] | Mapping[Any, Any], path: str) -> Iterator[str]:
@@ -91,13 +102,13 @@ def _canonical_items(value: tuple[Any, ...] | frozenset[Any] | Mapping[Any, Any]
         yield from sorted("".join(_canonical(part, path)) for part in value)
 
 
-def digest(value: object) -> str:
+def digest(value: object, where: str = "key") -> str:
     """32 hex digits that are equal exactly for equal values of equal types.
 
-    ``True``, ``1`` and ``1.0`` differ; nan equals itself; classes and functions count by identity. KeyValueError names the
-    path of a part that has no value identity.
+    ``True``, ``1`` and ``1.0`` differ; nan equals itself; classes, functions and other callables count by identity.
+    KeyValueError names the path, from ``where`` on, of a part that has no identity.
     """
-    return hashlib.blake2b("".join(_canonical(value, "key")).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b("".join(_canonical(value, where)).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -142,7 +143,21 @@ def test_lambdas_count_by_identity():
 
 
 class Bare:
-    pass
+    def method(self):
+        return self
+
+
+def test_s5_bound_methods_and_partials_count_by_identity():
+    one, other = Bare(), Bare()
+    assert digest(one.method) == digest(one.method) != digest(other.method)
+    made = partial(int, base=2)
+    assert digest(made) == digest(made) != digest(partial(int, base=2))
+    seen = set()
+    for _ in range(20):  # objects that die hand their address on, not their name
+        seen.add(digest(Bare().method))
+    assert len(seen) == 20
+    with pytest.raises(KeyValueError, match=r"a\.b: wants .*, got int\. Cure: "):
+        token((lambda number: number).__get__(3), "a.b")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -214,13 +216,43 @@ class NVFP4BlockScaling(Recipe):
         return NVFP4Quantizer("e2m1", nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode, **_row(self, role, options))
 
 
+class _Answers(dict[QuantizerRole, Quantizer]):
+    """What a factory answered, role by role."""
+
+
+_ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
+"""The answers shared by equal custom recipes, by digest, while one of them lives."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CustomRecipe(Recipe):
-    """Asks ``qfactory(role)`` for each quantizer. The function's identity is part of the recipe's."""
+    """Asks ``qfactory(role)`` for each quantizer.
+
+    The function's identity, and what it answers at construction for the nameless linear roles of TENSOR_TYPES, are part of the
+    recipe's; a role that it refuses there has no part in it. It is asked once for each role: recipes that are equal share the
+    answers, so that under equal recipes a role has one quantizer for ever.
+    """
 
     kind: ClassVar[str] = "custom"
 
     qfactory: Callable[[QuantizerRole], Quantizer]
+
+    @cached_property
+    def key_extras(self) -> Mapping[str, Any]:
+        """The quantizers answered at construction: ``input_quantizer`` and so on, None where the factory refused."""
+        return {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
+
+    @cached_property
+    def _answers(self) -> _Answers:
+        probed = {QuantizerRole(tensor_type=name): made for name, made in zip(TENSOR_TYPES, self.key_extras.values())}
+        return _ANSWERS.setdefault(self.digest, _Answers({role: made for role, made in probed.items() if made is not None}))
+
+    def _probed(self, role: QuantizerRole) -> Quantizer | None:
+        try:
+            made = self.qfactory(role)
+        except Exception:
+            return None
+        return made if isinstance(made, Quantizer) else None
 
     def check(self) -> None:
         super().check()
@@ -229,11 +261,13 @@ class CustomRecipe(Recipe):
             raise RecipeError(describe("CustomRecipe.qfactory", wanted="a callable", got=repr(self.qfactory), cure=cure))
 
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        if (known := self._answers.get(role)) is not None:
+            return known
         made = self.qfactory(role)
         if not isinstance(made, Quantizer):
             cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
             raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted="a Quantizer", got=repr(made), cure=cure))
-        return made
+        return self._answers.setdefault(role, made)
 
 
 RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(

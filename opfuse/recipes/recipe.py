@@ -147,7 +147,7 @@ class Recipe(ABC):
         # Still construction: after this function nothing writes to the instance.
         vars(self).update(values, _sources=MappingProxyType(sources))
         self.check()
-        vars(self)["_digest"] = keys.digest(self)
+        vars(self)["_digest"] = keys.digest(self, cls.__name__)
 
     def _resolve(self, name: str, declared: tuple[object, Setting | None]) -> Resolved:
         value = getattr(self, name)

@@ -23,7 +23,7 @@ from opfuse.errors import PlanMissError, RecipeError, SpecError
 from opfuse.fusions import RULES
 from opfuse.keys import diff, digest
 from opfuse.recipes import RECIPES, CustomRecipe, Recipe
-from opfuse.tensors.quantizers import IdentityQuantizer
+from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
 from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
 
@@ -211,9 +211,27 @@ def test_r9_the_name_of_an_op_is_fixed_once_a_pipeline_has_it():
     model[0].basic_ops[0].name = "fc1"
     with opfuse.autocast(recipe=CustomRecipe(qfactory=qfactory)):
         model(randn(32, 64))
-    assert set(seen) == {"fc1"}
+    assert set(seen) == {"", "fc1"}, "nameless roles are asked for when the recipe is made"
     with pytest.raises(SpecError, match="before the first call"):
         model[0].basic_ops[0].name = "fc2"
+
+
+def test_r9_an_impure_factory_under_one_identity_makes_no_stale_plan():
+    low = [True]
+
+    def qfactory(role):
+        return MXFP8Quantizer() if low[0] else IdentityQuantizer()
+
+    model, x = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(32, 64)
+    seen = []
+    for low[0] in (True, False, True):
+        with opfuse.autocast(recipe=CustomRecipe(qfactory=qfactory)):
+            seen.append(model(x))
+            assert torch.equal(seen[-1], copy.deepcopy(model)(x))
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    assert model.cache_info()[:3] == (2, 1, 2)
+    assert "input_quantizer" in model.cache_info().last_miss
 
 
 def test_plain_keys_equal_named_keys():

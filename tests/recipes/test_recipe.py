@@ -7,6 +7,7 @@ import subprocess
 import sys
 import timeit
 from dataclasses import FrozenInstanceError, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from opfuse.recipes import (
     UnknownFieldError,
     recipe_of,
 )
-from opfuse.tensors.quantizers import IdentityQuantizer
+from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -497,7 +498,7 @@ def test_h08_unknown_tensor_type_is_refused_with_a_suggestion(cls):
         cls().quantizer(QuantizerRole(tensor_type="weights"))
 
 
-def test_h08_factory_is_called_once_per_role_per_call():
+def test_h08_factory_is_called_once_per_role():
     seen = []
 
     def factory(role):
@@ -505,8 +506,10 @@ def test_h08_factory_is_called_once_per_role_per_call():
         return None if role.name == "head" else IdentityQuantizer()
 
     recipe = CustomRecipe(qfactory=factory)
+    assert seen == [QuantizerRole(tensor_type=t) for t in ("input", "weight", "grad_output")]
+    seen.clear()
     roles = [QuantizerRole(tensor_type=t, name="fc1") for t in ("input", "weight", "grad_output", "output")]
-    for role in roles:
+    for role in 2 * roles:
         assert isinstance(recipe.quantizer(role), IdentityQuantizer)
     assert seen == roles
     with pytest.raises(ValueError, match=r"name='head'.*None"):
@@ -524,8 +527,55 @@ def test_h08_factory_identity_is_part_of_the_recipe():
     assert CustomRecipe(qfactory=first) == CustomRecipe(qfactory=first)
     assert CustomRecipe(qfactory=first) != CustomRecipe(qfactory=second)
     assert CustomRecipe(qfactory=identity_everywhere) != CustomRecipe(qfactory=another_factory)
-    with pytest.raises(KeyValueError, match="qfactory"):
+    with pytest.raises(KeyValueError, match=r"CustomRecipe\.qfactory: wants .*, got int\. Cure: "):
         CustomRecipe(qfactory=(lambda a: a).__get__(3))
+
+
+class Switched:
+    """A factory whose answer depends on what its key cannot see."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def __call__(self, role):
+        return MXFP8Quantizer() if self.on else IdentityQuantizer()
+
+    def named(self, role):
+        if not role.name:
+            raise KeyError(role)
+        return self(role)
+
+
+def test_r9_what_a_factory_answers_is_part_of_the_recipe():
+    factory = Switched()
+    first, again = CustomRecipe(qfactory=factory), CustomRecipe(qfactory=factory)
+    factory.on = False
+    later = CustomRecipe(qfactory=factory)
+    assert first == again != later
+    assert [d.path for d in keys.diff(first, later)] == [f"{name}_quantizer" for name in ("input", "weight", "grad_output")]
+    assert first.quantizer(QuantizerRole()) == MXFP8Quantizer(), "one recipe has one answer for ever"
+    assert later.quantizer(QuantizerRole()) == IdentityQuantizer()
+    assert first.replace(rounding="single").quantizer(QuantizerRole()) == IdentityQuantizer(), "a new recipe asks anew"
+
+
+def test_r9_equal_recipes_share_the_answers_for_named_roles():
+    factory, role = Switched(), QuantizerRole(name="fc1")
+    first, second = CustomRecipe(qfactory=factory.named), CustomRecipe(qfactory=factory.named)
+    assert first == second
+    made = first.quantizer(role)
+    factory.on = False
+    assert second.quantizer(role) is made
+    assert first.with_sources({}).quantizer(role) is made
+    with pytest.raises(KeyError):
+        first.quantizer(QuantizerRole())
+
+
+def test_r9_any_callable_is_a_factory_by_identity():
+    made = partial(lambda quantizer, role: quantizer, IdentityQuantizer())
+    assert CustomRecipe(qfactory=made) == CustomRecipe(qfactory=made)
+    assert CustomRecipe(qfactory=made) != CustomRecipe(qfactory=partial(made.func, *made.args))
+    one, other = Switched(), Switched()
+    assert CustomRecipe(qfactory=one.__call__) == CustomRecipe(qfactory=one.__call__) != CustomRecipe(qfactory=other.__call__)
 
 
 def test_recipe_of_names_the_nearest_kind():

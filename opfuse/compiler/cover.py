@@ -8,8 +8,10 @@ from itertools import takewhile
 from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph, Node
-from opfuse.compiler.rules import ABSENT, JOINT, Fusion, Guard, Term, is_
+from opfuse.compiler.rules import ABSENT, JOINT, Fusion, Guard, Term, at_least, is_
 from opfuse.core.signature import Env
+from opfuse.keys import key_fields
+from opfuse.recipes import Recipe
 
 FUSED, SHADOWED, MISSED, ABSENT_STATUS = "fused", "shadowed", "missed", "absent"
 
@@ -117,22 +119,32 @@ def read(path: str, graph: Graph, env: Env, names: Mapping[str, tuple[int, ...]]
     return [_walk(start, rest) for start in starts]
 
 
+_DERIVED: tuple[tuple[type, tuple[str, ...]], ...] = ((Env, ("backward_override", "rounding")), (Recipe, ("kind",)))
+"""What follows from the key fields of a part of the key, or from its class."""
+
+
+def _parts(value: Any) -> Mapping[str, Any]:
+    """What a guard may read of ``value``: what is in the key or follows from it, so that no plan outlives an answer."""
+    parts = key_fields(value) or {}
+    if isinstance(value, Node):
+        return {**parts, **(key_fields(value.spec) or {}), **dict(value.params)}
+    derived = (name for cls, names in _DERIVED if isinstance(value, cls) for name in names)
+    return {**parts, **{name: getattr(value, name) for name in derived}}
+
+
 def _walk(value: Any, path: Sequence[str]) -> Any:
     for step in path:
-        if isinstance(value, Node):
-            params = dict(value.params)
-            value = params[step] if step in params else getattr(value.spec, step, getattr(value, step, ABSENT))
-        else:
-            value = getattr(value, step, ABSENT)
-        if value is ABSENT:
-            return ABSENT
+        value = _parts(value).get(step, ABSENT)
     return value
+
+
+_LEVEL_GUARDS: Mapping[int, tuple[Guard, ...]] = {0: (at_least("env.level", 1),), 1: (is_("env.rounding", "per_op"),)}
+"""What a level asks of every rule before the rule's own guards."""
 
 
 def _refusal(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> tuple[Guard, Any] | None:
     names = {term.name: place for term, place in zip(rule.pattern, binding)}
-    level_guard = (is_("env.rounding", "per_op"),) if env.level == 1 else ()
-    for guard in level_guard + rule.when:
+    for guard in _LEVEL_GUARDS.get(env.level, ()) + rule.when:
         for got in read(guard.reads, graph, env, names):
             if not guard.ok(got):
                 return guard, got

@@ -87,7 +87,7 @@ def compile_plan(
     claims.claim_functions(rules, ops)
     opaque = any(claims.groups.values())
     for direction in DIRECTIONS:
-        claims.claim_rules(rules.of(direction, key.env.level), direction)
+        claims.claim_rules(rules.of(direction), direction)
     forward, backward = claims.complete(FORWARD), claims.complete(BACKWARD)
     verify(graph, forward, FORWARD)
     verify(graph, backward, BACKWARD)

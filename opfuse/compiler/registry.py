@@ -22,12 +22,20 @@ from opfuse.keys import digest
 class FusionFunction:
     """A function ``func(ops, *, recipe) -> ops`` that replaces runs of live ops by FusedOperations.
 
-    It sees modules, not keys, so plans it takes part in are marked opaque; it is asked again for every new key.
+    It sees modules, not keys, so plans it takes part in are marked opaque; it is asked again for every new key. Any callable
+    will do, and counts by identity; FusionError for anything else, KeyValueError for a callable that has no identity.
     """
 
     name: str
     direction: str
     func: Callable[..., Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        where = f"fusion function {self.name!r}"
+        if not callable(self.func):
+            cure = "register a function (ops, *, recipe) -> ops"
+            raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=cure))
+        digest(self, where)
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,8 @@ class RuleSet:
         """Value identity, for keys."""
         return digest((self.rules, self.functions, self.level))
 
-    def of(self, direction: str, level: int) -> tuple[Fusion, ...]:
-        """The rules of one direction, higher priority first, in order otherwise."""
-        if level == 0:
-            return ()
+    def of(self, direction: str) -> tuple[Fusion, ...]:
+        """The rules of one direction, higher priority first, in order otherwise; at every level, which their guards see to."""
         return tuple(sorted((rule for rule in self.rules if rule.direction == direction), key=lambda rule: -rule.priority))
 
     def functions_of(self, direction: str, level: int) -> tuple[FusionFunction, ...]:

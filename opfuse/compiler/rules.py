@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Node
-from opfuse.errors import FusionError, describe
+from opfuse.errors import FusionError, KeyValueError, describe
+from opfuse.keys import digest
 
 JOINT = "joint"
 
@@ -56,18 +57,28 @@ class _Absent:
 ABSENT: Any = _Absent()
 
 
+def _same(got: Any, want: Any) -> bool:
+    """Equal, and of one type: True is not 1. A shape is a tuple like any other."""
+    if isinstance(got, tuple) and isinstance(want, tuple):
+        return len(got) == len(want) and all(map(_same, got, want))
+    return type(got) is type(want) and bool(got == want)
+
+
 def _at_least(got: Any, want: Any) -> bool:
-    return bool(got is not None and got >= want)
+    try:
+        return bool(got >= want)
+    except TypeError:  # not values of one order
+        return False
 
 
 def _multiple_of(got: Any, want: Any) -> bool:
-    return isinstance(got, int) and got % want == 0
+    return type(got) is int and got % want == 0
 
 
 TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "is": (lambda got, want: type(got) is type(want) and got == want, "{!r}"),
-    "is_not": (lambda got, want: got != want, "anything but {!r}"),
-    "one_of": (lambda got, want: got in want, "one of {!r}"),
+    "is": (_same, "{!r}"),
+    "is_not": (lambda got, want: not _same(got, want), "anything but {!r}"),
+    "one_of": (lambda got, want: any(_same(got, each) for each in want), "one of {!r}"),
     "at_least": (_at_least, ">= {!r}"),
     "multiple_of": (_multiple_of, "a multiple of {!r}"),
 }
@@ -78,12 +89,22 @@ TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 class Guard:
     """A condition as data: the dotted path it reads, a word of :data:`TESTS`, the value wanted.
 
-    Paths start at a pattern name (``linear.in_features``, ``linear.weight.dtype``) or at ``env`` (``env.recipe.kind``).
+    Paths start at a pattern name (``linear.in_features``, ``linear.weight.dtype``) or at ``env`` (``env.recipe.kind``). They
+    lead through compared fields only: anything else of an object is not in the key, and so is absent to a guard.
+    FusionError for a value wanted that has no identity (a list is taken for a tuple), and for one the word cannot take.
     """
 
     reads: str
     test: str
     want: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.want, list):
+            object.__setattr__(self, "want", tuple(self.want))
+        wanted, takes = _WANTS.get(self.test, _ANY)
+        if not takes(self.want):
+            where = f"guard {self.test}({self.reads!r})"
+            raise FusionError(describe(where, wanted=wanted, got=repr(self.want), cure="pass a value that the test can use"))
 
     @property
     def wants(self) -> str:
@@ -93,6 +114,22 @@ class Guard:
     def ok(self, got: Any) -> bool:
         """Whether ``got`` passes. An absent value never does."""
         return got is not ABSENT and TESTS[self.test][0](got, self.want)
+
+
+def _has_identity(want: Any) -> bool:
+    try:
+        digest(want)
+    except KeyValueError:
+        return False
+    return True
+
+
+_ANY = ("a value with an identity", _has_identity)
+_WANTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "multiple_of": ("an integer of at least 1", lambda want: type(want) is int and want >= 1),
+    "one_of": ("a tuple of values with an identity", lambda want: isinstance(want, tuple) and _has_identity(want)),
+}
+"""What each guard word can be given; any value with an identity where nothing is said."""
 
 
 def is_(reads: str, want: Any) -> Guard:
@@ -140,6 +177,7 @@ class Fusion:
     doc: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        digest(self, f"fusion {self.name!r}")
         for implementation in filter(None, (self.forward, self.backward)):
             wanted = tuple(term.name for term in self.pattern)
             got = tuple(name for name, p in inspect.signature(implementation).parameters.items() if p.kind is p.KEYWORD_ONLY)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opfuse.compiler.rules import fusion, is_, maybe, run
+from opfuse.compiler.rules import fusion, is_, is_not, maybe, run
 from opfuse.core.context import Context, Value
 from opfuse.kernels.pointwise import compute_dtype
 from opfuse.ops.pointwise import run_chain_backward
@@ -79,7 +79,7 @@ BACKWARD_ADD_RMS_NORM = fusion(
 BACKWARD_ACTIVATION_BIAS = fusion(
     "backward_activation_bias",
     {"quantize": maybe("quantize"), "chain": run("elementwise", low=1)},
-    when=(is_("env.recipe.backward_override", None),),
+    when=(is_not("env.recipe", None), is_("env.recipe.backward_override", None)),
     backward=backward_activation_bias,
     doc=backward_activation_bias.__doc__ or "",
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -14,14 +15,14 @@ from opfuse import ops
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.registry import FusionFunction, RuleSet
-from opfuse.compiler.rules import Fusion, at_least, fusion, is_, is_not, maybe, multiple_of, one, one_of
+from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
+from opfuse.compiler.rules import Fusion, Guard, at_least, fusion, is_, is_not, maybe, multiple_of, one, one_of
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
-from opfuse.errors import FusionError
+from opfuse.errors import FusionError, KeyValueError
 from opfuse.fusions import RULES
 from opfuse.ops.pointwise import run_chain, run_chain_backward
-from opfuse.recipes import MXFP8BlockScaling, Recipe
+from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
 from tests.compiler.pipelines import Pipeline, pipeline
@@ -140,6 +141,23 @@ GUARDS = [
     (multiple_of("env.nothing.more", 2), False, "a multiple of 2", "nothing"),
     (at_least("env.autocast", 1), False, ">= 1", "None"),
     (multiple_of("env.device", 2), False, "a multiple of 2", "'cpu'"),
+    # so is what has another type, or no order
+    (at_least("env.device", 1), False, ">= 1", "'cpu'"),
+    (at_least("env.arch", 9), False, ">= 9", "(0, 0)"),
+    (one_of("env.grad", 1), False, "one of (1,)", "True"),
+    (one_of("env.grad", 1, True), True, "one of (1, True)", "True"),
+    (is_not("env.grad", 1), True, "anything but 1", "True"),
+    (is_("env.arch", (0, False)), False, "(0, False)", "(0, 0)"),
+    (is_("linear.weight.shape", (64, 64)), True, "(64, 64)", "torch.Size([64, 64])"),
+    (is_not("linear.weight.shape", (64, 64)), False, "anything but (64, 64)", "torch.Size([64, 64])"),
+    (multiple_of("env.grad", 1), False, "a multiple of 1", "True"),
+    # and what is not in the key
+    (is_not("env.recipe.sources", None), False, "anything but None", "nothing"),
+    (is_not("env.recipe.digest", None), False, "anything but None", "nothing"),
+    (is_not("env.count", None), False, "anything but None", "nothing"),
+    (is_not("env.recipe.rounding.upper", None), False, "anything but None", "nothing"),
+    (is_not("linear.name", None), False, "anything but None", "nothing"),
+    (is_not("linear.weight.dtype.itemsize", None), False, "anything but None", "nothing"),
 ]
 
 
@@ -155,10 +173,21 @@ def test_x02_guards(guard, passes, wants, got):
         assert (outcome.status, outcome.guard, outcome.wanted, outcome.got) == ("missed", guard.reads, wants, got)
 
 
+@pytest.mark.parametrize(
+    ("path", "status"), [("role", "fused"), ("quantizer.fp8_dtype", "fused"), ("state", "missed"), ("state.scale", "missed")]
+)
+def test_b2_a_guard_reads_the_cast_but_not_its_state(path, status):
+    guarded = rule("cast", {"norm": "rms_norm", "quantize": "quantize"}, when=(is_not(f"quantize.{path}", None),))
+    outcome = only(planned(ops.RMSNorm(64), ops.Linear(64, 64), rules=RuleSet((guarded,)), recipe=DelayedScaling()), "cast")
+    assert (outcome.status, outcome.got) == (status, None if status == "fused" else "nothing")
+
+
 def test_without_a_recipe_its_fields_are_absent():
     guarded = rule("pair", PAIR, when=(is_("env.recipe.backward_override", None),))
     outcome = only(planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((guarded,))), "pair")
     assert (outcome.status, outcome.got) == ("missed", "nothing")
+    builtin = only(planned(ops.GELU(), ops.GELU(), rules=RULES), "backward_activation_bias")
+    assert str(builtin).endswith("env.recipe: wants anything but None, got None")
 
 
 def test_a_guard_reads_every_node_of_a_run_and_none_of_an_absent_place():
@@ -226,17 +255,18 @@ def test_a_single_node_is_no_fusion():
 
 @pytest.mark.parametrize(
     ("level", "rounding", "status"),
-    [(0, "per_op", None), (1, "per_op", "fused"), (1, "single", "missed"), (2, "single", "fused")],
+    [(0, "per_op", "missed"), (1, "per_op", "fused"), (1, "single", "missed"), (2, "single", "fused")],
 )
 def test_levels(level, rounding, status):
     rules, recipe = RuleSet(RULES.rules, level=level), MXFP8BlockScaling(rounding=rounding)
     plan = planned(ops.Linear(64, 64), ops.GELU(), rules=rules, recipe=recipe)
     found = [outcome.status for outcome in outcomes(plan, "epilogue")]
-    assert found == ([] if status is None else [status])
+    assert found == [status]
     if status == "missed":
-        assert (only(plan, "epilogue").guard, only(plan, "epilogue").wanted) == ("env.rounding", "'per_op'")
-    if level == 0:
-        assert plan.outcomes == ()
+        reason = (only(plan, "epilogue").guard, only(plan, "epilogue").wanted)
+        assert reason == (("env.level", ">= 1") if level == 0 else ("env.rounding", "'per_op'"))
+    assert {outcome.rule for outcome in plan.outcomes} == set(RULES.names)
+    assert level > 0 or not plan.fusions
 
 
 def test_a_value_with_another_reader_is_not_hidden():
@@ -276,14 +306,86 @@ BAD = {
     "no implementation": lambda: fusion("bad", PAIR),
     "unknown root": lambda: rule("bad", PAIR, when=(is_("conv.kernel", 1),)),
     "unknown word": lambda: rule("bad", PAIR, when=(replace(is_("linear.in_features", 1), test="like"),)),
+    "an implementation without identity": lambda: fusion("bad", PAIR, forward=Unnamed()),
     "backward parameters": lambda: fusion("bad", PAIR, forward=lambda x, *, linear, act: x, backward=lambda dy, *, act: dy),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rules_die_at_construction(name):
-    with pytest.raises(FusionError, match="'bad'"):
+    with pytest.raises((FusionError, KeyValueError), match=r"'bad'.*Cure: "):
         BAD[name]()
+
+
+BAD_GUARDS = {
+    "multiple of nothing": lambda: multiple_of("linear.in_features", 0),
+    "multiple of a number": lambda: multiple_of("linear.in_features", 2.0),
+    "multiple of True": lambda: multiple_of("linear.in_features", True),
+    "a tensor": lambda: is_("linear.in_features", torch.zeros(1)),
+    "a set": lambda: is_not("linear.in_features", {1}),
+    "one of a text": lambda: Guard("linear.in_features", "one_of", "text"),
+    "one of lists": lambda: one_of("linear.in_features", [1]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GUARDS)
+def test_bad_guards_die_at_construction(name):
+    with pytest.raises(FusionError, match=r"guard .*'linear.in_features'.*: wants .*, got .*Cure: "):
+        BAD_GUARDS[name]()
+
+
+def test_a_list_wanted_is_a_tuple():
+    assert Guard("linear.in_features", "one_of", [32, 64]) == one_of("linear.in_features", 32, 64)
+    assert is_("env.arch", [9, 0]).want == (9, 0)
+
+
+@dataclass
+class Unnamed:
+    """A callable that no key can hold."""
+
+    def __call__(self, x, *, linear=None, act=None, recipe=None):
+        return x
+
+
+class Fuser:
+    """Fusion functions of every form; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def method(self, listed, *, recipe):
+        self.asked += 1
+        return listed
+
+    __call__ = method
+
+
+@pytest.mark.parametrize("form", ["object", "bound method", "partial", "partial of a bound method"])
+def test_s5_any_callable_is_a_fusion_function_by_identity(form):
+    fuser = Fuser()
+
+    def made() -> Any:
+        new = {"object": fuser, "bound method": fuser.method, "partial": partial(Fuser.method, fuser)}
+        return new[form] if form in new else partial(fuser.method)
+
+    model, x = ops.Sequential(ops.GELU()), torch.randn(3)
+    with opfuse.register_forward_fusion(first := made(), name="counted"):
+        model(x), model(x)
+    assert fuser.asked == 1
+    with opfuse.register_forward_fusion(first, name="counted"):
+        model(x)
+    assert fuser.asked == 1, "the same function finds its plan"
+    with opfuse.register_forward_fusion(made(), name="counted"):
+        model(x)
+    assert fuser.asked == (2 if "partial" in form else 1)
+
+
+@pytest.mark.parametrize(("func", "error"), [(Unnamed(), KeyValueError), ("text", FusionError), (None, FusionError)])
+def test_s5_what_cannot_be_a_fusion_function_is_refused_at_registration(func, error):
+    before = default_rules()
+    with pytest.raises(error, match=r"fusion function 'wrong'.*: wants .*, got .*Cure: "):
+        opfuse.register_forward_fusion(func, name="wrong")
+    assert default_rules() is before
 
 
 def test_direction_follows_from_the_implementations():

@@ -218,7 +218,14 @@ class OperationFuser:
         return plan
 
     def __call__(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None = None) -> Any:
-        """The main output, or a tuple of it and the extra outputs that go to the caller."""
+        """The main output, or a tuple of it and the extra outputs that go to the caller.
+
+        Under ``torch.compile`` it is a graph break: plans, and state that casts keep, are no part of torch's graphs.
+        """
+        if torch.compiler.is_compiling():
+            # The decorator would cost every call more, and every import a second.
+            call = torch.compiler.disable(OperationFuser.__call__)  # type: ignore[no-untyped-call]
+            return call(self, x, *extras, kwargs=kwargs)
         if not isinstance(x, torch.Tensor):
             raise TypeError(describe(f"{self.label} input", wanted="a torch.Tensor", got=type(x).__name__, cure="pass a tensor"))
         if len(extras) != len(self.extra_inputs):

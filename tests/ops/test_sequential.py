@@ -245,6 +245,22 @@ def test_x01_cache_info_tells_the_latest_miss_of_all_pipelines():
     assert model.cache_info().plans == inner.cache_info().plans  # a change of the list starts with empty caches
 
 
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling(), recipes.DelayedScaling(amax_history_len=2)])
+def test_torch_compile_leaves_pipelines_as_they_are(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), ops.Sequential(ops.Linear(64, 64), ops.GELU()), nn.Tanh())
+    eager, compiled = copy.deepcopy(model), torch.compile(model, backend="eager")
+    for _ in range(3):
+        x = x_of(32, 64)
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            got, want = compiled(x), eager(x)
+        got.sum().backward()
+        want.sum().backward()
+        assert torch.equal(got, want)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+    assert model[1].cache_info() == eager[1].cache_info()
+
+
 class Power(ops.BasicOperation):
     """x ** exponent with the exponent of the call."""
 

@@ -4,7 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow install clean
+.PHONY: demo test check slow gpu install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -19,6 +19,11 @@ check: install
 
 slow: install
 	$(BIN)/pytest -n $(JOBS) -m slow
+
+# On a machine with a GPU, in an environment that has torch and CuPy already: parity, then timings, then the record.
+gpu:
+	$(PYTHON) -m pytest tests/gpu
+	$(PYTHON) benchmarks/record.py benchmarks/results/h200.json
 
 install: $(VENV)/.installed
 

@@ -6,7 +6,7 @@ A kernel's bandwidth counts the fewest bytes that its result needs, per element 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from timing import Call, device_time, host_time
@@ -122,25 +122,26 @@ CHAINS: dict[str, tuple[float, Make]] = {
 }
 
 
-def measure(shape: tuple[int, int]) -> Iterator[str]:
-    """One line for each chain."""
+def measure(shape: tuple[int, int]) -> list[dict[str, object]]:
+    """One row for each chain."""
     matrices = [random(*shape) for _ in range(BUFFERS)]
     targets = [torch.empty_like(x) for x in matrices]
     copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
-    yield f"{shape[0]:6d} x {shape[1]:5d}  {'copy':44s} {copy.median:8.1f} us"
+    rows: list[dict[str, object]] = [{"shape": list(shape), "chain": "copy", "us": copy.median, "percent": 100.0}]
     for name, (size, make) in CHAINS.items():
         took = device_time([make(shape) for _ in range(BUFFERS)])
         percent = 100 * size / 4 * copy.median / took.median
-        yield f"{shape[0]:6d} x {shape[1]:5d}  {name:44s} {took.median:8.1f} us {percent:6.1f} % of copy"
+        rows.append({"shape": list(shape), "chain": name, "us": took.median, "bytes": size, "percent": percent})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", action="store_true", help="time of the host alone")
     arguments = parser.parse_args()
-    for shape in SHAPES:
-        for line in measure(shape):
-            print(line)
+    for row in (row for shape in SHAPES for row in measure(shape)):
+        place, name, us, percent = (row[k] for k in ("shape", "chain", "us", "percent"))
+        print(f"{place[0]:6d} x {place[1]:5d}  {name:44s} {us:8.1f} us {percent:6.1f} % of copy")
     for name, (_, make) in CHAINS.items() if arguments.host else ():
         print(f"host            {name:44s} {host_time(make((256, 256))).median:8.1f} us")
 

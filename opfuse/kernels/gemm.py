@@ -1,8 +1,10 @@
 """Products of two quantized planes, emulated: the torch definition that every native back end approximates.
 
 Both operands come with the summed dimension along their lines; the result is lines of the left by lines of the right, in
-fp32. What a block scale multiplies enters the product as one operand value (exact in bf16 for E8M0 and E4M3 scales); fp32
-scales and global amaxes multiply the sums. On a GPU the operands are bf16 and the sums fp32; the values are the same.
+fp32. What an E8M0 or E4M3 block scale multiplies enters the product as one operand value; fp32 scales and global amaxes
+multiply the sums. On a GPU the operands are bf16 and the sums fp32. The values are the same, since a code has at most 4
+significant bits and an E4M3 scale 4 more, but for one range: E4M3 under E8M0 codes 0-2, E5M2 under codes 0-9. There a value
+may need a place below 2^-133, the last of bf16, and errs by at most 2^-134. At the other end bf16 and fp32 overflow alike.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from opfuse.formats import E2M1, E4M3
-from opfuse.kernels.layouts import Layout, from_tiles, load_data, load_scale, to_tiles
-from opfuse.kernels.scalars import decode, decode_e8m0
+from opfuse.formats import E2M1, Format
+from opfuse.kernels.decode import dequantize
+from opfuse.kernels.layouts import Layout, lines_of, load_data, load_scale
+from opfuse.kernels.scalars import decode
 
 BLOCK = 128
 """Summed elements between two promotions of a block-scaled product to its scaled fp32 sum."""
@@ -22,7 +25,8 @@ BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """Lines to multiply, fp32 (lines, length); ``factor`` multiplies the result's lines, ``blocks`` each 128 of the length."""
+    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each 128 of the
+    length."""
 
     values: torch.Tensor
     factor: torch.Tensor | None = None
@@ -31,48 +35,71 @@ class Operand:
 
 def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
     """A stored plane as an operand."""
-    return _OPERANDS[layout.format.family](decode(load_data(data, layout), layout.element), scale, amax, layout)
+    return _OPERANDS[layout.format.family](data, scale, amax, layout)
 
 
 def multiply(left: Operand, right: Operand) -> torch.Tensor:
     """left times right transposed, fp32 (left lines, right lines)."""
     if left.blocks is not None and right.blocks is not None:
         return _multiply_blocks(left.values, left.blocks, right.values, right.blocks)
-    result = left.values @ right.values.t()
+    result = _sums(left.values, right.values)
     if left.factor is not None:
         result = result * left.factor
     return result if right.factor is None else result * right.factor.t()
 
 
+def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a times b transposed in fp32, from bf16 operands on a GPU."""
+    if a.is_cuda:
+        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return a @ b.t()
+
+
 def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    result = a.new_zeros(len(a), len(b))
+    result = a_scale.new_zeros(len(a), len(b))
     for i in range(a_scale.shape[1]):  # none where nothing is summed
         part = slice(i * BLOCK, (i + 1) * BLOCK)
-        result += (a[:, part] @ b[:, part].t()) * (a_scale[:, i, None] * b_scale[None, :, i])
+        result += _sums(a[:, part], b[:, part]) * (a_scale[:, i, None] * b_scale[None, :, i])
     return result
 
 
-def _tensor(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    return Operand(q, factor=scale.reshape(1, 1))
+def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_codes(data, layout), factor=scale.reshape(1, 1))
 
 
-def _block(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    rows = layout.block[0]
-    return Operand(q, blocks=load_scale(scale, layout).repeat_interleave(rows, 0)[: len(q)])
+def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    lines = layout.lines[0]
+    return Operand(_codes(data, layout), blocks=load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[:lines])
 
 
-def _mx(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    return Operand(_scaled(q, decode_e8m0(load_scale(scale, layout)), layout))
+def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_scaled(data, scale, layout))
 
 
-def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Operand:
-    values = _scaled(q, decode(load_scale(scale, layout), E4M3), layout)
+def _nv(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Operand:
     # full_like: torch divides by a Python number through its reciprocal on some devices.
-    return Operand(values, factor=(amax / torch.full_like(amax, E2M1.max * layout.format.encode_max)).reshape(-1, 1))
+    levels = amax / torch.full_like(amax, _unit(layout.format))
+    return Operand(_scaled(data, scale, layout), factor=levels.reshape(-1, 1))
 
 
-def _scaled(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
+def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Lines of what the codes alone say."""
+    return decode(load_data(data, layout), layout.element)
+
+
+def _scaled(data: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Lines of codes times block scales: as dequantize gives them, at a global factor of 1 and without turning them back."""
+    amax = None
+    if layout.amax_shape is not None:
+        amax = torch.full(layout.amax_shape, _unit(layout.format), dtype=torch.float32, device=data.device)
+    layout = layout.replace(format=layout.format.replace(rht=()))
+    dtype = torch.bfloat16 if data.is_cuda else torch.float32
+    return lines_of(dequantize(data, scale, amax, layout=layout, dtype=dtype), layout.usage)
+
+
+def _unit(format: Format) -> float:
+    """The global amax whose factor is 1."""
+    return E2M1.max * format.encode_max
 
 
 _OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "block": _block, "mx": _mx, "nv": _nv}

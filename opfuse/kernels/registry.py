@@ -93,7 +93,7 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[0]
-        if x.is_cuda and x.numel() and _launches(x):
+        if x.is_cuda and x.numel() and runs_kernels(x):
             return self.run(launch, *args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -111,7 +111,7 @@ class Kernel(Generic[P, R]):
         return found
 
 
-def _launches(x: torch.Tensor) -> bool:
+def runs_kernels(x: torch.Tensor) -> bool:
     """Whether kernels run on this CUDA tensor: not on one without memory of its own, as in tracing, nor on an old device."""
     return type(x) is torch.Tensor and _enabled(x.get_device()) and not torch.compiler.is_compiling()
 

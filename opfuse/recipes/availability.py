@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from opfuse.errors import RecipeError, describe, nearest
+from opfuse.kernels.gemm_native import BACKENDS
 from opfuse.recipes.builtin import RECIPES
 from opfuse.recipes.recipe import Recipe
 
@@ -43,7 +44,7 @@ class Gate(NamedTuple):
 GATES = {
     "delayed": Gate(since=(8, 9)),
     "fp8_current": Gate(since=(8, 9)),
-    "fp8_block": Gate(since=(9, 0), cuda=(12, 9)),
+    "fp8_block": Gate(since=(9, 0), cuda=BACKENDS["block"].cuda),
     "mxfp8": Gate(since=(10, 0), below=(12, 0)),
     "nvfp4": Gate(since=(10, 0)),
 }
@@ -59,8 +60,17 @@ class NativeGemm(NamedTuple):
     below: Arch
 
 
-NATIVE_GEMMS: tuple[NativeGemm, ...] = ()
-"""Products the package calls natively; a kind of recipe without a row here is emulated everywhere."""
+_FAMILIES = {"delayed": "tensor", "fp8_current": "tensor", "fp8_block": "block", "mxfp8": "mx", "nvfp4": "nv"}
+
+NATIVE_GEMMS: tuple[NativeGemm, ...] = tuple(
+    NativeGemm(kind, backend.name, backend.since, backend.below)
+    for kind, family in _FAMILIES.items()
+    if (backend := BACKENDS.get(family))
+)
+"""Products the package calls natively; a kind of recipe without a row here is emulated everywhere.
+
+One product of a native kind may still be emulated, for its sizes or elements: ``gemm_native.refusal`` says which rule it misses.
+"""
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,30 @@ other one is dequantized to its dtype.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE
-from opfuse.kernels import gemm as kernels
+from opfuse.kernels.gemm_native import Stored, multiply
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 Operand = torch.Tensor | QuantizedStorage
 
 
 class Gemm(NamedTuple):
-    """Roles and planes of the operands of one product, left first."""
+    """Roles and planes of the operands of one product, left first; whether a matrix unit may sum fast (gemm_native)."""
 
     left: str
     left_plane: str
     right: str
     right_plane: str
+    fast: bool = False
 
 
 GEMMS = {
-    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE),
+    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE, fast=True),
     "dgrad": Gemm("grad_output", ROWWISE, "weight", COLUMNWISE),
     "wgrad": Gemm("grad_output", COLUMNWISE, "input", COLUMNWISE),
 }
@@ -55,7 +56,7 @@ def gemm(name: str, left: Operand, right: Operand, *, dtype: torch.dtype, out_dt
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
             result = _high_precision(name, *operands, out_dtype)
         else:
-            result = _quantized(name, *planes).to(out_dtype)
+            result = _quantized(name, *planes, out_dtype)
     return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
@@ -75,7 +76,7 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     return planes
 
 
-def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
+def _quantized(name: str, left: Plane, right: Plane, out_dtype: torch.dtype) -> torch.Tensor:
     if left.format.family != right.format.family or left.format.rht != right.format.rht:
         what = GEMMS[name]
         raise GemmError(
@@ -95,7 +96,8 @@ def _quantized(name: str, left: Plane, right: Plane) -> torch.Tensor:
                 cure="use block_scaling_dim=1 for one of the roles",
             )
         )
-    return kernels.multiply(*(kernels.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right)))
+    stored = (Stored(p.data, cast(torch.Tensor, p.scale), p.amax, p.layout) for p in (left, right))
+    return multiply(*stored, out_dtype=out_dtype, fast=GEMMS[name].fast)
 
 
 def _described(plane: Plane) -> str:

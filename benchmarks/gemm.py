@@ -1,0 +1,50 @@
+"""Quantized products of a linear layer against torch's own in bf16, same process and sizes: ``python benchmarks/gemm.py``."""
+
+from __future__ import annotations
+
+import torch
+from timing import Call, device_time, host_time
+
+from opfuse.tensors.gemm import GEMMS, gemm
+from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+
+SIZES = ((8192, 4096, 14336), (4096, 7168, 4096))
+"""(tokens, input features, output features)."""
+
+ONE, TILE = (Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=dims) for dims in (1, 2))
+FP8 = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+FORMATS = {
+    "fp8 per tensor": {"input": FP8, "weight": FP8, "grad_output": FP8},
+    "fp8 blocks": {"input": ONE, "weight": TILE, "grad_output": ONE},
+    "mxfp8": dict.fromkeys(("input", "weight", "grad_output"), MXFP8Quantizer()),
+    "nvfp4": dict.fromkeys(("input", "weight", "grad_output"), NVFP4Quantizer()),
+}
+
+
+def product(name: str, sizes: tuple[int, int, int], kind: str) -> Call:
+    """One product over new random operands, with a result in bf16."""
+    tokens, inputs, outputs = sizes
+    shapes = {"input": (tokens, inputs), "weight": (outputs, inputs), "grad_output": (tokens, outputs)}
+    left, right = (
+        torch.randn(shapes[role], device="cuda", dtype=torch.bfloat16) for role in (GEMMS[name].left, GEMMS[name].right)
+    )
+    if kind != "bf16":
+        left, right = FORMATS[kind][GEMMS[name].left].quantize(left), FORMATS[kind][GEMMS[name].right].quantize(right)
+    return lambda: gemm(name, left, right, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    for sizes in SIZES:
+        work = 2 * sizes[0] * sizes[1] * sizes[2]
+        for name in GEMMS:
+            plain = 0.0
+            for kind in ("bf16", *FORMATS):
+                took = device_time([product(name, sizes, kind)], launches=8, repeats=5).median
+                plain = plain or took
+                print(f"{sizes} {name} {kind:15s} {work / took / 1e6:6.0f} TFLOP/s {plain / took:5.2f} x bf16")
+    for kind in ("bf16", *FORMATS):
+        print(f"host {kind:15s} {host_time(product('fprop', (256, 256, 256), kind)).median:6.1f} us")
+
+
+if __name__ == "__main__":
+    main()

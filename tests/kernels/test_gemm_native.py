@@ -1,0 +1,171 @@
+"""R10: which products a device takes. The rules are asked of stored arrays alone, so they are the same on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opfuse.kernels.gemm import operand
+from opfuse.kernels.gemm_native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
+from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
+from opfuse.tensors.gemm import GEMMS, gemm
+from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.storage import QuantizedStorage
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+HOPPER = Machine((9, 0), (13, 0))
+QUANTIZERS = {
+    "tensor": Float8CurrentScalingQuantizer(E4M3),
+    "tensor e5m2": Float8CurrentScalingQuantizer(E5M2),
+    "1x128": Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+    "1x128 e5m2": Float8BlockQuantizer(E5M2, block_scaling_dim=1),
+    "128x128": Float8BlockQuantizer(E4M3, block_scaling_dim=2),
+    "mx": MXFP8Quantizer(),
+    "nv": NVFP4Quantizer(),
+}
+
+
+def stored(kind: str, lines: int, length: int, plane: str = "rowwise") -> Stored:
+    shape = (lines, length) if plane == "rowwise" else (length, lines)
+    found = QUANTIZERS[kind].quantize(torch.randn(shape, dtype=BF16)).plane(plane)
+    return Stored(found.data, found.scale, found.amax, found.layout)
+
+
+def refused(left: Stored, right: Stored, out_dtype: torch.dtype = BF16, machine: Machine = HOPPER) -> str:
+    return refusal(left, right, out_dtype, machine)
+
+
+@pytest.mark.parametrize("plane", ["rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "kinds", [("tensor", "tensor"), ("tensor e5m2", "tensor"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
+)
+@pytest.mark.parametrize("sizes", [(256, 512, 1024), (4, 16, 16), (132, 144, 272), (64, 48, 384)])
+def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
+    m, n, k = sizes
+    left, right = stored(kinds[0], m, k, plane), stored(kinds[1], n, k, plane)
+    assert [refused(left, right, dtype) for dtype in OUTPUTS] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "reason"),
+    [
+        (("tensor", "tensor"), (64, 64, 72), "length of the sum: wants a positive multiple of 16, got 72"),
+        (("tensor", "tensor"), (64, 72, 64), "right lines: wants a positive multiple of 16, got 72"),
+        (("tensor", "tensor"), (0, 64, 64), "left lines: wants at least 1, got 0"),
+        (("tensor", "tensor"), (64, 64, 0), "length of the sum: wants a positive multiple of 16, got 0"),
+        (("tensor e5m2", "tensor e5m2"), (64, 64, 64), "elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
+        (("1x128", "128x128"), (130, 64, 256), "left lines with scales of their own: wants a multiple of 4, got 130"),
+        (("1x128 e5m2", "128x128"), (64, 64, 256), "elements: wants e4m3 twice, got ('e5m2', 'e4m3')"),
+        (("1x128", "1x128"), (64, 64, 200), "length of the sum: wants a positive multiple of 16, got 200"),
+        (("mx", "mx"), (64, 64, 64), "no native product of mx formats"),
+        (("nv", "nv"), (64, 64, 64), "no native product of nv formats"),
+    ],
+)
+def test_r10_the_reason_names_wanted_and_got(kinds, sizes, reason):
+    m, n, k = sizes
+    assert refused(stored(kinds[0], m, k), stored(kinds[1], n, k)) == reason
+
+
+def test_r10_odd_left_lines_need_no_scale_of_their_own():
+    assert refused(stored("tensor", 37, 64), stored("tensor", 64, 64)) == ""
+    assert refused(stored("128x128", 130, 256), stored("1x128", 64, 256)) == ""
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine((8, 9), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 8.9"),
+        (Machine((10, 0), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 10.0"),
+        (Machine((9, 0), (12, 8)), "CUDA: wants >= 12.9, got 12.8"),
+    ],
+)
+def test_machines_that_do_not_have_the_product(machine, reason):
+    left, right = stored("1x128", 64, 256), stored("128x128", 64, 256)
+    assert refused(left, right, machine=machine) == reason
+    assert refused(left, right, machine=Machine((9, 0), (12, 9))) == ""
+
+
+def test_a_result_in_fp64_is_emulated():
+    left, right = stored("tensor", 16, 64), stored("tensor", 16, 64)
+    assert refused(left, right, torch.float64) == "result: wants fp32, bf16 or fp16, got torch.float64"
+
+
+def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The same elements, contiguous, ``by`` elements off the start of an allocation."""
+    buffer = x.new_empty(x.numel() + by)
+    return buffer[by:].view(x.shape).copy_(x)
+
+
+BROKEN = {
+    "misaligned data": lambda p: p._replace(data=shifted(p.data, 8)),
+    "strided data": lambda p: p._replace(data=p.data.repeat(1, 2)[:, : p.data.shape[1]]),
+    "misaligned scales": lambda p: p._replace(scale=shifted(p.scale, 1)),
+    "strided scales": lambda p: p._replace(scale=p.scale.t().contiguous().t()),
+    "unpadded scales": lambda p: p._replace(scale=p.scale[:, :-1].contiguous()),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("side", [0, 1])
+def test_r10_contiguous_views_can_be_misaligned(broken, side):
+    pair = [stored("1x128", 64, 384), stored("128x128", 256, 384)]
+    assert refused(*pair) == ""
+    pair[side] = BROKEN[broken](pair[side])
+    assert refused(*pair).startswith("arrays: wants contiguous ones of their layout's shape on 16 bytes, got")
+
+
+def test_one_scale_may_lie_anywhere():
+    """Delayed scaling keeps the scales of several tensors in one array."""
+    left = stored("tensor", 64, 64)
+    assert refused(left._replace(scale=shifted(left.scale, 1)), stored("tensor", 64, 64)) == ""
+
+
+@pytest.mark.parametrize("out_dtype", [*OUTPUTS, torch.float64])
+def test_on_a_cpu_every_product_is_emulated_and_rounds_once(out_dtype):
+    left, right = stored("tensor", 32, 64), stored("tensor", 48, 64)
+    wide = multiply(left, right, out_dtype=torch.float32, fast=True)
+    assert torch.equal(multiply(left, right, out_dtype=out_dtype), wide.to(out_dtype))
+
+
+def test_only_outputs_are_summed_fast():
+    assert {name for name, what in GEMMS.items() if what.fast} == {"fprop"}
+    assert {family for family, backend in BACKENDS.items() if backend.fast} == {"tensor"}
+
+
+def test_h_native_products_are_those_of_the_table():
+    assert {row.kind for row in NATIVE_GEMMS} == {"delayed", "fp8_current", "fp8_block"}
+    assert {kind for kind in GATES if support(kind, (9, 0)).status == "native"} == {row.kind for row in NATIVE_GEMMS}
+    assert all(support(kind, arch).status == "emulated" for kind in GATES for arch in ((0, 0), (8, 9), (10, 0)))
+
+
+@pytest.mark.parametrize("kind", ["mx", "nv"])
+@pytest.mark.parametrize("name", GEMMS)
+def test_u_operand_values_are_exact_in_bf16(kind, name):
+    """What a GPU multiplies in bf16 are the values that the CPU multiplies in fp32."""
+    storage: QuantizedStorage = QUANTIZERS[kind].quantize(torch.randn(64, 96).exp2() * torch.logspace(-9, 9, 96))
+    plane = storage.plane(GEMMS[name].left_plane)
+    values = operand(plane.data, plane.scale, plane.amax, layout=plane.layout).values
+    assert values.shape == plane.layout.lines
+    assert torch.equal(values.to(BF16).float(), values)
+
+
+def test_u_the_last_places_of_bf16_are_the_only_ones_lost():
+    """E8M0 codes 0 to 2 under E4M3: an error of at most 2^-134; the largest codes overflow alike."""
+    plane = QUANTIZERS["mx"].quantize(torch.ones(32, 32)).plane("rowwise")
+    plane = replace(plane, data=torch.arange(1024).remainder(256).view(32, 32).to(torch.uint8))
+    for code in range(255):
+        plane.scale.fill_(code)
+        values = operand(plane.data, plane.scale, plane.amax, layout=plane.layout).values
+        finite = values.isfinite()
+        rounded = values.to(BF16).float()
+        assert torch.equal(rounded.isfinite(), finite)
+        lost = float((rounded - values)[finite].abs().max())
+        assert (0 < lost <= 2.0**-134) if code < 3 else lost == 0
+
+
+def test_u_gemm_asks_for_the_result_type_that_it_returns():
+    x = QUANTIZERS["tensor"].quantize(torch.randn(32, 64))
+    assert gemm("fprop", x, x, dtype=BF16).dtype == BF16
+    assert gemm("fprop", x, x, dtype=BF16, out_dtype=torch.float32).dtype == torch.float32

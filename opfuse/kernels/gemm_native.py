@@ -4,8 +4,8 @@ A back end multiplies one family of formats on some devices. Its rules are those
 not enforce: they are asked here, of the arrays as they are stored, whatever device these are on.
 
 Accuracy. FP8 units of compute capability 9.0 sum with about 13 fraction bits. Split accumulation adds the sums of 128 products
-in fp32: the error, relative to the norm of the result, was 2^-13 at every length (random normal values). Fast accumulation
-stays in the unit: up to 2^-12.5 sqrt(length / 128), once the length exceeds 128. In a 16-bit result split accumulation is hidden
+in fp32: the error, relative to the norm of the result, was 2^-12.9 at every length (random normal values). Fast accumulation
+stays in the unit: below 2^-11.5 sqrt(length / 128), once the length exceeds 128. In a 16-bit result split accumulation is hidden
 by the rounding of the result.
 
 The two scales are multiplied first, in fp32, whatever the sum: where their product is not finite or vanishes, so is the result.

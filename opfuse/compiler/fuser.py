@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opfuse.compiler.inputs import check_call, check_tensors, check_transforms
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
@@ -86,7 +87,7 @@ class OperationFuser:
 
     imports, exports: channels that come from earlier pipelines, and that later ones read. extra_inputs: for every extra input
     of a call its channel, None for one without. extra_outputs: the channels of the extra outputs. last_missed: the number of
-    its last miss among the misses of all pipelines, 0 before the first.
+    its last miss among the misses of all pipelines, 0 before the first. members: the ops whose module hooks it passes over.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class OperationFuser:
     ) -> None:
         self.presets = tuple(op for op in ops if isinstance(op, FusedOperation))
         self.ops = tuple(basic for op in ops for basic in op.basic_ops)
+        self.members = tuple(ops)
         self.label = name or "pipeline"
         self.rules = rules
         check_channels(self.ops, imports)
@@ -160,11 +162,18 @@ class OperationFuser:
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
         rules = self.rules or active_rules()
-        key = self.key(x, extras, rules)
+        try:
+            key = self.key(x, extras, rules)
+        except (AttributeError, KeyError, RuntimeError):
+            check_call(self, x, extras)
+            raise
         if key[1][0] is None and torch._C._current_graph_task_id() >= 0:
             self._check_recomputation(key)
         plan = self.cache.get(key)
-        return plan if plan is not None else self._miss(self.named(key), rules)
+        if plan is None:
+            check_call(self, x, extras)
+            plan = self._miss(self.named(key), rules)
+        return plan
 
     def _check_recomputation(self, key: tuple[Any, ...]) -> None:
         """UnsupportedError where a backward pass recomputes, without its recipe, what ran under one with gradients off.
@@ -210,6 +219,7 @@ class OperationFuser:
     def _recorded(self, recording: _Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
         """The plan of this call, entered in the recording."""
         if recording.trial:
+            check_call(self, x, extras)
             rules = self.rules or active_rules()
             plan = self._compiled(self.named(self.key(x, extras, rules)), rules)
         else:
@@ -227,7 +237,9 @@ class OperationFuser:
             call = torch.compiler.disable(OperationFuser.__call__)  # type: ignore[no-untyped-call]
             return call(self, x, *extras, kwargs=kwargs)
         if not isinstance(x, torch.Tensor):
-            raise TypeError(describe(f"{self.label} input", wanted="a torch.Tensor", got=type(x).__name__, cure="pass a tensor"))
+            check_tensors(self.label, x)
+        if torch._C._are_functorch_transforms_active():
+            check_transforms(self, (x, *extras))
         if len(extras) != len(self.extra_inputs):
             raise PipelineError(
                 describe(
@@ -254,6 +266,7 @@ def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **k
     fuser: OperationFuser | None = op.__dict__.get("_fuser")
     if fuser is None:
         fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label)
+        fuser.members = ()  # the call of the op runs its hooks
     return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)] if kwargs else None)
 
 

@@ -15,6 +15,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError, PipelineError, describe
+from opfuse.tensors.storage import QuantizedStorage
 
 Kwargs = Sequence[Mapping[str, Any]]
 
@@ -50,6 +51,8 @@ class Runner:
     def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
         op: Any = self.plan.casts[node.index] if node.kind == QUANTIZE else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
+        if node.inputs and node.inputs[0] in values:
+            context._input_shape = values[node.inputs[0]].shape
         context.operands = {name: values[value] for name, value in node.operands if value in values}
         # What comes through a channel from the same fused op is not there yet.
         context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
@@ -89,6 +92,9 @@ class Runner:
         takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
         made = {i: self._context(nodes[i], values) for i in group.nodes}
         output = _implementation(rule.forward)(x if takes_quantized else plain(x), **_bind(rule, group, made))
+        _check_result(f"{rule.name} forward", output)
+        if rule.backward is None:
+            _check_saved(rule.name, made.values())
         self._store(last, last.outputs[:1], (output,), values)
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
@@ -106,6 +112,9 @@ class Runner:
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
+        _check_result(f"{group.name} fuser_forward", output)
+        if not group.opaque.overrides("fuser_backward"):
+            _check_saved(group.name, contexts)
         values[chain[-1].outputs[0]] = output
         self._check_outputs(group, nodes.values(), values)
 
@@ -182,6 +191,7 @@ class Runner:
         )
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)
+        _check_shape(context, grad_input)
         grads.add(node.inputs[0], grad_input)
 
     def _backward_fused(self, rule: Fusion, group: Group, grads: Gradients) -> None:
@@ -196,6 +206,8 @@ class Runner:
         made = {i: grads.contexts[i] for place in group.binding for i in place if nodes[i].kind != QUANTIZE}
         made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
         dx = _implementation(rule.backward)(dy if accepts else plain_or_none(dy), **_bind(rule, group, made))
+        if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
+            _check_result(f"{rule.name} backward", dx)
         self._finish([nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
@@ -223,6 +235,7 @@ class Runner:
         if first.kind == QUANTIZE:
             grads.put(first.inputs[0], dx)
         else:
+            _check_shape(grads.contexts.get(first.index), dx)
             grads.add(first.inputs[0], dx)
 
 
@@ -272,6 +285,32 @@ def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[An
         cure = "return one gradient, or None, for each, in order"
         raise PipelineError(describe(f"{context.op.label} gradients of {what}", wanted=len(wanted), got=len(grads), cure=cure))
     return zip(wanted, grads)
+
+
+def _check_result(where: str, result: object) -> None:
+    """FusionError for an implementation that returned no tensor."""
+    if not isinstance(result, (torch.Tensor, QuantizedStorage)):
+        cure = "return the tensor that it computed, alone"
+        raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
+
+
+def _check_saved(name: str, contexts: Iterable[Context]) -> None:
+    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read."""
+    for context in contexts:
+        saves = context.op.saves if context.requires_grad and isinstance(context.op, BasicOperation) else None
+        if saves is not None and context._saved.keys() != set(saves):
+            cure = "save these names for every op that takes part in the backward pass, or give the fusion a backward of its own"
+            where, got = f"{name}: saved state of {context.op.label}", tuple(context._saved)
+            raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))
+
+
+def _check_shape(context: Context | None, grad: Value | None) -> None:
+    """PipelineError for a gradient of another shape than the input it belongs to."""
+    shape = None if context is None else context._input_shape
+    if context is not None and grad is not None and shape is not None and grad.shape != shape:
+        cure = "return a gradient of the input's shape from its backward"
+        where = f"{context.op.label} gradient of the input"
+        raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))
 
 
 def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[str, Any]:

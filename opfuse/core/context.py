@@ -49,6 +49,7 @@ class Context:
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self._input_shape: torch.Size | None = None
         self._saved: dict[str, Value | None] = {}
         self._versions: list[int] = []
 

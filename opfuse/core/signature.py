@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opfuse.errors import DtypeError, describe
+from opfuse.errors import DtypeError, SpecError, describe
 from opfuse.recipes import Recipe
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -21,6 +22,14 @@ def checked_dtype(where: str, dtype: torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise DtypeError(describe(where, wanted=f"a dtype of {DTYPES}", got=dtype, cure="cast it to one of these"))
     return dtype
+
+
+def checked_sizes(where: str, sizes: Iterable[object], *, wanted: str, cure: str) -> tuple[int, ...]:
+    """``sizes`` as ints; SpecError unless there are any and each is a whole number above 0."""
+    given = tuple(sizes)
+    if not given or not all(hasattr(size, "__index__") and operator.index(size) > 0 for size in given):  # type: ignore[arg-type]
+        raise SpecError(describe(where, wanted=wanted, got=given, cure=cure))
+    return tuple(map(operator.index, given))  # type: ignore[arg-type]
 
 
 class TensorSig(NamedTuple):

@@ -107,8 +107,17 @@ def backward_chain(
         if op.operand_grad is not None:
             unreduced = op.operand_grad(incoming, *inputs, **operands, **stage.constants)
             operand_grads[i] = {name: _reduced(stage, name, g, dtype) for name, g in unreduced.items()}
-        grad = join_columns(stage, op.grad(incoming, *inputs, **operands, **stage.constants)).to(between)
+        grad = join_columns(stage, _input_grads(op, op.grad(incoming, *inputs, **operands, **stage.constants))).to(between)
     return grad.to(dtype), operand_grads
+
+
+def _input_grads(math: Pointwise, grads: object) -> tuple[Tensor, ...]:
+    """What ``math.grad`` returned; SpecError unless it is a tensor for each input."""
+    if not isinstance(grads, (tuple, list)) or len(grads) != len(math.inputs):
+        got = f"{len(grads)} of them" if isinstance(grads, (tuple, list)) else type(grads).__name__
+        wanted, cure = f"a tuple of {len(math.inputs)}, one gradient for each of {math.inputs}", "return (dx,), or (da, db)"
+        raise SpecError(describe(f"Pointwise {math.name!r} grad", wanted=wanted, got=got, cure=cure))
+    return tuple(grads)
 
 
 def boundary_dtype(rounding: Rounding, dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:

@@ -11,8 +11,8 @@ from torch import nn
 
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.core.signature import Env, checked_dtype
-from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.core.signature import Env, checked_dtype, checked_sizes
+from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
@@ -55,15 +55,9 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         dtype: torch.dtype | None = None,
         owner: nn.Module | None = None,
     ) -> None:
-        if in_features < 1 or out_features < 1:
-            raise SpecError(
-                describe(
-                    "Linear",
-                    wanted="positive in_features and out_features",
-                    got=(in_features, out_features),
-                    cure="give both sizes",
-                )
-            )
+        in_features, out_features = checked_sizes(
+            "Linear", (in_features, out_features), wanted="positive in_features and out_features", cure="give both sizes as ints"
+        )
         super().__init__(LinearSpec(in_features, out_features), owner=owner)
         weight = torch.empty(
             out_features, in_features, device=device, dtype=checked_dtype("Linear", dtype or torch.get_default_dtype())
@@ -140,7 +134,19 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         return dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
 
     def _saved(self, ctx: Context, operand: Value) -> Any:
-        return saved_operand(operand, ctx.env.backward_override) if isinstance(operand, QuantizedStorage) else operand
+        if not isinstance(operand, QuantizedStorage):
+            return operand
+        try:
+            return saved_operand(operand, ctx.env.backward_override)
+        except MissingPlaneError as error:
+            raise MissingPlaneError(
+                describe(
+                    f"{self.label} input",
+                    wanted="data for both the forward and the backward products",
+                    got=f"one that was quantized elsewhere: {str(error).partition('. Cure')[0]}",
+                    cure="pass y.dequantize(), or keep both ops in one Sequential, whose Quantize makes what the product reads",
+                )
+            ) from error
 
     def _saved_weight(self, ctx: Context, weight: Value, dtype: torch.dtype) -> Any:
         """A quantized parameter is saved as the parameter, so that autograd notices a change before the backward pass."""

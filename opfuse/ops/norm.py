@@ -12,6 +12,7 @@ from torch import nn
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import checked_sizes
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import norm
 from opfuse.kernels.epilogue import Rounding
@@ -45,11 +46,8 @@ class _Norm(BasicOperation):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if not shape or min(shape) < 1:
-            raise SpecError(
-                describe(type(self).__name__, wanted="positive sizes", got=shape, cure="give the trailing dimensions")
-            )
+        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        shape = checked_sizes(type(self).__name__, sizes, wanted="positive sizes", cure="give the trailing dimensions as ints")
         _check_eps(type(self).__name__, eps)
         super().__init__(NormSpec(shape, float(eps), zero_centered_gamma))
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

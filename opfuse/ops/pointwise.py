@@ -11,6 +11,7 @@ from torch import nn
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import checked_sizes
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
 from opfuse.kernels.chain import backward_chain, forward_chain
@@ -141,8 +142,7 @@ class Bias(PointwiseOperation):
     def __init__(
         self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
     ) -> None:
-        if size < 1:
-            raise SpecError(describe("Bias", wanted="a positive size", got=size, cure="give the number of columns"))
+        (size,) = checked_sizes("Bias", (size,), wanted="a positive size", cure="give the number of columns")
         super().__init__(BiasSpec(size), owner=owner)
         self.owner.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 

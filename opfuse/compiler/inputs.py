@@ -1,0 +1,85 @@
+"""What a call must bring. All of it is looked at where a plan is missing or a key cannot be made; a hit has passed it before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, UnsupportedError, describe
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_warned: WeakSet[FusibleOperation] = WeakSet()
+
+
+class Pipeline(Protocol):
+    """Of a pipeline, what the checks read. members: the ops that it runs without calling them as modules."""
+
+    label: str
+    ops: tuple[BasicOperation, ...]
+    members: tuple[FusibleOperation, ...]
+
+
+def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
+    """Typed errors for what is no tensor, for parametrized weights and for several devices; a warning for module hooks."""
+    check_tensors(pipeline.label, *extras, what="extra input")
+    for op in pipeline.ops:
+        _check_parametrized(op)
+    _check_devices(pipeline, x, extras)
+    _warn_of_hooks(pipeline.members)
+
+
+def check_tensors(label: str, *given: object, what: str = "input") -> None:
+    """DtypeError, a TypeError, for the first that is no tensor."""
+    for value in given:
+        if not isinstance(value, torch.Tensor):
+            got = type(value).__name__
+            raise DtypeError(describe(f"{label} {what}", wanted="a torch.Tensor", got=got, cure="pass a tensor"))
+
+
+def check_transforms(pipeline: Pipeline, tensors: Iterable[torch.Tensor]) -> None:
+    """UnsupportedError if a transform of torch.func wraps one of ``tensors`` or of the parameters."""
+    parameters = (p for op in pipeline.ops for p in op.parameter_values() if p is not None)
+    for tensor in (*tensors, *parameters):
+        if isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            cure = "use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
+            wanted, got = "plain tensors", "one that a torch.func transform (grad, vmap, jvp, ...) wraps"
+            raise UnsupportedError(describe(pipeline.label, wanted=wanted, got=got, cure=cure))
+
+
+def _check_parametrized(op: BasicOperation) -> None:
+    """PipelineError where a parameter is no longer a parameter of its op: weight_norm, pruning, any parametrization."""
+    owner = op.__dict__["owner"]
+    moved = [name for name, slot in op.parameter_slots() if name.rpartition(".")[2] not in slot]
+    if moved or is_parametrized(op) or is_parametrized(owner):
+        got = f"{', '.join(moved) or 'one of them'} computed by a parametrization, weight norm or pruning"
+        cure = "remove it (torch.nn.utils.parametrize.remove_parametrizations), or use the plain torch.nn module"
+        raise PipelineError(describe(f"{op.label} parameters", wanted="parameters of its own", got=got, cure=cure))
+
+
+def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
+    """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides."""
+    named = [(f"{pipeline.label} extra input {i}", extra) for i, extra in enumerate(extras)]
+    own = list(takewhile(lambda op: type(op).__module__.startswith("opfuse."), pipeline.ops))
+    for op in own:
+        named += [(f"{op.label} {name}", p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
+    for where, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
+        if tensor.device != x.device:
+            cure = "move the module or the tensor with .to(device)"
+            raise PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
+
+
+def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
+    """One OpfuseWarning for each op with module hooks: a Sequential runs the op's math and does not call the module."""
+    for op in members:
+        if op not in _warned and any(getattr(op, hooks, None) for hooks in _HOOKS):
+            _warned.add(op)
+            cure = "register them on the Sequential, or on an nn.Module around the op"
+            message = describe(f"{op.label} hooks", wanted="none on an op of a pipeline", got="hooks that never run", cure=cure)
+            warnings.warn(message, OpfuseWarning, stacklevel=2)

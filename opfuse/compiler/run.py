@@ -14,6 +14,7 @@ from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.operation import BasicOperation
+from opfuse.core.quantizers import recorded
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -68,6 +69,7 @@ class Runner:
         op = self.ops[node.op]
         context = self._context(node, values)
         x = values[node.inputs[0]]
+        reset = recorded.set(self.plan.key.env.grad) if op.asks_quantizers else None
         output, extra_outputs = op.fuser_forward(
             [context],
             x if op.accepts_quantized else plain(x),
@@ -76,6 +78,8 @@ class Runner:
             next_op_input_quantizer=None,
             basic_op_kwargs=[self.kwargs[node.op]],
         )
+        if reset is not None:
+            recorded.reset(reset)
         self._store(node, node.outputs, (output, *extra_outputs[0]), values)
 
     def _store(self, node: Node, numbers: Sequence[int], outputs: Sequence[Any], values: dict[int, Value]) -> None:
@@ -101,6 +105,7 @@ class Runner:
         nodes = self._op_nodes(group)
         contexts = self._contexts(group, {i: self._context(node, values) for i, node in nodes.items()})
         chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
+        reset = recorded.set(self.plan.key.env.grad)
         output, extra_outputs = group.opaque.fuser_forward(
             contexts,
             plain(values[chain[0].inputs[0]]),
@@ -109,6 +114,7 @@ class Runner:
             next_op_input_quantizer=None,
             basic_op_kwargs=[self.kwargs[i] for i in group.ops],
         )
+        recorded.reset(reset)
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)

@@ -17,9 +17,10 @@ from torch import nn
 
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
+from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import Env, checked_dtype
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
-from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe, current_recipe
+from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.quantizers import Quantizer
@@ -103,7 +104,7 @@ class FusibleOperation(nn.Module, ABC):
         return {name: value for name, value in self.__dict__.items() if name not in ("_fuser", "_slots")}
 
 
-class BasicOperation(ChannelMixin, FusibleOperation):
+class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
     A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
@@ -111,7 +112,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
     of ``"input"``, ``"grad_output"`` and parameter names. is_cast: it is nothing but its quantize nodes. accepts_quantized:
     its methods take quantized values; otherwise they get high-precision tensors. forward_kwargs: keyword arguments that a caller
-    may pass to its forward; None leaves it to the signature of ``op_forward``.
+    may pass to its forward; None leaves it to the signature of ``op_forward``. asks_quantizers: it overrides ``num_quantizers``.
     """
 
     traits: ClassVar[frozenset[str]] = frozenset()
@@ -120,11 +121,13 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     is_cast: ClassVar[bool] = False
     accepts_quantized: ClassVar[bool] = False
     forward_kwargs: ClassVar[tuple[str, ...] | None] = None
+    asks_quantizers: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" not in cls.__dict__:
             cls.kind = _snake(cls.__name__)
+        cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
         """spec: frozen hyper-parameters. owner: the module whose parameters this op borrows, where it is a part of another."""
@@ -209,31 +212,13 @@ class BasicOperation(ChannelMixin, FusibleOperation):
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""
-        tensor_type = role if role in ("input", "grad_output") else "weight"
-        asked = QuantizerRole(module_type=self.kind, tensor_type=tensor_type, name=self.name)
-        if not isinstance(recipe, DelayedScaling):
-            return recipe.quantizer(asked), None
-        device = next((p.device for p in self.parameter_values() if p is not None), None)
-        state = self.quantizer_states.get(asked, length=recipe.amax_history_len, device=device)
-        return recipe.quantizer(asked, state=state), state
+        return self.quantizer_of(self.quantizer_role(role), recipe)
 
     def narrow_quantizer(
         self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
     ) -> Quantizer | None:
         """``quantizer`` with the planes that will be read; None where the override needs no cast."""
         return cast_quantizer(quantizer, role, override, backward_gemms)
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the main input under the active recipe, or None."""
-        return self._active_quantizer("input")
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The quantizer of the output gradient under the active recipe, or None."""
-        return self._active_quantizer("grad_output")
-
-    def _active_quantizer(self, role: str) -> Quantizer | None:
-        recipe = current_recipe()
-        return self.make_quantizer(role, recipe)[0] if recipe is not None and role in self.quantized_roles() else None
 
     # -- one op, alone ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""The quantizers that an op asks for itself, by slot, where the compiler places no quantize nodes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import torch
+
+from opfuse.errors import QuantizerError, describe
+from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage
+
+Mode = Literal["forward", "backward"]
+SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
+"""Tensor types of the slots of an op that gives their number only."""
+
+_LIKE = {"output": "input", "grad_input": "grad_output"}
+"""Tensor types that a recipe with a table has no entry for, and those that they are cast like."""
+
+recorded: ContextVar[bool] = ContextVar("opfuse_recorded", default=False)
+"""Whether the running forward pass of an op records gradients: inside an autograd.Function torch says no."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Delayed(Float8Quantizer):
+    """Delayed scaling over the live state of a slot, which is due for an update from the first cast on."""
+
+    slot: DelayedScalingState = field(compare=False, repr=False)
+    recipe: DelayedScaling = field(compare=False, repr=False)
+    group: Any = field(compare=False, repr=False)
+
+    def quantize(self, x: torch.Tensor) -> QuantizedStorage:
+        if torch._C._current_graph_task_id() >= 0:
+            touch_backward(self.slot, self.recipe, group=self.group)
+        elif torch.is_grad_enabled() or recorded.get():
+            touch_forward(self.slot, self.recipe)
+        return super().quantize(x)
+
+
+class QuantizerSlotsMixin:
+    """Quantizers by mode (``"forward"`` or ``"backward"``) and slot.
+
+    By default the slots are the op's ``roles``, for which the compiler also casts. An op without roles that casts in its own
+    methods overrides ``num_quantizers``, and ``get_quantizer_roles`` where :data:`SLOTS` does not name its tensors; it asks in
+    its forward, inside the recipe, and keeps in ``ctx`` what its backward uses.
+    """
+
+    kind: ClassVar[str]
+    name: str
+    quantizer_states: DelayedScalingStates
+    parameter_values: Any
+    quantized_roles: Any
+    label: Any
+
+    def num_quantizers(self, mode: Mode) -> int:
+        """The number of slots; ``mode`` is ``"forward"`` or ``"backward"``, else QuantizerError."""
+        return len(self._declared(mode))
+
+    def get_quantizer_roles(self, mode: Mode) -> Sequence[QuantizerRole | None] | None:
+        """The role of each slot; None for a slot, or for all, stands for that of :data:`SLOTS`."""
+        names, count = self._declared(mode), self.num_quantizers(mode)
+        names = names if len(names) == count else tuple(SLOTS[mode][i % len(SLOTS[mode])] for i in range(count))
+        return [self.quantizer_role(name) for name in names]
+
+    def get_quantizer(self, mode: Mode, index: int) -> Quantizer | None:
+        """The active recipe's quantizer of a slot; None without a recipe. QuantizerError for a slot that there is not."""
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            where, cure = f"{self.label} {mode} quantizers", "check num_quantizers"
+            raise QuantizerError(describe(where, wanted=f"an index below {count}", got=index, cure=cure))
+        recipe = current_recipe()
+        if recipe is None:
+            return None
+        roles = self.get_quantizer_roles(mode) or (None,) * count
+        role = roles[index] or self.quantizer_role(SLOTS[mode][index % len(SLOTS[mode])])
+        repeated = index >= len(SLOTS[mode]) or role in roles[:index]
+        quantizer, state = self.quantizer_of(role, recipe, slot=_numbered(role, index) if repeated else role)
+        if state is None or not isinstance(recipe, DelayedScaling):
+            return quantizer
+        state.resize(recipe.amax_history_len)
+        made = state.quantizer(cast(Float8Quantizer, quantizer).fp8_dtype)
+        return _Delayed(made.scale, made.amax, made.fp8_dtype, slot=state, recipe=recipe, group=current_amax_group())
+
+    def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
+        """Accepted and ignored: quantizers are derived anew from the recipe of each call, and states outlive recipes."""
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer of forward slot 0 under the active recipe, or None."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The quantizer of backward slot 0 under the active recipe, or None."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    def quantizer_role(self, name: str) -> QuantizerRole:
+        """The role of a tensor type, or of a parameter by its name."""
+        known = name in SLOTS["forward"] or name in SLOTS["backward"]
+        return QuantizerRole(module_type=self.kind, tensor_type=name if known else "weight", name=self.name)
+
+    def quantizer_of(
+        self, role: QuantizerRole, recipe: Recipe, *, slot: QuantizerRole | None = None
+    ) -> tuple[Quantizer, DelayedScalingState | None]:
+        """The recipe's quantizer for ``role``, and, where scaling is delayed, the op's state for ``slot`` (None: ``role``)."""
+        if not isinstance(recipe, CustomRecipe):
+            role, slot = replace(role, tensor_type=_LIKE.get(role.tensor_type, role.tensor_type)), slot or role
+        if not isinstance(recipe, DelayedScaling):
+            return recipe.quantizer(role), None
+        device = next((p.device for p in self.parameter_values() if p is not None), None)
+        state = self.quantizer_states.get(slot or role, length=recipe.amax_history_len, device=device)
+        return recipe.quantizer(role, state=state), state
+
+    def _declared(self, mode: str) -> tuple[str, ...]:
+        if mode not in SLOTS:
+            where, wanted = f"{self.label} quantizers", " or ".join(map(repr, get_args(Mode)))
+            raise QuantizerError(describe(where, wanted=wanted, got=repr(mode), cure="choose one of the two"))
+        names = [name for name in self.quantized_roles() if (name == "grad_output") == (mode == "backward")]
+        return tuple(sorted(names, key=lambda name: name != "input"))
+
+
+def _numbered(role: QuantizerRole, index: int) -> QuantizerRole:
+    """A role of its own for a slot whose role an earlier slot has: two tensors never share a state."""
+    return replace(role, name=f"{role.name}[{index}]")

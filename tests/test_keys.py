@@ -188,6 +188,7 @@ def test_key_fields_of_composites():
     assert key_fields(Inner) is None
 
 
+@pytest.mark.row("X01")
 @pytest.mark.parametrize(
     ("old", "new", "want"),
     [
@@ -205,6 +206,7 @@ def test_x01_differences_by_path(old, new, want):
     assert [(d.path, d.old, d.new) for d in diff(old, new)] == want
 
 
+@pytest.mark.row("X01")
 def test_x01_differences_tell_where_values_came_from():
     old, new = Pair(Told(1, {"size": "default"}), 0), Pair(Told(2, {"size": "fp8.yaml:7:12"}), 0)
     (found,) = diff(old, new)
@@ -213,6 +215,7 @@ def test_x01_differences_tell_where_values_came_from():
     assert str(Difference("a", 1, 2, "default", "default")) == "a: 1 -> 2"
 
 
+@pytest.mark.row("X01")
 def test_x01_the_cache_counts_and_names_the_nearest_entry():
     cache: Cache[Pair, str] = Cache(8)
     assert cache.get(Pair(1, 1)) is None

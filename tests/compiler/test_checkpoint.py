@@ -59,6 +59,7 @@ def trained(checkpoint: Checkpoint, recipe: recipes.Recipe | None, steps: int = 
     return [*seen, torch.get_rng_state()]
 
 
+@pytest.mark.row("H26")
 @pytest.mark.parametrize("checkpoint", [each, nested])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_is_bitwise_what_was_not(recipe: str, checkpoint: Checkpoint) -> None:

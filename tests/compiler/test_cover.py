@@ -57,6 +57,7 @@ def only(plan: Plan, name: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.row("X02")
 def test_x02_every_rule_has_an_outcome():
     for made in (pipeline(["gelu"]), pipeline(["rms norm", "linear", "gelu", "linear", "add in place"])):
         plan = planned(*made.ops, rules=RULES, recipe=MXFP8BlockScaling())
@@ -64,6 +65,7 @@ def test_x02_every_rule_has_an_outcome():
         assert {outcome.status for outcome in plan.outcomes} <= {"fused", "shadowed", "missed", "absent"}
 
 
+@pytest.mark.row("X02")
 def test_x02_outcomes_of_a_pipeline():
     modules = (ops.RMSNorm(64), ops.Linear(64, 64), ops.AddExtraInput(in_place=True), ops.GELU(), ops.Linear(64, 64))
     plan = planned(*modules, rules=RULES, recipe=MXFP8BlockScaling(backward_override="dequantized"))
@@ -77,6 +79,7 @@ def test_x02_outcomes_of_a_pipeline():
     assert (scale.status, scale.guard, scale.wanted, scale.got) == ("absent", "pattern.scale", "constant_scale", "bias")
 
 
+@pytest.mark.row("B17", "X02")
 @pytest.mark.parametrize("override", OVERRIDES[1:])
 def test_b17_x02_the_override_is_the_reason(override):
     plan = planned(ops.Linear(64, 64), ops.GELU(), rules=RULES, recipe=recipe_for("mxfp8", override))
@@ -86,6 +89,7 @@ def test_b17_x02_the_override_is_the_reason(override):
     assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
 
 
+@pytest.mark.row("X02")
 def test_x02_a_place_missed_for_its_environment_is_told_once():
     """Also in linear time: not once for every suffix of a run."""
     modules = [ops.ConstantScale(1.5) for _ in range(20)]
@@ -161,6 +165,7 @@ GUARDS = [
 ]
 
 
+@pytest.mark.row("X02")
 @pytest.mark.parametrize(("guard", "passes", "wants", "got"), GUARDS, ids=lambda value: str(getattr(value, "reads", value)))
 def test_x02_guards(guard, passes, wants, got):
     guarded = rule("pair", PAIR, when=(guard,))

@@ -22,6 +22,7 @@ def call(recipe: recipes.Recipe | None, **options: bool):
         return explain(mlp(), x, **options)
 
 
+@pytest.mark.row("X02")
 def test_x02_every_active_rule_has_an_outcome_with_a_reason() -> None:
     found = call(recipes.MXFP8BlockScaling())
     assert {o.rule for o in (*found.outcomes("forward"), *found.outcomes("backward"))} == set(opfuse.active_rules().names)
@@ -31,6 +32,7 @@ def test_x02_every_active_rule_has_an_outcome_with_a_reason() -> None:
         assert outcome.status != "missed" or (outcome.guard and outcome.wanted and outcome.got)
 
 
+@pytest.mark.row("B17")
 def test_b17_override_is_named_as_the_reason() -> None:
     found = call(recipes.MXFP8BlockScaling(backward_override="dequantized")).narrowed("backward_activation_bias")
     misses = found.outcomes("backward")
@@ -76,11 +78,13 @@ def expected_bytes(override: str | None) -> int:
     return norm + gelu + operands + 4 * scales
 
 
+@pytest.mark.row("B31")
 @pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
 def test_saved_bytes_are_those_of_the_formula(override: str | None) -> None:
     assert call(recipes.MXFP8BlockScaling(backward_override=override)).saved_bytes == expected_bytes(override)
 
 
+@pytest.mark.row("B31")
 def test_saved_bytes_by_override_and_refusals() -> None:
     measured = call(recipes.MXFP8BlockScaling(), overrides=True).saved_by_override
     assert dict(measured) == {str(o): expected_bytes(o) for o in (None, "dequantized", "high_precision")}

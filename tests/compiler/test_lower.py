@@ -68,6 +68,7 @@ def test_quantize_nodes_stand_around_a_product():
 GRADS = [(True, True), (True, False), (False, True), (False, False)]
 
 
+@pytest.mark.row("B08", "B12")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize(("x_grad", "w_grad"), GRADS)
 def test_b08_b12_casts_make_the_planes_that_are_read(x_grad, w_grad, override):
@@ -98,6 +99,7 @@ def test_no_gradient_is_lowered_without_grad_mode():
     assert not any(node.spec.quantizer.columnwise for node in graph.nodes if node.kind == QUANTIZE)
 
 
+@pytest.mark.row("U05")
 def test_u05_a_quantized_weight_gets_no_quantize_node():
     linear = to(ops.Linear(64, 64), BF16)
     quantizer = Float8CurrentScaling().quantizer(QuantizerRole(tensor_type="weight"))

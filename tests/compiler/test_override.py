@@ -67,6 +67,7 @@ def rowwise(recipe: opfuse.recipes.Recipe, tensor_type: str, tensor: torch.Tenso
     return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
 
 
+@pytest.mark.row("B05", "B28")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,6 +79,7 @@ def test_b05_b28_high_precision_gradients_are_those_without_a_recipe(shape, name
         assert not same(overridden.tensors["output 0"], unquantized.tensors["output 0"])
 
 
+@pytest.mark.row("B06", "B22", "B28")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -94,6 +96,7 @@ def test_b06_b22_b28_dequantized_gradients_are_the_chain_rule_of_the_quantized_f
         assert same(got["grad of 0.bias"], dy.float().sum_to_size(dy.shape[-1]).to(BF16))
 
 
+@pytest.mark.row("B07")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_b07_forward_is_the_same_under_every_override(shape, name):
@@ -103,6 +106,7 @@ def test_b07_forward_is_the_same_under_every_override(shape, name):
     assert all(same(output, outputs[0]) for output in outputs)
 
 
+@pytest.mark.row("B07")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("composed", COMPOSED)
 def test_b07_forward_of_pipelines_is_the_same_under_every_override(composed, name):
@@ -114,6 +118,7 @@ def test_b07_forward_of_pipelines_is_the_same_under_every_override(composed, nam
         assert [key for key in outputs if not same(first[key], other[key])] == []
 
 
+@pytest.mark.row("B08")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 def test_b08_no_columnwise_plane_is_made(name, override, monkeypatch):
@@ -137,6 +142,7 @@ def test_b08_no_columnwise_plane_is_made(name, override, monkeypatch):
     assert bool(made_columnwise) is (override is None)
 
 
+@pytest.mark.row("B09")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", ACTIVE)
 def test_b09_nothing_quantizes_a_gradient(name, override):
@@ -148,6 +154,7 @@ def test_b09_nothing_quantizes_a_gradient(name, override):
     assert "grad_output" in {cast.role for cast in plain_plan.casts.values()}
 
 
+@pytest.mark.row("B10")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("shape", ["2d", "3d", "4d", "ragged 3d"])
 def test_b10_high_precision_saves_the_caller_s_tensor(shape, name):
@@ -163,6 +170,7 @@ SNAPSHOT = {None: ("columnwise",), "dequantized": ("rowwise",), "high_precision"
 """Usages of the saved operands; None: the original tensor."""
 
 
+@pytest.mark.row("B11")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b11_saved_operands(override, name):
@@ -182,6 +190,7 @@ def test_b11_saved_operands(override, name):
             operand.plane(missing)
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", ["none", *HAS_OVERRIDE])
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (True, False), (False, True), (False, False)])
@@ -199,6 +208,7 @@ def test_b12_nothing_is_saved_that_no_gradient_needs(x_grad, w_grad, name, overr
     assert y.requires_grad is (x_grad or w_grad)
 
 
+@pytest.mark.row("B16")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b16_explicit_quantize(override, name):
@@ -213,11 +223,13 @@ def test_b16_explicit_quantize(override, name):
     assert same(gradient_only["grad of input"], got["grad of input"])
 
 
+@pytest.mark.row("B16")
 def test_b16_explicit_quantize_without_a_recipe_is_the_identity():
     x = randn(32, 64).requires_grad_()
     assert ops.Sequential(ops.Quantize(forward=True, backward=True))(x) is x
 
 
+@pytest.mark.row("B20")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 def test_b20_switching_the_override_switches_the_plan(name):
     model, x = linear("2d")
@@ -235,6 +247,7 @@ def test_b20_switching_the_override_switches_the_plan(name):
     assert not same(got[0].tensors["grad of input"], got[2].tensors["grad of input"])
 
 
+@pytest.mark.row("B23", "B30")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("composed", ["mlp", "swiglu mlp"])
@@ -248,6 +261,7 @@ def test_b23_b30_a_fused_block_equals_its_modules_called_one_by_one(composed, ov
     assert len(apart.plans) == len(model)
 
 
+@pytest.mark.row("B27")
 @pytest.mark.parametrize(("name", "k", "multiple"), [("mxfp8", 48, 32), ("nvfp4", 40, 16)])
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b27_errors_name_shape_format_and_multiple(name, k, multiple, override):
@@ -258,6 +272,7 @@ def test_b27_errors_name_shape_format_and_multiple(name, k, multiple, override):
         assert text in str(caught.value)
 
 
+@pytest.mark.row("B28")
 @pytest.mark.parametrize(("name", "rows"), [("mxfp8", 33), ("nvfp4", 33)])
 def test_b28_ragged_rows_need_a_columnwise_plane_only_without_an_override(name, rows):
     model, x = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(rows, 64)
@@ -269,6 +284,7 @@ def test_b28_ragged_rows_need_a_columnwise_plane_only_without_an_override(name, 
         assert model(x).shape == (rows, 64)
 
 
+@pytest.mark.row("B29")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b29_a_disabled_region_is_plain(override, name):
@@ -283,6 +299,7 @@ def test_b29_a_disabled_region_is_plain(override, name):
     assert not [node for plan in plans for node in plan.graph.nodes if node.kind == QUANTIZE]
 
 
+@pytest.mark.row("B28")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b28_gradients_accumulate(override, name):

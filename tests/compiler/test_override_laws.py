@@ -69,6 +69,7 @@ def check(model: torch.nn.Module, tensors: list[torch.Tensor], recipe: Recipe, *
     assert [name for name in names if not same(left[name], right[name])] == []
 
 
+@pytest.mark.row("X04", "X05")
 @pytest.mark.parametrize("rounding", ["per_op", "single"])
 @pytest.mark.parametrize("override", SOURCES)
 def test_x04_x05_linear(override, rounding):
@@ -89,6 +90,7 @@ def test_x04_x05_linear(override, rounding):
     law()
 
 
+@pytest.mark.row("X04", "X05")
 @pytest.mark.parametrize("override", SOURCES)
 def test_x04_x05_pipelines(override):
     """Under "per_op" only: rules may fuse gradients in different places on the two sides, which then round at other places."""
@@ -110,6 +112,7 @@ def test_x04_x05_pipelines(override):
     law()
 
 
+@pytest.mark.row("X04", "X05")
 @pytest.mark.parametrize("override", SOURCES)
 def test_x04_x05_under_torch_autocast(override):
     """fp32 parameters and inputs, bf16 products: the casts see bf16."""
@@ -119,6 +122,7 @@ def test_x04_x05_under_torch_autocast(override):
             check(model, [randn(32, 64, dtype=torch.float32)], recipe_for(name, override))
 
 
+@pytest.mark.row("X06")
 def test_x06_row_scaled_activations_train_under_an_override_or_a_hybrid_only():
     fields = {"row_scaled_activation": True, "disable_rht": True}
     model, x = to(ops.Sequential(ops.Linear(64, 64)), torch.bfloat16), randn(32, 64)

@@ -64,6 +64,7 @@ def key_of(fuser: OperationFuser, x: torch.Tensor | None = None, rules: RuleSet 
     return fuser.named(fuser.key(x, (), rules or active_rules()))
 
 
+@pytest.mark.row("B20")
 @pytest.mark.parametrize(("cls", "name"), RECIPE_FIELDS, ids=lambda value: getattr(value, "__name__", value))
 def test_r9_every_recipe_field_changes_the_key(cls, name):
     fuser = pipeline()
@@ -255,6 +256,7 @@ def test_equal_recipes_share_a_plan():
 # -- what a cache of many plans is for ------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("X01")
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
 def test_x01_training_and_validation_alternate_without_planning(name):
     model, x = to(mlp(), BF16), randn(32, 64)
@@ -266,6 +268,7 @@ def test_x01_training_and_validation_alternate_without_planning(name):
     assert model.cache_info()[:3] == (2, 6, 2)
 
 
+@pytest.mark.row("X01")
 def test_x01_many_plans_live_at_once_and_the_last_used_stay(monkeypatch):
     monkeypatch.setattr(fuser_module, "PLANS", 3)
     model, x = to(mlp(), BF16), randn(32, 64)
@@ -280,6 +283,7 @@ def test_x01_many_plans_live_at_once_and_the_last_used_stay(monkeypatch):
     assert model.cache_info()[:3] == (3, 3, 5)
 
 
+@pytest.mark.row("X01")
 def test_x01_different_shapes_of_one_class_share_a_plan():
     model = to(mlp(), BF16)
     for rows in (128, 256, 1024):
@@ -298,6 +302,7 @@ MISSES = {
 }
 
 
+@pytest.mark.row("X01")
 @pytest.mark.parametrize("text", MISSES)
 def test_x01_the_last_miss_names_field_and_both_values(text):
     model, x = to(mlp(), BF16), randn(32, 64)
@@ -308,6 +313,7 @@ def test_x01_the_last_miss_names_field_and_both_values(text):
     assert ";" not in model.cache_info().last_miss
 
 
+@pytest.mark.row("X01")
 def test_x01_the_miss_is_told_from_the_nearest_plan():
     model, x = to(mlp(), BF16), randn(32, 64)
     for step in (Step(MX()), Step(recipe_for("nvfp4"), input_grad=False), Step(MX(backward_override="dequantized"))):
@@ -315,6 +321,7 @@ def test_x01_the_miss_is_told_from_the_nearest_plan():
     assert model.cache_info().last_miss.startswith("env.recipe.backward_override: None -> 'dequantized'")
 
 
+@pytest.mark.row("X01")
 def test_x01_sources_are_told():
     model, x = to(mlp(), BF16), randn(32, 64)
     train(model, x, step=Step(MX()))
@@ -322,6 +329,7 @@ def test_x01_sources_are_told():
     assert "(was: default, now: fp8.yaml:7:12)" in model.cache_info().last_miss
 
 
+@pytest.mark.row("X01")
 def test_x01_on_miss_error():
     model, x = to(mlp(), BF16), randn(32, 64)
     with opfuse.autocast(recipe=MX()):
@@ -341,6 +349,7 @@ def test_x01_on_miss_error():
         pass
 
 
+@pytest.mark.row("X01")
 def test_x01_a_failed_plan_is_not_kept():
     model, x = to(mlp(), BF16), randn(32, 64)
     refused = recipe_for("nvfp4", row_scaled_activation=True, disable_rht=True)

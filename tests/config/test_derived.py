@@ -19,6 +19,7 @@ def test_a_recipe_section_has_the_fields_of_its_class(kind):
     assert config(f"{{kind: {kind}}}").recipe == RECIPES[kind]()
 
 
+@pytest.mark.row("B33")
 def test_a_recipe_knows_where_its_fields_were_written():
     recipe = config("{kind: mxfp8, fp8_format: HYBRID, backward_override: dequantized}").recipe
     assert recipe == MXFP8BlockScaling(fp8_format=Format.HYBRID, backward_override="dequantized")
@@ -27,6 +28,7 @@ def test_a_recipe_knows_where_its_fields_were_written():
     assert recipe.sources["rounding"] == "default"
 
 
+@pytest.mark.row("B33")
 def test_a_written_field_wins_over_the_environment_and_an_absent_one_does_not(monkeypatch):
     monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "high_precision")
     assert config("{kind: mxfp8, backward_override: null}").recipe.backward_override is None

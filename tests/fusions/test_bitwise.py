@@ -82,10 +82,12 @@ PLACES = {
 NEEDS_QUANTIZED_BACKWARD = ("backward_activation_bias",)
 
 
+@pytest.mark.row("B21")
 def test_r4_every_rule_has_a_place():
     assert set(PLACES) == {rule.name for rule in RULES.rules}
 
 
+@pytest.mark.row("B21")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "override"), CASES)
 @pytest.mark.parametrize("rule", RULES.rules, ids=lambda rule: rule.name)

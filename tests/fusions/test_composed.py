@@ -24,6 +24,7 @@ FIRES = {
 }
 
 
+@pytest.mark.row("B21")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "override"), CASES)
 @pytest.mark.parametrize("composed", COMPOSED)

@@ -25,6 +25,7 @@ def scale_index(layout, row, column):
     return tile * 512 + line % 32 * 16 + line % 128 // 32 * 4 + block % 4
 
 
+@pytest.mark.row("D03")
 @pytest.mark.parametrize("shape", [(1, 16), (65, 96), (259, 68), (300, 1040)], ids=str)
 @pytest.mark.parametrize("usage", USAGES)
 @pytest.mark.parametrize("fmt", [fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3), NVFP4], ids=str)
@@ -51,6 +52,7 @@ def launched(*args, **kwargs):
     return entries, result
 
 
+@pytest.mark.row("D02")
 def test_d02_rotated_planes_and_misfits_take_the_definition():
     x = within(64, 48, torch.bfloat16)
     layout = Layout(NVFP4.replace(rht=SIGNS), COLUMNWISE, (64, 48))
@@ -71,6 +73,7 @@ def test_d02_rotated_planes_and_misfits_take_the_definition():
     assert launched(data, scale, amax, layout=plain, dtype=torch.float64)[0] == []
 
 
+@pytest.mark.row("D01")
 def test_d01_orientation_decides_the_entry():
     shape = (32, 64)
     for fmt in (fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3)):
@@ -84,6 +87,7 @@ def test_d01_orientation_decides_the_entry():
             assert (out.shape, out.dtype) == (shape, torch.float16)
 
 
+@pytest.mark.row("D04")
 def test_d04_an_empty_plane_launches_nothing():
     layout = Layout(fp8_tensor(E4M3), ROWWISE, (0, 128))
     (data,) = cast_tensor(torch.empty(0, 128), torch.ones(1), [layout])

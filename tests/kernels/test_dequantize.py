@@ -74,6 +74,7 @@ def test_block_scaled(dtype, usage, dims, shape):
     same(dequantize(data, scale, None, layout=layout, dtype=dtype), rounded(expected, dtype))
 
 
+@pytest.mark.row("D01", "D03", "D05")
 @each_dtype
 @each_usage
 @each_layout
@@ -91,6 +92,7 @@ def test_d01_d03_d05_mxfp8_with_edge_blocks(dtype, usage, swizzled, shape):
     same(got, rounded(turn(exact, usage), dtype))
 
 
+@pytest.mark.row("D07")
 @each_dtype
 @each_usage
 def test_d07_mxfp8_extreme_scales(dtype, usage):
@@ -122,6 +124,7 @@ def nv_exact(codes: np.ndarray, scales: np.ndarray, amaxes: np.ndarray, encode_m
     return (casts.decode(codes, "e2m1").astype(np.float32) * blocks) * (amaxes * np.float32(1 / (6 * encode_max)))
 
 
+@pytest.mark.row("D02", "D03", "D05")
 @each_dtype
 @each_usage
 @each_layout
@@ -165,6 +168,7 @@ def test_g11_rotated_nvfp4_columns_are_turned_back(dtype, signs):
     assert rotated_error.item() == pytest.approx(error.item(), rel=0.1)
 
 
+@pytest.mark.row("D06")
 @each_usage
 @pytest.mark.parametrize("fmt", [mxfp8(E4M3), NVFP4], ids=str)
 def test_d06_r8_padding_of_scales_is_never_read(usage, fmt):

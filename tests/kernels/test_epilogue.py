@@ -240,6 +240,7 @@ def test_gradients_equal_torch_autograd_of_the_values_in_fp64():
         torch.testing.assert_close(dx, torch.autograd.grad(y, x, dy)[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.row("B22")
 @pytest.mark.parametrize("shape", [(640, 24), (16, 40, 24), (24,), (0, 24)])
 def test_b22_bias_gradient_is_the_fp32_sum_cast_once(shape):
     dy = torch.randn(shape).to(BF16)
@@ -281,6 +282,7 @@ def test_chain_equals_the_formula_written_out():
     assert_same(kept[1], h.to(BF16))
 
 
+@pytest.mark.row("B10")
 @pytest.mark.parametrize("rounding", ["per_op", "single"])
 def test_b10_kept_input_is_the_callers_tensor(rounding):
     x = torch.randn(3, 4).to(BF16)

@@ -75,6 +75,7 @@ def test_stored_scales_lie_where_the_formula_says(fmt, usage, shape):
         assert torch.equal(load_scale(stored, layout.replace(swizzled=swizzled)), scale)
 
 
+@pytest.mark.row("D06")
 @pytest.mark.parametrize("fmt", [MX, NVFP4], ids=str)
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
 def test_d06_swizzle_zeroes_poisoned_padding(fmt, usage):

@@ -126,6 +126,7 @@ def test_encode_e8m0_is_the_least_power_of_two_not_below():
     assert (code[wanted < 0] == 0).all()
 
 
+@pytest.mark.row("D07")
 def test_d07_e8m0_values_are_exact_powers_of_two():
     codes = torch.arange(256, dtype=torch.uint8)
     expected = torch.exp2(torch.arange(255, dtype=torch.float64) - 127)

@@ -239,6 +239,7 @@ def test_a_plane_that_a_quantized_input_lacks_is_named():
         ops.Linear(32, 32)(q)
 
 
+@pytest.mark.row("B16")
 @every_level
 @pytest.mark.parametrize("position", ["first", "last", "alone", "between"])
 def test_b16_an_explicit_quantize_lets_the_gradient_through(position, rules):
@@ -259,6 +260,7 @@ def test_b16_an_explicit_quantize_lets_the_gradient_through(position, rules):
         assert torch.equal(x.grad, torch.ones(32, 32))
 
 
+@pytest.mark.row("B16")
 def test_b16_without_a_recipe_quantize_is_nothing():
     x = torch.randn(3, 7, requires_grad=True)
     for op in (ops.Quantize(), ops.Quantize(False, True), ops.Quantize(True, True)):
@@ -271,6 +273,7 @@ def mxfp8_of(dy):
     return recipes.MXFP8BlockScaling().quantizer(role).quantize(dy).dequantize()
 
 
+@pytest.mark.row("B16")
 @pytest.mark.parametrize("override", ["dequantized", "high_precision"])
 def test_b16_an_override_leaves_the_gradient_alone(override):
     x, dy = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
@@ -321,6 +324,7 @@ def test_quantized_parameters_train(name, optimizer):
     assert losses[-1] < 0.7 * losses[0], losses
 
 
+@pytest.mark.row("U12")
 @pytest.mark.parametrize("name", NAMES)
 def test_u12_a_write_to_a_quantized_parameter_before_backward_is_an_error(name):
     recipe = RECIPES[name]()

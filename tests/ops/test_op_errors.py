@@ -87,6 +87,7 @@ def test_something_that_is_no_tensor(value):
         ops.GELU()(value)
 
 
+@pytest.mark.row("B27")
 @pytest.mark.parametrize(
     ("shape", "features", "where"),
     [((24, 48), (48, 32), "input"), ((32, 64), (64, 48), "weight"), ((33, 64), (64, 64), "input")],

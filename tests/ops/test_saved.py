@@ -49,6 +49,7 @@ def expected(recipe, x, w):
     return mxfp8(ROWS, K, rowwise=rowwise) * w + mxfp8(N, K, rowwise=rowwise) * x
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize(("x", "w"), COMBINATIONS)
 @pytest.mark.parametrize(
     "recipe", [None, *(recipes.MXFP8BlockScaling(backward_override=o) for o in (None, "dequantized", "high_precision"))], ids=str
@@ -60,6 +61,7 @@ def test_b12_a_product_saves_x_for_dw_and_w_for_dx(recipe, x, w):
     assert found == sorted(expected(recipe, x, w), key=str)
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize(("x", "w"), COMBINATIONS)
 def test_b12_a_quantized_parameter_is_saved_as_itself(x, w):
     recipe = recipes.MXFP8BlockScaling()
@@ -84,6 +86,7 @@ NOTHING = {
 }
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=str)
 @pytest.mark.parametrize("name", list(NOTHING))
 def test_b12_ops_whose_derivative_is_constant_save_nothing(name, recipe):
@@ -92,6 +95,7 @@ def test_b12_ops_whose_derivative_is_constant_save_nothing(name, recipe):
     assert saved_by(make(), torch.randn(ROWS, K, requires_grad=True), *extra, recipe=recipe) == []
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize("make", [ops.GELU, ops.ReLU, ops.SwiGLU, ops.SiTUGLU, ops.ClampedSwiGLU], ids=lambda c: c.__name__)
 def test_b12_an_activation_saves_its_input_itself(make):
     assert saved_by(make(), torch.randn(ROWS, K, requires_grad=True)) == ["x"]
@@ -108,6 +112,7 @@ def test_dropout_saves_one_byte_an_element():
     assert saved_by(ops.Dropout(0.5), torch.randn(ROWS, K, requires_grad=True)) == [ROWS * K]
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize(("x", "s"), COMBINATIONS)
 def test_b12_a_scaled_activation(x, s):
     found = saved_by(ops.ScaledSwiGLU(), torch.randn(ROWS, K, requires_grad=x), torch.randn(ROWS, requires_grad=s))
@@ -124,6 +129,7 @@ def norm_cases():
     yield ops.LayerNorm, (False, False), []
 
 
+@pytest.mark.row("B12")
 @pytest.mark.parametrize(("make", "wants", "wanted"), list(norm_cases()))
 def test_b12_a_norm_saves_its_input_and_statistics(make, wants, wanted):
     model = make(K)
@@ -131,6 +137,7 @@ def test_b12_a_norm_saves_its_input_and_statistics(make, wants, wanted):
     assert saved_by(model, torch.randn(ROWS, K, requires_grad=wants[0])) == sorted(wanted, key=str)
 
 
+@pytest.mark.row("B12")
 def test_b12_a_norm_of_which_only_the_bias_trains_saves_nothing():
     model = ops.LayerNorm(K)
     model.weight.requires_grad_(False)
@@ -139,6 +146,7 @@ def test_b12_a_norm_of_which_only_the_bias_trains_saves_nothing():
     assert torch.equal(model.bias.grad, torch.full((K,), float(ROWS)))
 
 
+@pytest.mark.row("B12")
 def test_b12_a_pipeline_saves_what_its_ops_save():
     model = ops.Sequential(ops.RMSNorm(K), ops.Linear(K, N), ops.GELU(), ops.Linear(N, K, bias=False)).to(torch.bfloat16)
     found = saved_by(model, torch.randn(ROWS, K, dtype=torch.bfloat16, requires_grad=True))
@@ -146,6 +154,7 @@ def test_b12_a_pipeline_saves_what_its_ops_save():
     assert found == sorted(["0.weight", "x", ROWS * FP32, "1.weight", "3.weight", *plain], key=str)
 
 
+@pytest.mark.row("B12")
 def test_b12_frozen_layers_save_no_input():
     model = ops.Sequential(ops.Linear(K, N), ops.GELU(), ops.Linear(N, K))
     model.requires_grad_(False)

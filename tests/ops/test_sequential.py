@@ -151,6 +151,7 @@ def test_a_change_of_the_list_is_seen(change):
     torch.testing.assert_close(model(x), y)
 
 
+@pytest.mark.row("B20", "X01")
 def test_b20_x01_train_and_eval_keep_their_plans():
     model, x = ops.Sequential(ops.Linear(8, 8), ops.Dropout(0.5), ops.Linear(8, 8)), x_of(3, 8)
     for _ in range(3):
@@ -226,6 +227,7 @@ def test_a_sequential_inside_takes_and_gives_its_extra_tensors_in_order():
         outer(x, c, a, s, b)
 
 
+@pytest.mark.row("X01")
 def test_x01_cache_info_tells_the_latest_miss_of_all_pipelines():
     inner = ops.Sequential(ops.Linear(8, 8), ops.GELU())
     model = ops.Sequential(ops.ReLU(), nn.Identity(), inner, nn.Identity(), ops.SiLU())

@@ -37,6 +37,7 @@ def test_default_recipe_is_current_scaling():
         assert current_recipe() == Float8CurrentScaling()
 
 
+@pytest.mark.row("B29")
 def test_b29_disabled_region_has_no_recipe():
     with autocast(enabled=False, recipe=MX.replace(backward_override="dequantized")):
         assert current_recipe() is None

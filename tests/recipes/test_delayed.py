@@ -259,6 +259,7 @@ def test_failed_backward_moves_no_scale_and_leaves_nothing_behind():
     assert not delayed._BACKWARD_PASSES
 
 
+@pytest.mark.row("U10")
 @pytest.mark.parametrize(("length", "wanted"), [(2, [5.0, 1.0]), (4, [5.0, 1.0, 2.0, 3.0]), (6, [5.0, 1.0, 2.0, 3.0, 0.0, 0.0])])
 def test_u10_history_length_change_truncates_or_pads(length, wanted):
     state = DelayedScalingState(4)
@@ -269,6 +270,7 @@ def test_u10_history_length_change_truncates_or_pads(length, wanted):
     assert state.scale.item() == 3.0
 
 
+@pytest.mark.row("U10")
 def test_u10_other_recipes_in_between_lose_nothing():
     recipe, states = DelayedScaling(amax_history_len=4), DelayedScalingStates()
     state = states.get(INPUT, length=4, device=None)
@@ -284,6 +286,7 @@ def test_u10_other_recipes_in_between_lose_nothing():
     assert state.scale.item() == 224.0
 
 
+@pytest.mark.row("U10")
 def test_u10_quantizer_built_before_a_longer_history_still_shares_the_scale():
     state = DelayedScalingState(2)
     before = state.quantizer(torch.float8_e4m3fn)

@@ -44,6 +44,7 @@ def test_every_override_has_a_row():
     assert [keep.saved for keep in KEEP.values()] == ["columnwise", "rowwise", "original"]
 
 
+@pytest.mark.row("H09")
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("role", ROLES)
 def test_h09_planes_that_a_product_reads(gemm, role):
@@ -56,6 +57,7 @@ def test_planes_of_several_products_add_up():
     assert planes("bias", tuple(GEMMS)) == frozenset()
 
 
+@pytest.mark.row("B08")
 @pytest.mark.parametrize(("override", "backward"), CASTS)
 @pytest.mark.parametrize("role", ROLES)
 def test_b08_planes_that_a_cast_makes(override, backward, role):
@@ -74,6 +76,7 @@ def test_b08_planes_that_a_cast_makes(override, backward, role):
         assert made == quantizer.wanting(rowwise=ROWWISE in want, columnwise=COLUMNWISE in want)
 
 
+@pytest.mark.row("B11")
 @pytest.mark.parametrize("override", KEEP)
 def test_b11_what_is_saved_of_an_operand(override):
     x = torch.randn(32, 64, dtype=torch.bfloat16)

@@ -61,6 +61,7 @@ def _clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.mark.row("B01")
 @ALL
 def test_b01_override_default_is_none_and_a_fourth_value_is_refused(cls):
     assert build(cls).backward_override is None
@@ -71,12 +72,14 @@ def test_b01_override_default_is_none_and_a_fourth_value_is_refused(cls):
             build(cls, backward_override=value)
 
 
+@pytest.mark.row("B01")
 @OVERRIDABLE
 @pytest.mark.parametrize("value", OVERRIDES)
 def test_b01_override_accepts_three_values(cls, value):
     assert build(cls, backward_override=value).backward_override == value
 
 
+@pytest.mark.row("B02")
 @OVERRIDABLE
 def test_b02_r4_environment_is_read_when_the_recipe_is_built(cls, monkeypatch):
     assert build(cls).backward_override is None
@@ -90,6 +93,7 @@ def test_b02_r4_environment_is_read_when_the_recipe_is_built(cls, monkeypatch):
     assert recipe.backward_override == "dequantized"
 
 
+@pytest.mark.row("B02")
 @ALL
 @pytest.mark.parametrize("name", ENVIRONMENT)
 @pytest.mark.parametrize("text", ["", " "])
@@ -99,6 +103,7 @@ def test_b02_r6_empty_environment_is_unset(cls, name, text, monkeypatch):
     assert build(cls).sources["backward_override"] == "default"
 
 
+@pytest.mark.row("B02")
 def test_b02_empty_opfuse_variable_lets_the_next_one_speak(monkeypatch):
     monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "")
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
@@ -107,24 +112,28 @@ def test_b02_empty_opfuse_variable_lets_the_next_one_speak(monkeypatch):
     assert MXFP8BlockScaling().backward_override is None
 
 
+@pytest.mark.row("B02")
 def test_b02_bad_environment_names_the_variable(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequant")
     with pytest.raises(RecipeError, match=r"environment NVTE_BACKWARD_OVERRIDE.*'dequantized'"):
         MXFP8BlockScaling()
 
 
+@pytest.mark.row("B03")
 @pytest.mark.parametrize(("old", "new"), [("unquant", "'high_precision'"), ("dequant", "'dequantized'"), ("default", "None")])
 def test_b03_legacy_value_names_the_new_one(old, new):
     with pytest.raises(RecipeError, match=f"write {new}"):
         MXFP8BlockScaling(backward_override=old)
 
 
+@pytest.mark.row("B03")
 @ALL
 def test_b03_pair_of_switches_is_refused(cls):
     with pytest.raises(TypeError, match=r"backward_override"):
         build(cls, quantize_forward=False, quantize_backward=True)
 
 
+@pytest.mark.row("B04")
 @pytest.mark.parametrize("value", OVERRIDES[1:])
 def test_b04_delayed_scaling_refuses_an_override(value):
     with pytest.raises(ValueError, match=rf"DelayedScaling.*{value}") as error:
@@ -134,6 +143,7 @@ def test_b04_delayed_scaling_refuses_an_override(value):
         DelayedScaling().replace(backward_override=value)
 
 
+@pytest.mark.row("B04")
 def test_b04_r7_checks_survive_python_optimised():
     program = """
 from opfuse.errors import RecipeError
@@ -171,6 +181,7 @@ def test_r5_environment_override_is_ignored_by_delayed_scaling_with_one_warning(
     assert recipe.replace(margin=1).margin == 1  # asks the environment no more
 
 
+@pytest.mark.row("B33")
 def test_b33_precedence_argument_over_file_over_environment_over_default(monkeypatch):
     kinds = {}
     kinds["default"] = recipe_of("mxfp8", {})
@@ -183,6 +194,7 @@ def test_b33_precedence_argument_over_file_over_environment_over_default(monkeyp
     assert [r.sources["rounding"] for r in kinds.values()] == ["default"] * 4
 
 
+@pytest.mark.row("B26")
 @ALL
 def test_b26_every_recipe_and_user_subclass_has_the_override(cls):
     @dataclass(frozen=True, kw_only=True)
@@ -206,6 +218,7 @@ def test_b26_every_recipe_and_user_subclass_has_the_override(cls):
     assert extended.replace(level=4).sources["level"] == "argument"
 
 
+@pytest.mark.row("B26")
 def test_b26_subclass_default_is_checked_and_wins_over_the_environment(monkeypatch):
     @dataclass(frozen=True, kw_only=True)
     class Mine(MXFP8BlockScaling):
@@ -223,6 +236,7 @@ def test_b26_subclass_default_is_checked_and_wins_over_the_environment(monkeypat
         Wrong()
 
 
+@pytest.mark.row("B26")
 def test_b26_subclass_with_its_own_constructor():
     class Preset(MXFP8BlockScaling):
         def __init__(self, careful):
@@ -396,6 +410,7 @@ def test_r11_nvfp4_contradictions_are_refused_at_construction():
         NVFP4BlockScaling(nvfp4_4over6="none")
 
 
+@pytest.mark.row("X06")
 def test_x06_row_scaled_activations_need_an_override_to_train():
     row_scaled = NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)
     with pytest.raises(RecipeError, match=r"row_scaled_activation.*backward_override"):
@@ -446,7 +461,7 @@ def test_equal_values_of_other_spelling_are_the_same_recipe():
 
 @pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
 @pytest.mark.parametrize("tensor_type", ["input", "weight", "grad_output"])
-def test_h08_hybrid_uses_e5m2_for_gradients_only(cls, tensor_type):
+def test_hybrid_format_uses_e5m2_for_gradients_only(cls, tensor_type):
     role = QuantizerRole(tensor_type=tensor_type)
     dtype = {Format.HYBRID: "float8_e5m2", Format.E4M3: "float8_e4m3fn"}
     for fp8_format, gradient in dtype.items():
@@ -456,7 +471,7 @@ def test_h08_hybrid_uses_e5m2_for_gradients_only(cls, tensor_type):
         assert (quantizer.rowwise, quantizer.columnwise) == (True, True)
 
 
-def test_h08_block_dimensions_by_role():
+def test_block_dimensions_by_role():
     recipe = Float8BlockScaling(x_block_scaling_dim=1, w_block_scaling_dim=1, grad_block_scaling_dim=2)
     dims = [recipe.quantizer(QuantizerRole(tensor_type=t)).block_scaling_dim for t in ("input", "weight", "grad_output")]
     assert dims == [1, 1, 2]
@@ -485,7 +500,7 @@ NVFP4_FLAGS = ("with_rht", "with_2d_quantization", "stochastic_rounding", "row_s
         ({"row_scaled_activation": True, "disable_rht": True}, {"input": "00010", "weight": "01000", "grad_output": "00100"}),
     ],
 )
-def test_h08_nvfp4_options_by_role(values, wanted):
+def test_nvfp4_options_by_role(values, wanted):
     recipe = NVFP4BlockScaling(**values)
     for tensor_type, flags in wanted.items():
         quantizer = recipe.quantizer(QuantizerRole(tensor_type=tensor_type))
@@ -493,11 +508,12 @@ def test_h08_nvfp4_options_by_role(values, wanted):
 
 
 @pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling])
-def test_h08_unknown_tensor_type_is_refused_with_a_suggestion(cls):
+def test_unknown_tensor_type_is_refused_with_a_suggestion(cls):
     with pytest.raises(RecipeError, match="did you mean 'weight'"):
         cls().quantizer(QuantizerRole(tensor_type="weights"))
 
 
+@pytest.mark.row("H08")
 def test_h08_factory_is_called_once_per_role():
     seen = []
 
@@ -516,6 +532,7 @@ def test_h08_factory_is_called_once_per_role():
         recipe.quantizer(QuantizerRole(name="head"))
 
 
+@pytest.mark.row("H08")
 def test_h08_factory_identity_is_part_of_the_recipe():
     def factory_of(quantizer):
         def factory(role):
@@ -546,6 +563,7 @@ class Switched:
         return self(role)
 
 
+@pytest.mark.row("H08")
 def test_r9_what_a_factory_answers_is_part_of_the_recipe():
     factory = Switched()
     first, again = CustomRecipe(qfactory=factory), CustomRecipe(qfactory=factory)

@@ -105,6 +105,7 @@ def test_r5_e5m2_gradients():
     assert excess("dgrad", got, gradient.dequantize(torch.float32).double(), weight.dequantize(torch.float32).double()) < 1
 
 
+@pytest.mark.row("B14")
 @pytest.mark.parametrize("quantizer", [MXFP8Quantizer(), NVFP4Quantizer()], ids=lambda q: type(q).__name__)
 @pytest.mark.parametrize("name", GEMMS)
 def test_b14_swizzled_scales_change_nothing(name, quantizer):
@@ -182,6 +183,7 @@ QUANTIZERS = {
 }
 
 
+@pytest.mark.row("H11")
 @pytest.mark.parametrize("left", QUANTIZERS)
 @pytest.mark.parametrize("right", QUANTIZERS)
 @pytest.mark.parametrize("name", GEMMS)
@@ -212,6 +214,7 @@ def test_a_rotated_and_a_plain_operand_do_not_meet():
     gemm("fprop", rotated.quantize(x), unrotated.quantize(values("weight")), dtype=BF16)  # rowwise data is never rotated
 
 
+@pytest.mark.row("H09")
 @pytest.mark.parametrize("name", GEMMS)
 def test_h09_only_the_planes_of_the_table_are_read(name):
     what = GEMMS[name]
@@ -240,6 +243,7 @@ def test_a_high_precision_operand_makes_the_product_one(name, quantized_first):
     assert torch.equal(wide, product(name, *(tensor.float() for tensor in plain)))
 
 
+@pytest.mark.row("H07")
 def test_h07_an_identity_plane_is_high_precision():
     hybrid = HybridQuantizer(MXFP8Quantizer(), IdentityQuantizer())
     x, dy = values("input"), values("grad_output")

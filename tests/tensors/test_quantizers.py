@@ -103,6 +103,7 @@ def test_planes_approximate_the_input_in_its_shape(make):
         assert (back - x).float().norm() <= bound * x.float().norm()
 
 
+@pytest.mark.row("H03")
 @each
 @each_usage
 def test_h03_a_direction_alone_has_the_bytes_it_has_beside_the_other(make, usage):
@@ -149,6 +150,7 @@ def test_r10_noncontiguous_and_parameter_inputs(make):
         assert not any(tensor.requires_grad for tensor in storage.tensors())
 
 
+@pytest.mark.row("D04")
 @each
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 0)])
 def test_d04_empty(make, shape):
@@ -169,6 +171,7 @@ def test_make_empty_is_zero_and_an_update_fills_it(make):
         equal(make(**options).update_quantized(x, empty), make(**options).quantize(x))
 
 
+@pytest.mark.row("U12", "H17")
 @each
 def test_h17_u12_update_rewrites_every_plane_in_place(make):
     x, y = bf16(32, 64), 3 * bf16(32, 64)
@@ -181,6 +184,7 @@ def test_h17_u12_update_rewrites_every_plane_in_place(make):
     assert all(t._version > version for t, version in zip(storage.tensors(), versions))
 
 
+@pytest.mark.row("H17")
 @each
 def test_h17_noop_flag_leaves_bytes_and_state(make):
     x, y = bf16(32, 64), 3 * bf16(32, 64)
@@ -539,6 +543,7 @@ def test_stochastic_rounding_does_not_see_the_default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.row("U08")
 def test_u08_stochastic_rounding_changes_bytes_but_not_the_format():
     x = bf16(32, 64)
     quantizer = NVFP4Quantizer(stochastic_rounding=True)
@@ -549,6 +554,7 @@ def test_u08_stochastic_rounding_changes_bytes_but_not_the_format():
         assert not torch.equal(a.plane(usage).data, b.plane(usage).data)
 
 
+@pytest.mark.row("H26")
 def test_h26_stochastic_rounding_repeats_under_the_same_generator_state():
     x = bf16(32, 64)
     quantizer = NVFP4Quantizer(stochastic_rounding=True, **ROTATED)
@@ -597,6 +603,7 @@ def test_stochastic_rounding_means_are_the_values():
 # --- identity and hybrid --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("H07")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_h07_identity_planes_are_the_tensor_itself(dtype):
     x = torch.randn(2, 3, 5, dtype=dtype).transpose(0, 1)
@@ -610,6 +617,7 @@ def test_h07_identity_planes_are_the_tensor_itself(dtype):
     assert storage.format == IDENTITY
 
 
+@pytest.mark.row("H07")
 def test_h07_identity_with_a_dtype_casts_once():
     x = torch.randn(4, 5)
     storage = IdentityQuantizer(dtype=torch.bfloat16).quantize(x)
@@ -619,6 +627,7 @@ def test_h07_identity_with_a_dtype_casts_once():
     assert IdentityQuantizer(dtype=torch.float32).quantize(x).rowwise.data is x
 
 
+@pytest.mark.row("H01", "H02")
 def test_h01_h02_hybrid_has_a_format_for_each_direction():
     x = bf16(64, 96)
     storage = HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(with_2d_quantization=True)).quantize(x)
@@ -629,6 +638,7 @@ def test_h01_h02_hybrid_has_a_format_for_each_direction():
     assert torch.equal(storage.dequantize(), MXFP8Quantizer().quantize(x).dequantize())
 
 
+@pytest.mark.row("H12")
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if "hybrid" not in name])
 def test_h12_hybrid_of_equal_formats_is_the_plain_quantizer(name):
     x = bf16(64, 96)
@@ -649,6 +659,7 @@ class Spy(Quantizer):
         return self._planes(torch.zeros(shape, dtype=dtype, device=device))
 
 
+@pytest.mark.row("H03")
 @pytest.mark.parametrize(
     ("wanted", "source", "asked"),
     [
@@ -666,6 +677,7 @@ def test_h03_hybrid_casts_only_what_it_is_asked_for(wanted, source, asked):
     assert storage.usages == tuple(usage for usage in USAGES if wanted.get(usage, True))
 
 
+@pytest.mark.row("H04")
 def test_h04_hybrid_pins_its_quantizers_to_their_directions():
     row, column = MXFP8Quantizer(rowwise=False), NVFP4Quantizer()
     hybrid = HybridQuantizer(row, column, columnwise=False)
@@ -675,6 +687,7 @@ def test_h04_hybrid_pins_its_quantizers_to_their_directions():
     assert hybrid.wanting(columnwise=True).columnwise_quantizer.usages == (COLUMNWISE,)
 
 
+@pytest.mark.row("H05")
 def test_h05_hybrid_errors():
     quantizer = MXFP8Quantizer()
     with pytest.raises(TypeError, match="HybridQuantizer columnwise_quantizer: wants a Quantizer, got str"):
@@ -689,6 +702,7 @@ def test_h05_hybrid_errors():
         HybridQuantizer(quantizer, quantizer.copy(), columnwise_source="colwise")
 
 
+@pytest.mark.row("H06")
 @pytest.mark.parametrize("column", [MXFP8Quantizer, NVFP4Quantizer, IdentityQuantizer, QUANTIZERS["block 1d"]])
 @pytest.mark.parametrize("row", [MXFP8Quantizer, QUANTIZERS["current"], QUANTIZERS["block 2d"]])
 def test_h06_columnwise_of_what_the_rowwise_plane_holds(row, column):
@@ -698,6 +712,7 @@ def test_h06_columnwise_of_what_the_rowwise_plane_holds(row, column):
     equal(storage.only(COLUMNWISE, why=""), column(rowwise=False).quantize(again))
 
 
+@pytest.mark.row("H29")
 def test_h29_dropping_planes_fails_before_anything_changes():
     storage = MXFP8Quantizer(columnwise=False).quantize(bf16(32, 32))
     with pytest.raises(MissingPlaneError, match="MXFP8Quantizer was asked for rowwise data only"):

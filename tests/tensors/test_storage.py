@@ -35,6 +35,7 @@ def sample():
     return torch.randn(2, 32, 64).bfloat16()
 
 
+@pytest.mark.row("U07")
 @each
 def test_u07_dequantize_without_quantizer(make):
     """After a trip through bytes nothing is left of the quantizer, and formats are equal, not identical."""

@@ -18,6 +18,7 @@ KINDS = list(QUANTIZERS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.row("H02")
 @every_kind
 def test_quantizer_call_returns_a_tensor_of_its_values(kind):
     quantizer, x = QUANTIZERS[kind](), values()
@@ -30,6 +31,7 @@ def test_quantizer_call_returns_a_tensor_of_its_values(kind):
         assert torch.equal(t.dequantize(usage=usage), QUANTIZERS[kind]().quantize(x).dequantize(usage=usage))
 
 
+@pytest.mark.row("U07")
 @every_kind
 def test_u07_dequantize_without_quantizer(kind):
     t = make(kind)
@@ -39,6 +41,7 @@ def test_u07_dequantize_without_quantizer(kind):
         assert torch.equal(bare.dequantize(torch.float32, usage), t.dequantize(torch.float32, usage))
 
 
+@pytest.mark.row("U02")
 def test_u02_the_quantizer_kept_is_a_copy():
     quantizer = MXFP8Quantizer()
     t = quantizer(values())
@@ -47,6 +50,7 @@ def test_u02_the_quantizer_kept_is_a_copy():
     assert torch.nn.Parameter(t).quantizer == quantizer
 
 
+@pytest.mark.row("H02")
 def test_planes_usages_format_signature_and_repr():
     t = MXFP8Quantizer(columnwise=False)(values())
     assert t.usages == ("rowwise",)
@@ -60,6 +64,7 @@ def test_planes_usages_format_signature_and_repr():
     assert "grad_fn=CloneBackward0" in repr(torch.nn.Parameter(t).clone())
 
 
+@pytest.mark.row("H30")
 def test_h30_columnwise_only_tensor_describes_and_dequantizes_itself():
     t = make("block1d")
     t.update_usage(rowwise_usage=False)
@@ -85,6 +90,7 @@ def test_update_usage_can_drop_a_plane_and_keeps_the_other(kind):
     assert torch.equal(t.dequantize(), before)
 
 
+@pytest.mark.row("H29")
 @every_kind
 def test_h29_update_usage_is_atomic(kind):
     t = make(kind)
@@ -98,6 +104,7 @@ def test_h29_update_usage_is_atomic(kind):
     assert same_bytes(planes(t), before)
 
 
+@pytest.mark.row("U09")
 def test_u09_per_tensor_fp8_derives_columnwise_and_others_say_why_not():
     whole = make("current")
     t = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=False)(values())
@@ -183,6 +190,7 @@ def holder(kind, **kwargs):
     return module
 
 
+@pytest.mark.row("H28")
 @every_kind
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip_is_bitwise(kind, assign):
@@ -217,6 +225,7 @@ print(len(state))
 """
 
 
+@pytest.mark.row("H28")
 def test_torch_load_weights_only_in_a_fresh_process(tmp_path):
     tensors = {kind: make(kind) for kind in KINDS} | {f"{kind}.param": parameter(kind) for kind in KINDS}
     decoded = {name: {usage: t.dequantize(usage=usage).detach() for usage in t.usages} for name, t in tensors.items()}
@@ -228,6 +237,7 @@ def test_torch_load_weights_only_in_a_fresh_process(tmp_path):
     assert done.stdout.strip() == str(len(tensors))
 
 
+@pytest.mark.row("H28")
 @every_kind
 def test_h28_pickle_round_trip_is_bitwise(kind):
     w = parameter(kind)
@@ -294,6 +304,7 @@ def test_module_to_dtype_keeps_the_bytes_and_changes_the_nominal_dtype(kind, dty
     assert same_bytes(planes(parameter), before)
 
 
+@pytest.mark.row("H24")
 def test_h24_detach_and_data_are_new_tensors_over_the_same_bytes():
     w = parameter("mxfp8")
     for alias in (w.detach(), w.data, torch.ops.aten.alias(w)):
@@ -304,6 +315,7 @@ def test_h24_detach_and_data_are_new_tensors_over_the_same_bytes():
     assert not w.dequantize().any()
 
 
+@pytest.mark.row("H36")
 def test_h36_replacing_the_storage_of_one_leaves_the_detached_one():
     t = make("hybrid")
     other, expected = t.detach(), t.dequantize()
@@ -346,6 +358,7 @@ def test_flatten_and_unflatten(kind):
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(t)
 
 
+@pytest.mark.row("H28")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a checkpoint without process group
 @every_kind
 def test_distributed_checkpoint_round_trip_is_bitwise(kind, tmp_path):

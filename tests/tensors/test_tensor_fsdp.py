@@ -46,6 +46,7 @@ def gather(shards, shape, out=None, outputs=None):
     return joined, shards[0].fsdp_post_all_gather(joined, metadata[0], shards[0].dtype, out=out)
 
 
+@pytest.mark.row("H20")
 @every_kind
 def test_h20_gathered_shards_decode_to_the_shards(kind):
     t = make(kind, shape=SHAPE)
@@ -58,6 +59,7 @@ def test_h20_gathered_shards_decode_to_the_shards(kind):
     assert isinstance(whole, QuantizedTensor) == (kind not in SHARED_SCALE)
 
 
+@pytest.mark.row("H20")
 @pytest.mark.parametrize("kind", [*REDUCING, *sorted(set(QUANTIZERS) - set(SHARED_SCALE))])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_h20_gathered_shards_are_the_whole_bit_for_bit(kind, ranks):
@@ -92,6 +94,7 @@ def test_a_later_gather_refills_the_parameter_without_a_new_version(kind):
     assert parameter._version == version
 
 
+@pytest.mark.row("H21")
 def test_h21_shards_that_do_not_fill_a_scale_tile():
     t = MXFP8Quantizer(columnwise=False)(values((96, 96)))
     shards = [shard(t, rank) for rank in range(2)]
@@ -111,6 +114,7 @@ def test_rows_with_an_amax_of_their_own_are_gathered_quantized():
     assert torch.equal(whole + 0, torch.cat([s.dequantize() for s in shards]))
 
 
+@pytest.mark.row("H23")
 def test_h23_shards_that_cut_a_block_hold_plain_values_and_uneven_ones_are_refused():
     t = make("block2d", shape=(192, 96))
     piece = shard(t, 1)
@@ -193,5 +197,6 @@ def compare(quantizer, rank):
     assert isinstance(model.weight, QuantizedTensor)
 
 
+@pytest.mark.row("H20")
 def test_r17_fsdp2_on_two_processes_equals_one(tmp_path):
     torch.multiprocessing.spawn(worker, (tmp_path / "store",), nprocs=2)

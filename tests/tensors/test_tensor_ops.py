@@ -71,6 +71,7 @@ FRESH = {
 }
 
 
+@pytest.mark.row("H24")
 @pytest.mark.parametrize("name", FRESH)
 def test_h24_new_tensors_like_a_quantized_one_are_plain(name):
     t = make("mxfp8")
@@ -84,6 +85,7 @@ def test_h24_new_tensors_like_a_quantized_one_are_plain(name):
         assert torch.equal(made, expected)
 
 
+@pytest.mark.row("H24")
 @every_kind
 def test_h24_new_zeros_of_other_rows_keeps_the_format(kind):
     t = make(kind, shape=(256, 96))
@@ -143,6 +145,7 @@ WRITES = {
 }
 
 
+@pytest.mark.row("U12")
 @every_kind
 @pytest.mark.parametrize("name", WRITES)
 def test_u12_writes_reach_every_plane(kind, name):
@@ -169,6 +172,7 @@ def test_quantize_casts_from_the_sources_own_dtype_in_place(kind):
         t.quantize_(x[0])
 
 
+@pytest.mark.row("H17")
 @every_kind
 def test_h17_noop_flag_leaves_the_bytes(kind):
     t = make(kind)
@@ -242,6 +246,7 @@ def test_a_write_that_the_format_refuses_raises():
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("H24")
 @every_kind
 @pytest.mark.parametrize("shape", [SHAPE, (2, 32, 96), (1, 64, 96), (-1,), (8, 8, 96)])
 def test_h24_views_of_other_leading_dimensions_share_the_bytes(kind, shape):
@@ -291,6 +296,7 @@ CUTS = {  # rows that a piece of (256, 96) can start at
 }  # fmt: skip
 
 
+@pytest.mark.row("H24")
 @every_kind
 def test_h24_rows_cut_between_blocks_stay_quantized_and_exact(kind):
     t, unit = make(kind, shape=(256, 96)), CUTS[kind]

@@ -58,6 +58,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.row("U12")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_u12_a_write_between_forward_and_backward_is_noticed(name):
     w, x = parameter("mxfp8"), values((8, 96), seed=1)
@@ -152,6 +153,7 @@ def test_torch_autograd_grad_and_accumulation():
     assert torch.equal(w.grad, 2 * grad)
 
 
+@pytest.mark.row("H25")
 @every_kind
 def test_save_on_cpu(kind):
     w, x = parameter(kind), values((8, 96), seed=1).requires_grad_()

@@ -1,0 +1,192 @@
+"""Writes docs/acceptance.md: ``python docs/acceptance.py`` rewrites it, ``--check`` only compares.
+
+What the package must do, a row for each promise, beside the tests that fail without it. A test names its rows itself, by the
+marker ``row``: ``pytest --row B06`` runs those of one row.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "acceptance.md"
+TESTS = ROOT / "tests"
+
+OVERRIDE = {
+    "B01": "Every recipe class has `backward_override`: None by default, two more values, anything else refused",
+    "B02": "The environment gives its default when a recipe is built, not at import; an empty variable is no value",
+    "B03": "An outdated value, or a pair of switches, is refused with the value to write instead",
+    "B04": "Delayed scaling refuses an override with a real exception that names both, under `python -O` too",
+    "B05": "`high_precision`: output of the quantized forward, every gradient bit for bit that of a run without a recipe",
+    "B06": "`dequantized`: gradients are bit for bit the chain rule over the rowwise operands of the forward; dy is not cast",
+    "B07": "The output has the same bits under all three settings, fused or not",
+    "B08": "Under an override no cast makes a columnwise plane; a stored quantized parameter keeps its planes",
+    "B09": "Under an override the plan holds no backward cast, and no quantizer for dy",
+    "B10": "`high_precision` saves the caller's tensor, the same object",
+    "B11": "What is saved per setting: columnwise planes, rowwise planes, or plain tensors in the compute dtype",
+    "B12": "Nothing is saved that no gradient of this call reads",
+    "B13": "A norm before a product is held once: as planes or as values, never as both",
+    "B14": "Operands with tiled scales give the bits of compact ones, in the override's backward too",
+    "B15": "Scales are tiled only in formats that are known to have tiles; any other stays compact",
+    "B16": "An explicit `Quantize` casts no gradient under an override, and is the identity without a recipe",
+    "B17": "The fused backward of activation and bias stands back under an override, and the report names the guard",
+    "B18": "A forward rule that overlaps communication can be kept from overrides by a guard, and says so",
+    "B19": "One list of guards holds for both passes of a rule: no plan fuses one and refuses the other",
+    "B20": "Another override is another plan; earlier plans stay, and hits and misses are counted",
+    "B21": "Every built-in fusion honours every override: it fires, and equals its ops run one by one, bit for bit",
+    "B22": "The bias gradient is the fp32 sum of dy, cast once",
+    "B23": "Norm, linear, activation, linear runs as one pipeline under every override",
+    "B24": "Groups without rows work under overrides; their weight gradient is exactly zero",
+    "B25": "A grouped linear honours overrides group by group: values, saved operands, planes",
+    "B26": "Recipes of a user's own class have the field as well",
+    "B27": "A size that a format cannot take is refused by shape, format and multiple, with the cure",
+    "B28": "Two to four dimensions, ragged and empty rows, with and without a bias; gradients accumulate",
+    "B29": "A disabled region is plain, whatever its recipe says",
+    "B30": "Linear, bias and activation in one pipeline equal the ops called one after another",
+    "B31": "The bytes kept for backward are told for each setting, and equal the formula",
+    "B32": "A setting from the environment does what the argument does; an unset one changes nothing",
+    "B33": "Argument over file over environment over default; the recipe knows which it was",
+    "B34": "An override leaves the tiled layout of the forward operands as it is",
+}
+USAGES = {
+    "U01": "Training and inference alternate on one quantized weight: no error, and the gradients of a fresh run",
+    "U02": "A parameter keeps a quantizer of its own: changing the op's leaves it alone",
+    "U03": "A stored weight has the planes it was made with; whether it trains decides on the columnwise one",
+    "U04": "The same for grouped weights, held apart or as one",
+    "U05": "A weight that is quantized already is never cast again",
+    "U06": "A stored weight under a recipe of another format is an error that names both, unless a policy says otherwise",
+    "U07": "A quantized tensor dequantizes from its own fields, whatever became of its quantizer",
+    "U08": "How a value was rounded or its scale found does not matter to who dequantizes it",
+    "U09": "Made without gradients and trained later: the missing plane is derived, or its absence is an error that says why",
+    "U10": "Another history length keeps scales and history",
+    "U11": "The quantizer of an op's input is known before its first call",
+    "U12": "A write to a quantized parameter reaches every plane; one between forward and backward is noticed",
+    "U13": "All of it with and without a bias",
+}
+HYBRID = {
+    "H01": "A hybrid quantizer has a format for each direction: the forward reads one, both gradients the other",
+    "H02": "What it makes is one tensor: shape, dtype, rowwise values first, a readable repr",
+    "H03": "Only the directions asked of the hybrid are cast",
+    "H04": "Each of its quantizers is pinned to its direction",
+    "H05": "What is no quantizer, one object for both, and an unknown source are refused",
+    "H06": "The columnwise plane is cast from the original, or from what the rowwise plane holds",
+    "H07": "High precision is a format too: an identity plane is the tensor itself",
+    "H08": "A custom recipe asks its factory for each role; an answer that is no quantizer is refused",
+    "H09": "Which plane of which operand a product reads is one table",
+    "H10": "A product cannot emit hybrid or identity data",
+    "H11": "Formats that cannot meet in a product are refused when the plan is made, by product and roles",
+    "H12": "A hybrid of equal formats is the plain recipe bit for bit: output and all gradients",
+    "H13": "Three formats in three products equal the explicit formula",
+    "H14": "Directions exchanged, and hybrid operands beside plain ones",
+    "H15": "Grouped: casting after the split equals casting group by group, in the compute dtype",
+    "H16": "A model made with hybrid weights computes what casting on the fly does",
+    "H17": "An update rewrites both planes in place; a no-op flag leaves every byte",
+    "H18": "Casting master weights: per-tensor formats can, block formats are refused by direction",
+    "H19": "After a gather, data can be exchanged under the same values",
+    "H20": "Sharded parameters gather to the planes of the whole, or to the values of their shards",
+    "H21": "Scale padding is stripped before a gather and made anew after it",
+    "H22": "A per-tensor columnwise plane is gathered as rowwise bytes and transposed",
+    "H23": "Shards that cut a block are refused, or kept plain, with the multiple they need",
+    "H24": "Views, slices, copies, clones, detach and new tensors behave as documented",
+    "H25": "Saved planes may leave the device and come back with the same bits",
+    "H26": "Recomputed activations have the bits of the first pass, random rounding included",
+    "H27": "A gather across ranks casts both directions anew and restores its flags if it fails",
+    "H28": "Pickle and checkpoints keep every bit; state that cannot be written is refused",
+    "H29": "Dropping planes is checked before anything changes",
+    "H30": "A tensor with a columnwise plane alone describes and dequantizes itself",
+    "H31": "Hybrid training with Adam follows the plain recipe, and the loss falls",
+    "H32": "Delayed scaling inside a hybrid, and another recipe in mid-training, work or say why not",
+    "H33": "`dequantized` equals a hybrid recipe bit for bit, run for run",
+    "H34": "A cast weight that is kept is made anew when other planes or formats are asked for",
+    "H35": "What is supported is a table by format",
+    "H36": "Saving keeps the order of planes; clearing a detached copy leaves the original",
+}
+DEQUANTIZE = {
+    "D01": "MXFP8, both directions, to fp32, bf16 and fp16, against fp64",
+    "D02": "NVFP4, both directions, against the formula",
+    "D03": "Tiled scales dequantize to the bits of compact ones",
+    "D04": "Empty tensors have shape and dtype, and launch nothing",
+    "D05": "Every listed size, ragged ones included, times three dtypes and two layouts",
+    "D06": "Padding of scales is never read, and is zero when tiled",
+    "D07": "Extreme scale codes: 2^-127 and not zero, NaN and not a number",
+    "D08": "The tiled layout stays under `dequantized`",
+    "D09": "Scales and amaxes live in the tensor alone: there is no copy on the host to keep in step",
+    "D10": "Grouped mixture-of-experts shapes are measured, forward and backward",
+}
+ACROSS = {
+    "X01": "What a plan key holds, hits and misses, and why the last miss was one",
+    "X02": "Every rule has an outcome at every place, with the first guard that failed",
+    "X03": "Ready-made hybrid recipes equal their explicit formulas",
+    "X04": "`dequantized` is a hybrid with an identity of the dequantized rowwise data, over random pipelines",
+    "X05": "`high_precision` is a hybrid with an identity of the original, over random pipelines",
+    "X06": "Row-scaled activations train only under an override or a hybrid",
+}
+SECTIONS: dict[str, Mapping[str, str]] = {
+    "Backward override": OVERRIDE,
+    "Usages of quantized weights": USAGES,
+    "Hybrid quantization": HYBRID,
+    "Dequantize": DEQUANTIZE,
+    "Across": ACROSS,
+}
+ROWS = {row: promise for section in SECTIONS.values() for row, promise in section.items()}
+
+LATER = frozenset(ROWS)
+"""Rows that may still be without a test."""
+
+HEAD = """# Acceptance
+
+What the package must do, and the tests that fail without it. Written by `python docs/acceptance.py` from the markers of the
+tests; `pytest --row B06` runs the tests of a row.
+"""
+
+
+def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
+    """The tests of each row that a test names, as ``file::test``, in the order of their files."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(tests.rglob("test_*.py")):
+        for name, rows in marked(path.read_text(encoding="utf-8")):
+            for row in rows:
+                found.setdefault(row, []).append(f"{path.relative_to(tests.parent)}::{name}")
+    return found
+
+
+def marked(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Tests of a module and the rows that their markers name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.name, tuple(row for decorator in node.decorator_list for row in _rows(decorator))
+
+
+def _rows(decorator: ast.expr) -> Iterator[str]:
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.row":
+        yield from (ast.literal_eval(argument) for argument in decorator.args)
+
+
+def document() -> str:
+    """The text of docs/acceptance.md."""
+    found = proofs()
+    parts = [HEAD]
+    for title, section in SECTIONS.items():
+        lines = [f"## {title}", "", "| row | what must hold | tests |", "| --- | --- | --- |"]
+        lines += [f"| {row} | {promise} | {_cell(found.get(row, []))} |" for row, promise in section.items()]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(tests: Sequence[str]) -> str:
+    return "<br>".join(f"`{test}`" for test in tests) or "not yet"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if the document is, or now is, as the tests say; 1 if ``--check`` found a difference."""
+    if "--check" in arguments:
+        return int(not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != document())
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,8 @@ FLAGS = (
     "-default-device",
     "--ptxas-options=-v",
 )
+UNCACHED = "--no-cache"
+"""From CUDA 13 on NVRTC keeps results of its own, without their logs; what is kept is ours to decide, and logs are read."""
 
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
 _ENTRY = re.compile(
@@ -126,7 +128,7 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(text, name, (), ())
     try:
-        nvrtc.compileProgram(program, (f"-arch={arch}", *FLAGS))
+        nvrtc.compileProgram(program, (f"-arch={arch}", *FLAGS, *([UNCACHED] if nvrtc.getVersion() >= (13, 0) else [])))
         return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)

@@ -40,7 +40,7 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "opfuse", "run", str(QUICKSTART), "--steps", "20", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     losses = {"loss_first", "loss_last", "validation_loss"}

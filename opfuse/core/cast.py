@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
+from opfuse.kernels.encoding import Encoded, Encoding
 from opfuse.recipes import DelayedScaling
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
@@ -18,6 +23,26 @@ if TYPE_CHECKING:
 
 GRADIENT = "grad_output"
 """The role of what flows back into an op; all other roles are operands of its forward."""
+
+
+@functools.cache
+def _example(dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a dtype, for rules that ask for one."""
+    return torch.empty(0, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedCast:
+    """A cast of the tensor of ``shape`` and ``dtype`` that a kernel makes: ``encoding`` is what the kernel does."""
+
+    encoding: Encoding
+    quantizer: Quantizer
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def storage(self, encoded: Sequence[Encoded]) -> QuantizedStorage:
+        """What a call of the cast returns, from the results of the encoding."""
+        return self.quantizer.storage(self.shape, self.dtype, self.encoding, encoded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +67,26 @@ class Cast:
             x = x.storage
         if isinstance(x, QuantizedStorage):
             return x
-        quantizer = self.quantizer
-        quantizer.check(x.shape, where=self.where)
-        if self.state is not None:
-            quantizer = self._current(self.state)
-        storage = quantizer.quantize(x.to(self.op.compute_dtype(self.env, x)))
+        storage = self._current(x.shape).quantize(x.to(self.op.compute_dtype(self.env, x)))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
-    def _current(self, state: DelayedScalingState) -> Quantizer:
-        """The quantizer over the state's live tensors, which are due for an update from now on."""
+    def fused(self, shape: torch.Size, dtype: torch.dtype) -> FusedCast | None:
+        """The cast of a tensor of ``shape`` in ``dtype`` that a kernel is about to make, for that kernel to do.
+
+        None if the tensor must exist first; then it is for a call to cast it. Delayed scaling is due for an update from now on.
+        """
+        if self.op.compute_dtype(self.env, _example(dtype)) != dtype:
+            return None
+        quantizer = self._current(shape)
+        encoding = quantizer.encoding(shape, dtype)
+        return None if encoding is None else FusedCast(encoding, quantizer, shape, dtype)
+
+    def _current(self, shape: torch.Size) -> Quantizer:
+        """The quantizer of a tensor of ``shape``, over the live tensors of a state, which are due for an update from now on."""
+        self.quantizer.check(shape, where=self.where)
+        return self.quantizer if self.state is None else self._delayed(self.state)
+
+    def _delayed(self, state: DelayedScalingState) -> Quantizer:
         recipe = cast(DelayedScaling, self.env.recipe)
         state.resize(recipe.amax_history_len)
         if self.role == GRADIENT:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opfuse.formats import COLUMNWISE, ROWWISE
-from opfuse.kernels import chain_cast_cases, quantize
+from opfuse.kernels import chain_cast_cases
 from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain import backward_chain, forward_chain, run
 from opfuse.kernels.chain_call import THREADS, Call, Cut, Tensors, backward_call, forward_call
@@ -33,7 +33,7 @@ def forward_then_cast(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> tuple[Encoded, Tensor | None, dict[int, Tensor]]:
+) -> tuple[list[Encoded], Tensor | None, dict[int, Tensor]]:
     """The codes of :func:`forward_chain`'s result, the result if it ``stores`` it, and what is kept."""
     y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
     return encode(y), y if stores else None, kept
@@ -48,7 +48,7 @@ def backward_then_cast(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     stores: bool = False,
-) -> tuple[Encoded, Tensor | None, Tensors]:
+) -> tuple[list[Encoded], Tensor | None, Tensors]:
     """The codes of :func:`backward_chain`'s dx, dx if it ``stores`` it, and the operand gradients of each stage."""
     dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     return encode(dx), dx if stores else None, grads
@@ -65,7 +65,7 @@ def forward_chain_cast(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> tuple[Encoded, Tensor | None, dict[int, Tensor]]:
+) -> tuple[list[Encoded], Tensor | None, dict[int, Tensor]]:
     """One read of ``x`` and of each operand."""
     call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
     if call is None:
@@ -84,7 +84,7 @@ def backward_chain_cast(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     stores: bool = False,
-) -> tuple[Encoded, Tensor | None, Tensors]:
+) -> tuple[list[Encoded], Tensor | None, Tensors]:
     """One read of ``dy``, of what was saved and of each operand."""
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores)
     if call is None or not _fits(call):
@@ -101,7 +101,7 @@ def forward_then_blocks(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> tuple[list[quantize.Encoded], Tensor | None, dict[int, Tensor]]:
+) -> tuple[list[Encoded], Tensor | None, dict[int, Tensor]]:
     """Data and scales of the planes of :func:`forward_chain`'s result, the result if it ``stores`` it, and what is kept."""
     y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
     return encode(y), y if stores else None, kept
@@ -118,7 +118,7 @@ def forward_chain_blocks(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> tuple[list[quantize.Encoded], Tensor | None, dict[int, Tensor]]:
+) -> tuple[list[Encoded], Tensor | None, dict[int, Tensor]]:
     """One read of ``x`` and of each operand."""
     call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
     if call is None or len({layout.format for layout in encode.layouts}) > 1:
@@ -133,7 +133,7 @@ def forward_chain_blocks(
         f"AHEAD={ahead}",
     )
     run(launch, "chain_block", call, cut, defines=defines, extra=BLOCKS, fields=fields)
-    return planes, call.result, call.kept
+    return [*planes], call.result, call.kept
 
 
 def _tiles(call: Call, tile: tuple[int, int]) -> Cut:
@@ -149,7 +149,7 @@ def _fits(call: Call) -> bool:
     return call.code.depths[0] <= 1 and all(stage.interleave % _TILE[1] == 0 for stage in call.code.stages)
 
 
-def _run_cast(launch: Launcher, call: Call, encode: Recording) -> Encoded:
+def _run_cast(launch: Launcher, call: Call, encode: Recording) -> list[Encoded]:
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
     cut = _tiles(call, _TILE)
@@ -158,7 +158,7 @@ def _run_cast(launch: Launcher, call: Call, encode: Recording) -> Encoded:
     planes = [data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE)]
     scaling = (encode.scale.data_ptr(), encode.amax.data_ptr(), decode_scale.data_ptr())
     run(launch, "chain_tensor", call, cut, defines=defines, extra="5P", fields=(*planes, *scaling))
-    return [data[layout.usage] for layout in encode.layouts], decode_scale
+    return [(data[layout.usage], decode_scale) for layout in encode.layouts]
 
 
 # Blocks that share a multiprocessor, as many as leave threads their registers, and rows that a thread loads ahead: measured on an

@@ -1,45 +1,93 @@
-"""Casts as values: what a kernel that makes a tensor may do with it in place of storing it."""
+"""Casts as values: what a kernel that makes a tensor may do with it in place of storing it.
+
+Calling an encoding casts a tensor that exists, and is the definition of what a kernel that takes it does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from opfuse.kernels import quantize
-from opfuse.kernels.cast import cast_recording
+from opfuse.kernels.cast import cast_mx, cast_recording
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.layouts import Layout
+from opfuse.kernels.scales import Rounding
 
-Encoded = tuple[list[Tensor], Tensor]
-"""Data of the planes and their decode scale."""
+Encoded = tuple[Tensor, ...]
+"""Data and decode scale of one plane, and its global amax where its format has one."""
+
+
+class Encoding(Protocol):
+    """The cast of a tensor (..., columns) to the planes ``layouts`` of the matrix that it is."""
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """The planes, in the order of the results."""
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        """The planes of a tensor that exists."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A per-tensor cast under a given scale that raises ``amax``, as :func:`quantize.cast_recording`.
+    """One given scale for the tensor, whose amax is recorded: :func:`quantize.cast_recording`.
 
-    scale, amax: fp32 (1,). layouts: planes of the matrix that a result (..., columns) is.
+    scale: fp32 (1,), what values are multiplied by. amax: fp32 (1,), raised in place to the largest magnitude.
     """
 
     scale: Tensor
     amax: Tensor
     layouts: Sequence[Layout]
 
-    def __call__(self, x: Tensor) -> Encoded:
-        """Of a tensor that exists."""
-        return cast_recording(x.reshape(-1, x.shape[-1]), self.scale, self.amax, self.layouts)
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        data, decode_scale = cast_recording(_matrix(x, self.layouts), self.scale, self.amax, self.layouts)
+        return [(each, decode_scale) for each in data]
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A cast to fp32-scaled blocks of 128, as :func:`quantize.cast_block`. layouts: planes of one format."""
+    """An fp32 scale for each block of 128, or of 128 x 128: :func:`quantize.cast_block`."""
 
     layouts: Sequence[Layout]
     eps: float = 0.0
     pow2: bool = True
 
-    def __call__(self, x: Tensor) -> list[quantize.Encoded]:
-        """Of a tensor that exists."""
-        return cast_block(x.reshape(-1, x.shape[-1]), self.layouts, eps=self.eps, pow2=self.pow2)
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return [*cast_block(_matrix(x, self.layouts), self.layouts, eps=self.eps, pow2=self.pow2)]
+
+
+@dataclass(frozen=True, eq=False)
+class Microscaled:
+    """An E8M0 scale for each ``rows`` x 32 values of a line: :func:`quantize.cast_mx`."""
+
+    layouts: Sequence[Layout]
+    rows: int = 1
+    rounding: Rounding = "ceil"
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return [*cast_mx(_matrix(x, self.layouts), self.layouts, rows=self.rows, rounding=self.rounding)]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A cast under the amax of the whole tensor, which a kernel can find while it stores the tensor; another one casts it.
+
+    cast: ``cast(x, amax)`` of the matrix and of fp32 (1,) its largest magnitude, or None where that is not known.
+    """
+
+    layouts: Sequence[Layout]
+    cast: Callable[[Tensor, Tensor | None], list[Encoded]]
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return self.cast(_matrix(x, self.layouts), None)
+
+    def given(self, x: Tensor, amax: Tensor) -> list[Encoded]:
+        """The planes of a tensor whose amax is known."""
+        return self.cast(_matrix(x, self.layouts), amax)
+
+
+def _matrix(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
+    return x.reshape(layouts[0].shape)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
+from opfuse.kernels.encoding import Encoded, Encoding
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, round_up
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
@@ -75,8 +76,23 @@ class Quantizer(ABC):
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         """The planes of ``x`` (fp32, bf16, fp16), without autograd. ShapeError or DtypeError if the format cannot take it."""
-        self._check(x)
+        self._check(x.shape, x.dtype)
         return self._storage(x.shape, x.dtype, self._planes(x))
+
+    def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
+        """The cast of a tensor as a value, for a kernel that makes that tensor; :meth:`storage` takes its results.
+
+        None where there is none: for quantizers that are made of others, and for one with a ``quantize`` of its own. ShapeError
+        or DtypeError as by :meth:`quantize`.
+        """
+        return None
+
+    def storage(
+        self, shape: Sequence[int], dtype: torch.dtype, encoding: Encoding, encoded: Sequence[Encoded]
+    ) -> QuantizedStorage:
+        """What :meth:`quantize` makes of a tensor of ``shape`` and ``dtype`` whose ``encoding`` gave ``encoded``."""
+        planes = [plane_of(layout, *each) for layout, each in zip(encoding.layouts, encoded, strict=True)]
+        return self._storage(torch.Size(shape), dtype, planes)
 
     @torch.no_grad()
     def update_quantized(
@@ -121,7 +137,7 @@ class Quantizer(ABC):
     def is_quantizable(self, x: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes ``x``."""
         try:
-            self._check(x)
+            self._check(x.shape, x.dtype)
         except (ShapeError, DtypeError):
             return False
         return True
@@ -144,13 +160,13 @@ class Quantizer(ABC):
                     )
                 )
 
-    def _check(self, x: torch.Tensor) -> None:
+    def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not self.usages:
             raise QuantizerError(
                 describe(type(self).__name__, wanted="a direction", got="none", cure="set rowwise=True or columnwise=True")
             )
-        self._check_dtype(x.dtype)
-        self.check(x.shape)
+        self._check_dtype(dtype)
+        self.check(shape)
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         self._want_dtype(dtype, INPUT_DTYPES)
@@ -185,11 +201,18 @@ class CastingQuantizer(Quantizer):
     """A quantizer whose planes are encoded: bytes and scales of a matrix, in the layouts of its formats."""
 
     @abstractmethod
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        """The planes ``layouts`` of the matrix ``x`` (M, K)."""
+    def _encoding(self, layouts: Sequence[Layout]) -> Encoding:
+        """How the planes ``layouts`` are cast."""
+
+    def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
+        if type(self).quantize is not Quantizer.quantize:
+            return None
+        self._check(shape, dtype)
+        return self._encoding(self._layouts(shape))
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
-        return self._cast(x.detach().reshape(matrix_shape(x.shape)), self._layouts(x.shape))
+        layouts = self._layouts(x.shape)
+        return [plane_of(layout, *each) for layout, each in zip(layouts, self._encoding(layouts)(x.detach()), strict=True)]
 
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         return [zero_plane(layout, device) for layout in self._layouts(shape)]

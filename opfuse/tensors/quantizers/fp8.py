@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from opfuse.formats import Format, fp8_block, fp8_tensor
-from opfuse.kernels.cast import cast_current, cast_recording, tensor_amax
-from opfuse.kernels.cast_block import cast_block
+from opfuse.kernels.cast import cast_current, tensor_amax
+from opfuse.kernels.encoding import Blocks, Encoded, Measured, Recording
 from opfuse.kernels.layouts import Layout
-from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
-from opfuse.tensors.storage import Plane
+from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,9 +42,8 @@ class Float8Quantizer(CastingQuantizer):
     def state(self) -> tuple[torch.Tensor, ...]:
         return (self.amax,)
 
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        data, scale_inv = cast_recording(x, self.scale, self.amax, layouts)
-        return [plane_of(layout, each, scale_inv) for layout, each in zip(layouts, data)]
+    def _encoding(self, layouts: Sequence[Layout]) -> Recording:
+        return Recording(self.scale, self.amax, layouts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,12 +73,15 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
         fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
         return fmt, fmt
 
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        amax = tensor_amax(x)
+    def _encoding(self, layouts: Sequence[Layout]) -> Measured:
+        return Measured(layouts, partial(self._cast, layouts))
+
+    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+        amax = tensor_amax(x) if amax is None else amax
         if self.with_amax_reduction:
             amax = reduce_amax(amax, self.amax_reduction_group)
         data, scale_inv = cast_current(x, amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
-        return [plane_of(layout, each, scale_inv) for layout, each in zip(layouts, data)]
+        return [(each, scale_inv) for each in data]
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +109,5 @@ class Float8BlockQuantizer(CastingQuantizer):
         fmt = fp8_block(fp8_element(self.fp8_dtype, type(self).__name__), self.block_scaling_dim)
         return fmt, fmt
 
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        encoded = cast_block(x, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
-        return [plane_of(layout, *planes) for layout, planes in zip(layouts, encoded)]
+    def _encoding(self, layouts: Sequence[Layout]) -> Blocks:
+        return Blocks(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)

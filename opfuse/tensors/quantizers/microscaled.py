@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Format, mxfp8
-from opfuse.kernels.cast import cast_mx
+from opfuse.kernels.encoding import Encoded, Measured, Microscaled
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.quantize import ErrorMode, amax_nv, cast_nv
 from opfuse.kernels.random import draw_seed
 from opfuse.kernels.scales import Rounding
-from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, plane_of, reduce_amax, require
-from opfuse.tensors.storage import Plane
+from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -47,10 +47,8 @@ class MXFP8Quantizer(CastingQuantizer):
         fmt = mxfp8(fp8_element(self.fp8_dtype, type(self).__name__))
         return fmt, fmt
 
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        rows = _MX_BLOCK if self.with_2d_quantization else 1
-        encoded = cast_mx(x, layouts, rows=rows, rounding=self.scale_rounding)
-        return [plane_of(layout, *planes) for layout, planes in zip(layouts, encoded)]
+    def _encoding(self, layouts: Sequence[Layout]) -> Microscaled:
+        return Microscaled(layouts, rows=_MX_BLOCK if self.with_2d_quantization else 1, rounding=self.scale_rounding)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +101,11 @@ class NVFP4Quantizer(CastingQuantizer):
             return row, row
         return row, row.replace(rht=SIGNS if self.with_random_sign_mask else NO_SIGNS)
 
-    def _cast(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[Plane]:
-        amaxes = self._amaxes(x, layouts)
+    def _encoding(self, layouts: Sequence[Layout]) -> Measured:
+        return Measured(layouts, partial(self._cast, layouts))
+
+    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+        amaxes = self._amaxes(x, amax, layouts)
         encoded = cast_nv(
             x,
             amaxes,
@@ -113,12 +114,15 @@ class NVFP4Quantizer(CastingQuantizer):
             seed=draw_seed(x.device) if self.stochastic_rounding else None,
             error=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
         )
-        return [plane_of(layout, *planes, amax) for layout, planes, amax in zip(layouts, encoded, amaxes)]
+        return [(*planes, of_plane) for planes, of_plane in zip(encoded, amaxes)]
 
-    def _amaxes(self, x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    def _amaxes(self, x: torch.Tensor, amax: torch.Tensor | None, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """The global amax of each plane: one tensor for both, unless they hold rotated or row-scaled data."""
         own = self.with_rht or self.row_scaled_nvfp4
-        amaxes = [amax_nv(x, layout) for layout in (layouts if own else layouts[:1])]
+        amaxes = [
+            amax_nv(x, layout) if amax is None or layout.format.rht or layout.format.per_row else amax
+            for layout in (layouts if own else layouts[:1])
+        ]
         if self.with_amax_reduction:
             amaxes = [reduce_amax(amax, self.amax_reduction_group) for amax in amaxes]
         return amaxes if own else amaxes * len(layouts)

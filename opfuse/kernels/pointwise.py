@@ -87,11 +87,15 @@ class Pointwise:
             raise SpecError(describe(f"Pointwise {self.name!r} {part}", wanted=wanted, got=got, cure=cure))
 
     @cached_property
+    def reads(self) -> Mapping[str, frozenset[str]]:
+        """Inputs and operands whose values the gradient of each input, and of each operand that has one, reads."""
+        gradients = {**dict(zip(self.inputs, self.backward)), **self.operand_backward}
+        return {name: variables(expression) & {*self.inputs, *self.operands} for name, expression in gradients.items()}
+
+    @cached_property
     def backward_reads(self) -> frozenset[str]:
-        """Inputs and operands whose values some backward expression reads: what must outlive the forward pass."""
-        expressions = (*self.backward, *self.operand_backward.values())
-        read: frozenset[str] = frozenset().union(*map(variables, expressions))
-        return read & {*self.inputs, *self.operands}
+        """Inputs and operands whose values some backward expression reads: what outlives the forward pass if all are wanted."""
+        return frozenset().union(*self.reads.values())
 
     @property
     def needs_input(self) -> bool:

@@ -15,7 +15,7 @@ from opfuse.core.signature import checked_sizes
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
 from opfuse.kernels.chain import backward_chain, forward_chain
-from opfuse.kernels.epilogue import Rounding, Stage
+from opfuse.kernels.epilogue import Rounding, Stage, operand_shape
 from opfuse.kernels.pointwise import Pointwise
 
 
@@ -70,16 +70,32 @@ class PointwiseOperation(BasicOperation):
         """The constants of the math, from the spec."""
         return {name: getattr(self.spec, name) for name in self.math.constants}
 
+    def reads(self, ctx: Context) -> frozenset[str]:
+        """The inputs and operands of the math whose values the gradients that this call wants read."""
+        wanted = [name for name, source in self.sources.items() if source in ctx.needs]
+        if "input" in ctx.needs:
+            wanted += self.math.inputs
+        return frozenset().union(*(self.math.reads.get(name, ()) for name in wanted))
+
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""
-        read = self.math.backward_reads if ctx.requires_grad else frozenset()
+        read = self.reads(ctx)
         ctx.save(x=x, **{name: stage.operands.get(name) if name in read else None for name in self.math.operands})
 
-    def backward_stage(self, ctx: Context) -> Stage:
-        """This op's math with the saved operands; a parameter whose value no gradient reads lends its dtype only."""
+    def backward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
+        """This op's math with the saved operands, for a result of ``shape``.
+
+        A parameter whose value no gradient reads lends its dtype only; so does what stands for an extra input whose value only
+        an unwanted gradient reads.
+        """
         operands = {name: value for name in self.math.operands if (value := getattr(ctx.saved, name)) is not None}
-        parameters = {name: self.parameter(source) for name, source in self.sources.items() if not source.startswith("extra")}
-        return Stage(self.math, {**parameters, **operands}, self.constants, getattr(self.spec, "glu_interleave_size", None))
+        for name, source in self.sources.items():
+            if not source.startswith("extra"):
+                operands.setdefault(name, self.parameter(source))
+            elif name in self.math.backward_reads - self.reads(ctx):
+                dtype = ctx.extra_dtypes[int(source.removeprefix("extra"))]
+                operands[name] = _unread(operand_shape(self.math.operands[name], shape), dtype, device)
+        return Stage(self.math, operands, self.constants, getattr(self.spec, "glu_interleave_size", None))
 
     def saved_input(self, ctx: Context) -> torch.Tensor | None:
         """The input as it was saved, in high precision."""
@@ -105,7 +121,7 @@ def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtyp
         stages.append(ctx.op.forward_stage(ctx, shape, x.device))
         if ctx.op.math.is_gated:
             shape = torch.Size((*shape[:-1], shape[-1] // 2))
-    keep = [i for i, ctx in enumerate(contexts) if ctx.requires_grad and ctx.op.math.needs_input]
+    keep = [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
     y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
     for i, (ctx, stage) in enumerate(zip(contexts, stages)):
         ctx.op.save_stage(ctx, stage, kept.get(i))
@@ -114,12 +130,26 @@ def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtyp
 
 def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: Rounding = "per_op") -> torch.Tensor:
     """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts."""
-    stages = [ctx.op.backward_stage(ctx) for ctx in contexts]
-    saved = {i: x for i, ctx in enumerate(contexts) if (x := ctx.op.saved_input(ctx)) is not None}
+    stages: list[Stage] = []
+    saved: dict[int, torch.Tensor] = {}
+    shape = dy.shape
+    for i, ctx in reversed(tuple(enumerate(contexts))):
+        stages.insert(0, ctx.op.backward_stage(ctx, shape, dy.device))
+        if ctx.op.math.is_gated:
+            shape = torch.Size((*shape[:-1], 2 * shape[-1]))
+        if (x := ctx.op.saved_input(ctx)) is not None:
+            saved[i] = x
+        elif ctx.op.math.needs_input and ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs):
+            saved[i] = _unread(shape, ctx.io_dtype, dy.device)
     dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
     for ctx, operand_grads in zip(contexts, grads):
         ctx.op.set_operand_grads(ctx, operand_grads)
     return dx.to(contexts[0].input_dtype)
+
+
+def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What stands for a value that only unwanted gradients read: one zero, seen under ``shape``."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
@@ -254,7 +284,7 @@ class Dropout(PointwiseOperation):
             return self._stage(None)
         return self._stage(torch.rand(shape, dtype=torch.float32, device=device).ge_(self.spec.p).to(torch.uint8))
 
-    def backward_stage(self, ctx: Context) -> Stage:
+    def backward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         return self._stage(ctx.saved.mask)
 
     def _stage(self, mask: torch.Tensor | None) -> Stage:

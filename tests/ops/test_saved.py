@@ -1,10 +1,13 @@
 """What outlives the forward pass: counted through autograd's own hooks, against what the gradients read."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import opfuse
 from opfuse import ops, recipes
+from tests.ops.op_cases import ALL, make, tuple_of
 
 ROWS, K, N = 64, 32, 96
 FP32, BF16 = 4, 2
@@ -116,7 +119,7 @@ def test_dropout_saves_one_byte_an_element():
 @pytest.mark.parametrize(("x", "s"), COMBINATIONS)
 def test_b12_a_scaled_activation(x, s):
     found = saved_by(ops.ScaledSwiGLU(), torch.randn(ROWS, K, requires_grad=x), torch.randn(ROWS, requires_grad=s))
-    assert found == (["extra0", "x"] if x else ["extra0", "x"] if s else [])
+    assert found == ["extra0"] * x + ["x"] * (x or s)
 
 
 def norm_cases():
@@ -170,3 +173,93 @@ def test_nothing_is_saved_without_gradients():
         assert saved_by(model, x) == []
     with torch.inference_mode():
         assert saved_by(model, x) == []
+
+
+def spoiled(tensor, attempt):
+    """Other values of the same dtype."""
+    if not tensor.dtype.is_floating_point:
+        return tensor + 1 + attempt
+    return torch.full_like(tensor, float("nan")) if attempt == 0 else -tensor - 1
+
+
+def gradients(op, x, extras, *, spoil=None, attempt=0):
+    """Gradients of all leaves, and how many tensors were saved; saved tensor number ``spoil`` comes back with other values."""
+    count = 0
+
+    def pack(tensor):
+        nonlocal count
+        count += 1
+        return tensor, count - 1
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        pack, lambda packed: spoiled(packed[0].detach(), attempt) if packed[1] == spoil else packed[0]
+    )
+    leaves = [leaf for leaf in (x, *extras, *op.parameters()) if leaf.requires_grad]
+    torch.manual_seed(5)
+    with hooks:
+        outputs = tuple_of(op(x, *extras))
+    torch.manual_seed(6)
+    return torch.autograd.grad(outputs, leaves, [torch.randn_like(y) for y in outputs], materialize_grads=True), count
+
+
+@pytest.mark.row("B12")
+@pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])
+def test_b12_every_saved_tensor_changes_a_gradient_that_is_wanted(case):
+    op, x, extras = make(case, torch.float32)
+    leaves = [x, *extras, *op.parameters()]
+    for wanted in product((False, True), repeat=len(leaves)):
+        for leaf, requires_grad in zip(leaves, wanted):
+            leaf.requires_grad_(requires_grad)
+        if not any(wanted):
+            continue
+        want, count = gradients(op, x, extras)
+        for spoil in range(count):
+            others = [gradients(op, x, extras, spoil=spoil, attempt=attempt)[0] for attempt in range(2)]
+            assert any(not torch.equal(a, b) for other in others for a, b in zip(want, other)), (wanted, spoil)
+
+
+class Shifted(ops.PointwiseOperation):
+    """SReLU(x) + shift: the gradient of the shift reads neither."""
+
+    kind = "shifted"
+    math = ops.Pointwise(
+        "shifted",
+        forward="(x > 0.0f ? x * x : 0.0f) + shift",
+        backward=("2.0f * dy * fmaxf(x, 0.0f)",),
+        value=lambda x, shift: x.clamp_min(0).square() + shift,
+        grad=lambda dy, x, shift: (2 * dy * x.clamp_min(0),),
+        operands={"shift": "row"},
+        operand_backward={"shift": "dy"},
+        operand_grad=lambda dy, x, shift: {"shift": dy},
+    )
+    sources = {"shift": "shift"}
+
+    def __init__(self):
+        super().__init__(None)
+        self.shift = torch.nn.Parameter(torch.randn(K))
+
+
+@pytest.mark.row("B12")
+def test_b12_an_input_that_only_an_unwanted_gradient_reads_is_not_saved():
+    op, x = Shifted(), torch.randn(ROWS, K)
+    assert saved_by(op, x) == []
+    assert torch.equal(op.shift.grad, torch.full((K,), float(ROWS)))
+    assert saved_by(op, x.requires_grad_()) == ["x"]
+
+
+@pytest.mark.row("B12")
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=str)
+@pytest.mark.parametrize("kind", ["scaled_swiglu", "scaled_srelu"])
+def test_b12_a_scale_alone_gets_the_gradient_it_gets_beside_others(kind, recipe):
+    """Behind frozen layers, and in one fused backward with a bias."""
+    tail = [ops.Bias(K), ops.Linear(K, N)]
+    width = 2 * K if kind == "scaled_swiglu" else K
+    model = ops.Sequential(ops.Linear(K, width), ops.OPS[kind](), *tail).requires_grad_(False)
+    scale, x = torch.randn(ROWS, requires_grad=True), torch.randn(ROWS, K)
+    found = []
+    for everything in (True, False):
+        model.requires_grad_(everything)
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x, scale)
+        found.append(torch.autograd.grad(y, scale, torch.ones_like(y))[0])
+    assert torch.equal(*found)

@@ -7,6 +7,7 @@ matrix are laid out. A matrix ``x`` of logical shape (M, K) has a *rowwise* plan
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -38,6 +39,9 @@ class Element:
     max_code: int
     nan_code: int | None
     dtype: torch.dtype
+
+    def __hash__(self) -> int:  # formats are looked up at every cast; equal elements have equal names
+        return hash(self.name)
 
 
 E4M3 = Element("e4m3", 8, 4, 3, 7, 448.0, 0x7E, 0x7F, torch.float8_e4m3fn)
@@ -72,24 +76,39 @@ class Format:
     @property
     def multiple(self) -> int:
         """What the blocked dimension must be a multiple of (1: anything)."""
-        return {"mx": 32, "nv": 16}.get(self.family, 1)
+        return _MULTIPLES.get(self.family, 1)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.per_row))
 
     def __str__(self) -> str:
-        return self.name
+        """The name, and in brackets what its namesakes do not share: texts differ where formats do."""
+        rotated = "rotated" if min(self.rht, default=0) < 0 else "rotated without signs"
+        unlike = {
+            rotated: bool(self.rht),
+            "row-scaled": self.per_row,
+            f"scales to {self.encode_max}": self.encode_max not in (0, _ENCODE_MAX),
+        }
+        marks = [mark for mark, applies in unlike.items() if applies]
+        return f"{self.name} ({', '.join(marks)})" if marks else self.name
 
     def replace(self, **changes: object) -> Format:
         """The same format with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+_MULTIPLES = {"mx": 32, "nv": 16}
+
 IDENTITY = Format("identity", "identity", None, None, "none", transposed=False)
 
 
+@functools.cache
 def fp8_tensor(element: Element) -> Format:
     """One fp32 scale for the whole tensor; the columnwise plane is the byte transpose of the rowwise one."""
     return Format(f"fp8_tensor_{element.name}", "tensor", element, None, "fp32", transposed=True)
 
 
+@functools.cache
 def fp8_block(element: Element, dims: int) -> Format:
     """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``)."""
     return Format(
@@ -97,10 +116,13 @@ def fp8_block(element: Element, dims: int) -> Format:
     )
 
 
+@functools.cache
 def mxfp8(element: Element) -> Format:
     """E8M0 scales over 1x32 blocks; columnwise data keeps the shape (M, K). A 2D cast stores the same layout."""
     return Format(f"mxfp8_{element.name}", "mx", element, (1, 32), "e8m0", transposed=False)
 
 
-NVFP4 = Format("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=448)
+_ENCODE_MAX = 448
+
+NVFP4 = Format("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=_ENCODE_MAX)
 """E4M3 scales over 1x16 blocks under one fp32 amax for the tensor; two values a byte, low nibble first."""

@@ -4,8 +4,8 @@
     dgrad   dx = dy W        dy (..., N)
     wgrad   dW = dy^T x
 
-Two quantized operands are multiplied in their formats; as soon as one operand is high precision, so is the product, and the
-other one is dequantized to its dtype.
+Two quantized operands are multiplied in their formats, which must meet (:func:`clash`); as soon as one operand is high
+precision, so is the product, and the other one is dequantized to its dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.formats import COLUMNWISE, ROWWISE, Format
 from opfuse.kernels.gemm_native import Stored, multiply
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
@@ -40,12 +40,21 @@ GEMMS = {
 }
 
 
-def gemm(name: str, left: Operand, right: Operand, *, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def gemm(
+    name: str,
+    left: Operand,
+    right: Operand,
+    *,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    mixed: bool = False,
+) -> torch.Tensor:
     """The product ``name`` of :data:`GEMMS`.
 
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
-    unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. GemmError if two formats do
-    not meet, ShapeError if the shapes do not.
+    unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
+    formats that do not meet, as one in fp32 of what they hold. GemmError if two formats do not meet and must, ShapeError if
+    the shapes do not.
     """
     out_dtype = out_dtype or dtype
     _check_shapes(name, left, right)
@@ -55,8 +64,13 @@ def gemm(name: str, left: Operand, right: Operand, *, dtype: torch.dtype, out_dt
             what = GEMMS[name]
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
             result = _high_precision(name, *operands, out_dtype)
-        else:
+        elif (reason := clash(name, *(plane.format for plane in planes))) is None:
             result = _quantized(name, *planes, out_dtype)
+        elif mixed:
+            values = (plane.dequantize(torch.float32) for plane in planes)
+            result = _high_precision(name, *values, torch.float32).to(out_dtype)
+        else:
+            raise GemmError(reason)
     return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
@@ -70,38 +84,37 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     what = GEMMS[name]
     if not isinstance(left, QuantizedStorage) or not isinstance(right, QuantizedStorage):
         return None
-    planes = left.plane(what.left_plane), right.plane(what.right_plane)
+    planes = left.derived(what.left_plane), right.derived(what.right_plane)
     if any(plane.format.family == "identity" for plane in planes):
         return None
     return planes
 
 
+def clash(name: str, left: Format, right: Format) -> str | None:
+    """Why operands of these formats cannot meet in the product ``name``; None: they can.
+
+    High precision meets anything. Else both are of one family, rotated alike, and at most one has scales over 128x128 tiles.
+    """
+    if "identity" in (left.family, right.family):
+        return None
+    if left.family != right.family or left.rht != right.rht:
+        wanted = "two formats of one family, both rotated or neither"
+    elif left.family == "block" and left.block == right.block == (128, 128):
+        wanted = "at most one operand with 128x128 blocks"
+    else:
+        return None
+    what = GEMMS[name]
+    return describe(
+        f"{name} of {what.left} and {what.right}",
+        wanted=wanted,
+        got=f"{what.left} {what.left_plane} {left}, {what.right} {what.right_plane} {right}",
+        cure="give both roles quantizers that agree, or IdentityQuantizer to one, or set allow_mixed_emulation=True in the recipe",
+    )
+
+
 def _quantized(name: str, left: Plane, right: Plane, out_dtype: torch.dtype) -> torch.Tensor:
-    if left.format.family != right.format.family or left.format.rht != right.format.rht:
-        what = GEMMS[name]
-        raise GemmError(
-            describe(
-                f"{name} of {what.left} and {what.right}",
-                wanted="two formats of one family, both rotated or neither",
-                got=f"{what.left} {_described(left)}, {what.right} {_described(right)}",
-                cure="give both roles quantizers of one format, or IdentityQuantizer to one of them",
-            )
-        )
-    if left.format.family == "block" and left.format.block == right.format.block == (128, 128):
-        raise GemmError(
-            describe(
-                name,
-                wanted="at most one operand with 128x128 blocks",
-                got="two",
-                cure="use block_scaling_dim=1 for one of the roles",
-            )
-        )
     stored = (Stored(p.data, cast(torch.Tensor, p.scale), p.amax, p.layout) for p in (left, right))
     return multiply(*stored, out_dtype=out_dtype, fast=GEMMS[name].fast)
-
-
-def _described(plane: Plane) -> str:
-    return f"{plane.usage} {plane.format}{' (rotated)' if plane.format.rht else ''}"
 
 
 def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:

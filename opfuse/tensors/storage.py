@@ -108,6 +108,13 @@ class QuantizedStorage:
             )
         return plane
 
+    def derived(self, usage: str) -> Plane:
+        """The plane of ``usage``, or, in a per-tensor format, the rowwise bytes transposed; else MissingPlaneError."""
+        row = self.rowwise
+        if usage in self.usages or row is None or row.format.family != "tensor":
+            return self.plane(usage)
+        return replace(row, usage=COLUMNWISE, data=row.data.t().contiguous())
+
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """The same storage with only the planes of ``usages``."""
         kept: dict[str, Any] = {usage: self.plane(usage) if usage in usages else None for usage in USAGES}

@@ -190,16 +190,10 @@ class QuantizedTensor(torch.Tensor):
         if not wanted:
             cure = "leave the usage of one plane True"
             raise QuantizedTensorError(describe("update_usage", wanted="at least one plane to be left", got="none", cure=cure))
-        rowwise, columnwise = (self._plane_or_derived(usage) if usage in wanted else None for usage in USAGES)
+        rowwise, columnwise = (self._storage.derived(usage) if usage in wanted else None for usage in USAGES)
         dropped = set(self.usages) - set(wanted)
         why = "it was dropped by update_usage" if dropped else self._storage.why
         self._storage = replace(self._storage, rowwise=rowwise, columnwise=columnwise, why=why)
-
-    def _plane_or_derived(self, usage: str) -> Plane:
-        rowwise = self.rowwise
-        if usage not in self.usages and rowwise is not None and rowwise.format.family == "tensor":
-            return replace(rowwise, usage=COLUMNWISE, data=rowwise.data.t().contiguous())
-        return self.plane(usage)
 
     # -- what torch asks of a tensor subclass --------------------------------------------------------------------------
 

@@ -1,154 +1,238 @@
 """The torch definition of the normalisations, forward and backward.
 
-x has shape (..., *weight.shape); statistics run over the trailing dimensions that ``weight`` covers, have the shape of the
+Statistics run over the trailing dimensions that the weight covers (the last one where there is none), have the shape of the
 leading ones, and are fp32 (fp64 for fp64 tensors), as is all arithmetic. Results are rounded once, to ``dtype`` (None: that of
-x); gradients of parameters are summed over the leading dimensions before they are cast to the parameter's dtype.
-``zero_centered_gamma`` multiplies by 1 + weight. A shape that does not fit is a ShapeError.
+x); gradients of parameters are summed over the leading dimensions before they are cast to the parameter's dtype. A shape that
+does not fit is a ShapeError.
+
+Every operation is correctly rounded and every sum has one order, so that kernels give the same bits. That of a row depends on its
+length alone: the result of a row is the same in any batch.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels.epilogue import Rounding, boundary_dtype
+from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.pointwise import compute_dtype
+from opfuse.kernels.scales import divide, reciprocal
+
+EIGHT, LANES, GROUPS = 8, 32, 8
+CHUNK = EIGHT * LANES * GROUPS
+"""Columns after which those of a row are added to the ones before."""
+
+WARP_COLUMNS, BLOCKS = 1024, 256
+"""The longest row that a warp has, eight of which are a block's; blocks that add up what parameters get."""
+
+NormKind = Literal["rms_norm", "layer_norm", "l2_normalization"]
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-5, zero_centered_gamma: bool = False, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """y = x * rstd * gamma with rstd = 1 / sqrt(mean(x^2) + eps); returns (y, rstd)."""
-    rows = _rows("rms_norm x", x, weight.shape)
-    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    y = rows * rstd * _gamma(weight, zero_centered_gamma)
-    return y.reshape(x.shape).to(dtype or x.dtype), rstd.reshape(_leading(x, weight))
+class Statistics(NamedTuple):
+    """Of each row, fp32 (...): the reciprocal of its magnitude, and its mean where that is subtracted."""
+
+    rstd: Tensor
+    mean: Tensor | None = None
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, zero_centered_gamma: bool = False, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """(dx, dweight) of :func:`rms_norm`."""
-    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, zero_centered_gamma)
-    return dx.to(dtype or x.dtype), dweight
+class Gradients(NamedTuple):
+    """Of the input, and of the parameters in their own dtypes."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-def rms_norm_backward_add(
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """y = (x - mean) * rstd * gamma + bias, as far as the kind has them.
+
+    kind: "rms_norm", rstd = 1 / sqrt(mean(x^2) + eps); "layer_norm", that of x - mean; "l2_normalization", the sum for the mean.
+    weight, bias: (trailing dimensions); an L2 normalisation has none, and an RMSNorm no bias.
+    zero_centered_gamma: gamma is 1 + weight.
+    """
+
+    kind: NormKind
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and self.bias is not None and self.bias.shape != self.weight.shape:
+            raise _shape_error(f"{self.kind} bias", wanted=tuple(self.weight.shape), got=self.bias.shape)
+
+    @property
+    def is_centered(self) -> bool:
+        """Whether the mean is subtracted."""
+        return self.kind == "layer_norm"
+
+    def trailing(self, x: Tensor) -> torch.Size:
+        """The dimensions of ``x`` that are normalised."""
+        trailing = x.shape[-1:] if self.weight is None else self.weight.shape
+        if not trailing or x.shape[-len(trailing) :] != trailing:
+            wanted = f"(..., {', '.join(map(str, trailing))})" if trailing else "with at least one normalised dimension"
+            raise _shape_error(f"{self.kind} x", wanted=wanted, got=x.shape)
+        return trailing
+
+    def matrix(self, x: Tensor) -> tuple[int, int]:
+        """Rows and columns of ``x``."""
+        trailing = self.trailing(x)
+        return math.prod(x.shape[: x.dim() - len(trailing)]), math.prod(trailing)
+
+    def leading(self, x: Tensor) -> torch.Size:
+        """The shape of the statistics of ``x``."""
+        return x.shape[: x.dim() - len(self.trailing(x))]
+
+    def check_gradient(self, name: str, grad: Tensor, x: Tensor) -> None:
+        """ShapeError unless ``grad`` has the shape of ``x``."""
+        if grad.shape != x.shape:
+            raise _shape_error(f"{self.kind} {name}", wanted=tuple(x.shape), got=grad.shape)
+
+
+def norm_forward(x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Statistics]:
+    """y, and the statistics that the backward pass reads."""
+    rows = _rows(x, norm, x)
+    mean = divide(row_sums(rows), rows.shape[1]) if norm.is_centered else None
+    centered = rows if mean is None else rows - mean
+    square = row_sums(centered.square())
+    if norm.kind != "l2_normalization":
+        square = divide(square, rows.shape[1])
+    rstd = reciprocal((square + norm.eps).sqrt())
+    y = centered * rstd
+    if norm.weight is not None:
+        y = y * _gamma(norm, y.dtype)
+    if norm.bias is not None:
+        y = y + norm.bias.flatten()
+    shape = norm.leading(x)
+    statistics = Statistics(rstd.reshape(shape), None if mean is None else mean.reshape(shape))
+    return y.to(dtype or x.dtype).reshape(x.shape), statistics
+
+
+def norm_backward(dy: Tensor, x: Tensor, norm: Norm, statistics: Statistics, *, dtype: torch.dtype | None = None) -> Gradients:
+    """The gradients of :func:`norm_forward`."""
+    gradients = _backward(dy, x, norm, statistics)
+    return gradients._replace(x=gradients.x.to(dtype or x.dtype))
+
+
+def norm_backward_add(
     dy: Tensor,
     d_extra: Tensor,
     x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
+    norm: Norm,
+    statistics: Statistics,
     *,
-    zero_centered_gamma: bool = False,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(dx + d_extra, dweight): the gradient of an input that is normalised and also used elsewhere.
+) -> Gradients:
+    """As :func:`norm_backward`, with dx + d_extra: the gradient of an input that is normalised and also used elsewhere.
 
     rounding: "per_op" rounds dx to ``dtype`` before the sum, as the two ops one by one; "single" rounds the sum only.
     """
     dtype = dtype or x.dtype
-    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, zero_centered_gamma)
-    if d_extra.shape != x.shape:
-        raise _shape_error("rms_norm_backward_add d_extra", wanted=tuple(x.shape), got=d_extra.shape)
-    wide = dx.dtype
-    dx = dx.to(boundary_dtype(rounding, dtype, wide)).to(wide)
-    return (dx + d_extra.to(wide)).to(dtype), dweight
+    norm.check_gradient("d_extra", d_extra, x)
+    gradients = _backward(dy, x, norm, statistics)
+    wide = gradients.x.dtype
+    dx = gradients.x.to(boundary_dtype(rounding, dtype, wide)).to(wide)
+    return gradients._replace(x=(dx + d_extra.to(wide)).to(dtype))
 
 
-def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    eps: float = 1e-5,
-    zero_centered_gamma: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y = (x - mean) * rstd * gamma + bias with rstd = 1 / sqrt(mean((x - mean)^2) + eps); returns (y, mean, rstd)."""
-    if bias.shape != weight.shape:
-        raise _shape_error("layer_norm bias", wanted=tuple(weight.shape), got=bias.shape)
-    rows = _rows("layer_norm x", x, weight.shape)
-    mean = rows.mean(-1, keepdim=True)
-    centered = rows - mean
-    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    y = centered * rstd * _gamma(weight, zero_centered_gamma) + bias.flatten()
-    leading = _leading(x, weight)
-    return y.reshape(x.shape).to(dtype or x.dtype), mean.reshape(leading), rstd.reshape(leading)
+def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
+    """That of :func:`norm_backward`, which needs neither the input nor its statistics."""
+    return _summed(_rows(dy, norm, dy), norm.bias)
 
 
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) of :func:`layer_norm`."""
-    rows, grad = _rows("layer_norm x", x, weight.shape), _rows("layer_norm dy", dy, weight.shape, like=x)
-    rstd = rstd.reshape(-1, 1)
-    normal = (rows - mean.reshape(-1, 1)) * rstd
-    scaled = grad * _gamma(weight, zero_centered_gamma)
-    dx = rstd * (scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True))
-    dweight, dbias = _parameter_gradient(grad * normal, weight), _parameter_gradient(grad, weight)
-    return dx.reshape(x.shape).to(dtype or x.dtype), dweight, dbias
+def _backward(dy: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> Gradients:
+    """dx before its rounding, and the gradients of the parameters."""
+    norm.check_gradient("dy", dy, x)
+    rows, grad = _rows(x, norm, x), _rows(dy, norm, x)
+    rstd = statistics.rstd.reshape(-1, 1)
+    normal = (rows if statistics.mean is None else rows - statistics.mean.reshape(-1, 1)) * rstd
+    scaled = grad if norm.weight is None else grad * _gamma(norm, grad.dtype)
+    along = row_sums(scaled * normal)
+    if norm.kind != "l2_normalization":
+        along = divide(along, rows.shape[1])
+    dx = scaled - normal * along
+    if norm.is_centered:
+        dx = dx - divide(row_sums(scaled), rows.shape[1])
+    weight, bias = _summed(grad * normal, norm.weight), _summed(grad, norm.bias)
+    return Gradients((rstd * dx).reshape(x.shape), weight, bias)
 
 
-def l2_normalization(x: Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """y = x * rstd with rstd = 1 / sqrt(sum(x^2) + eps) over the last dimension; returns (y, rstd)."""
-    rows = _rows("l2_normalization x", x, x.shape[-1:])
-    rstd = torch.rsqrt(rows.square().sum(-1, keepdim=True) + eps)
-    return (rows * rstd).reshape(x.shape).to(dtype or x.dtype), rstd.reshape(x.shape[:-1])
+# -- sums of one order -------------------------------------------------------------------------------------------------------
 
 
-def l2_normalization_backward(dy: Tensor, x: Tensor, rstd: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """dx of :func:`l2_normalization`."""
-    rows, grad = _rows("l2_normalization x", x, x.shape[-1:]), _rows("l2_normalization dy", dy, x.shape[-1:], like=x)
-    rstd = rstd.reshape(-1, 1)
-    normal = rows * rstd
-    dx = rstd * (grad - normal * (grad * normal).sum(-1, keepdim=True))
-    return dx.reshape(x.shape).to(dtype or x.dtype)
+def row_sums(values: Tensor) -> Tensor:
+    """Sums of the rows of (rows, columns), (rows, 1).
+
+    Columns come in eights; eight k belongs to lane k % 32 of group k / 32 % 8. Chunks of 2048 columns are added in turn, then by
+    halves what an eight has, what groups have, what lanes have.
+    """
+    values = _in_turn(values, 1, CHUNK)
+    eights = _power_of_two(ceil_div(values.shape[1], EIGHT))
+    if missing := eights * EIGHT - values.shape[1]:
+        values = F.pad(values, (0, missing))
+    lanes = min(eights, LANES)
+    values = _by_halves(values.view(-1, eights, EIGHT), 2).view(-1, eights // lanes, lanes)
+    return _by_halves(_by_halves(values, 1), 1).view(-1, 1) + 0  # where all is -0
 
 
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """dx before its rounding, and dweight."""
-    rows, grad = _rows("rms_norm x", x, weight.shape), _rows("rms_norm dy", dy, weight.shape, like=x)
-    rstd = rstd.reshape(-1, 1)
-    normal = rows * rstd
-    scaled = grad * _gamma(weight, zero_centered)
-    dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    return dx.reshape(x.shape), _parameter_gradient(grad * normal, weight)
+def column_sums(values: Tensor) -> Tensor:
+    """Sums of the columns of (rows, columns), (columns,).
+
+    Row r belongs to team r % (256 teams): blocks have one team, or eight where a row is a warp's. Rows of a team are added in
+    turn, then by halves what a block's teams have, then what blocks have.
+    """
+    columns = values.shape[1]
+    teams = GROUPS if columns <= WARP_COLUMNS else 1
+    values = _in_turn(values, 0, BLOCKS * teams)
+    blocks = _power_of_two(ceil_div(values.shape[0], teams))
+    if missing := blocks * teams - values.shape[0]:
+        values = F.pad(values, (0, 0, 0, missing))
+    return _by_halves(_by_halves(values.view(blocks, teams, columns), 1), 0) + 0
 
 
-def _rows(where: str, x: Tensor, trailing: torch.Size, *, like: Tensor | None = None) -> Tensor:
-    """x as (rows, columns) in the compute dtype, after its shape was checked."""
-    if not trailing:
-        raise _shape_error(where, wanted="with at least one normalised dimension", got=trailing)
-    leading = x.shape[: x.dim() - len(trailing)]
-    wanted = torch.Size((*leading, *trailing)) if like is None else like.shape
-    if x.shape != wanted:
-        raise _shape_error(where, wanted=tuple(wanted), got=x.shape)
-    return x.reshape(math.prod(leading), math.prod(trailing)).to(compute_dtype(x.dtype))
+def _in_turn(values: Tensor, dim: int, size: int) -> Tensor:
+    """Stretches of ``size`` along ``dim``, one added after another."""
+    if values.shape[dim] <= size:
+        return values
+    first, *others = values.split(size, dim)
+    total = first.clone()
+    for each in others:
+        total.narrow(dim, 0, each.shape[dim]).add_(each)
+    return total
 
 
-def _leading(x: Tensor, weight: Tensor) -> torch.Size:
-    return x.shape[: x.dim() - weight.dim()]
+def _by_halves(values: Tensor, dim: int) -> Tensor:
+    """The sum along ``dim``, whose length is a power of two: its second half is added to its first until one is left."""
+    while values.shape[dim] > 1:
+        values = torch.add(*values.chunk(2, dim))
+    return values.squeeze(dim)
 
 
-def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
-    gamma = weight.flatten().to(compute_dtype(weight.dtype))
-    return 1 + gamma if zero_centered else gamma
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
-def _parameter_gradient(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows.sum(0).reshape(weight.shape).to(weight.dtype)
+def _rows(values: Tensor, norm: Norm, x: Tensor) -> Tensor:
+    return values.reshape(norm.matrix(x)).to(compute_dtype(x.dtype))
+
+
+def _gamma(norm: Norm, dtype: torch.dtype) -> Tensor:
+    gamma = norm.weight.flatten().to(dtype)  # type: ignore[union-attr]
+    return 1 + gamma if norm.zero_centered_gamma else gamma
+
+
+def _summed(rows: Tensor, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else column_sums(rows).reshape(parameter.shape).to(parameter.dtype)
 
 
 def _shape_error(where: str, *, wanted: object, got: torch.Size) -> ShapeError:

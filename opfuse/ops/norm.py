@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,70 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import checked_sizes
 from opfuse.errors import ShapeError, SpecError, describe
-from opfuse.kernels import norm
 from opfuse.kernels.epilogue import Rounding
-from opfuse.kernels.pointwise import compute_dtype
+from opfuse.kernels.norm import (
+    Gradients,
+    Norm,
+    NormKind,
+    Statistics,
+    bias_gradient,
+    norm_backward,
+    norm_backward_add,
+    norm_forward,
+)
+
+
+class _Normalization(BasicOperation):
+    """A normalisation. ``produce`` gives the result in any dtype, for an epilogue that rounds later."""
+
+    traits = frozenset(("norm", "producer"))
+    forward_kwargs = ()
+    kind: NormKind  # type: ignore[misc]
+    saves: tuple[str, ...]  # type: ignore[misc]
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.produce(ctx, input_)
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+        return self._filed(norm_backward(grad_output, ctx.saved.x, self._norm(ctx), _statistics(ctx)))
+
+    def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The normalised input in the I/O dtype, or in ``out_dtype``."""
+        self._check_input(x)
+        y, statistics = norm_forward(x, self._norm(), dtype=out_dtype or ctx.dtype(x))
+        self._save(ctx, x, statistics)
+        return y
+
+    def backward_add(
+        self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: Rounding
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """The gradient of an input that is normalised and also used elsewhere, and those of the parameters."""
+        norm, statistics = self._norm(ctx), _statistics(ctx)
+        return self._filed(norm_backward_add(dy, d_extra, ctx.saved.x, norm, statistics, rounding=rounding))
+
+    @abstractmethod
+    def _norm(self, ctx: Context | None = None) -> Norm:
+        """This op as a value; with a context, as it was in that forward pass."""
+
+    def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **parameters: torch.Tensor | None) -> None:
+        """Keep what the backward pass reads."""
+        kept = {"x": x, **statistics._asdict()} if self._reads_input(ctx) else {}
+        ctx.save(**{name: (parameters | kept).get(name) for name in self.saves})
+
+    def _reads_input(self, ctx: Context) -> bool:
+        """Whether some gradient depends on the input."""
+        return ctx.requires_grad
+
+    def _filed(self, gradients: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """The gradient of the input, and those of the parameters in their order."""
+        return gradients.x, tuple(getattr(gradients, name) for name in self.parameter_names)
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        """ShapeError unless the op can take ``x``."""
+
+
+def _statistics(ctx: Context) -> Statistics:
+    return Statistics(ctx.saved.rstd, getattr(ctx.saved, "mean", None))
 
 
 @dataclass(frozen=True)
@@ -28,14 +90,11 @@ class NormSpec:
     zero_centered_gamma: bool = False
 
 
-class _Norm(BasicOperation):
-    """A normalisation with a weight. ``produce`` gives the result in any dtype, for an epilogue that rounds later.
+class _Norm(_Normalization):
+    """A normalisation with a weight.
 
-    The weight is saved, too, where dx reads it, so that autograd notices a change before the backward pass.
+    It is saved, too, where dx reads it, so that autograd notices a change before the backward pass.
     """
-
-    traits = frozenset(("norm", "producer"))
-    forward_kwargs = ()
 
     def __init__(
         self,
@@ -57,18 +116,16 @@ class _Norm(BasicOperation):
         """gamma 1 (0 if zero-centered)."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.produce(ctx, input_)
-
-    def _save(self, ctx: Context, **values: torch.Tensor) -> None:
-        """Keep the input and its statistics if the gradient of the input or of the weight is wanted."""
-        wanted = not ctx.needs.isdisjoint(("input", "weight"))
-        kept = {name: value if wanted else None for name, value in values.items()}
-        ctx.save(weight=self.weight if "input" in ctx.needs else None, **kept)
-
-    def _weight(self, ctx: Context) -> torch.Tensor:
+    def _norm(self, ctx: Context | None = None) -> Norm:
         """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
-        return self.weight if ctx.saved.weight is None else ctx.saved.weight
+        weight = self.weight if ctx is None or ctx.saved.weight is None else ctx.saved.weight
+        return Norm(self.kind, weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+
+    def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **_: torch.Tensor | None) -> None:
+        super()._save(ctx, x, statistics, weight=self.weight if "input" in ctx.needs else None)
+
+    def _reads_input(self, ctx: Context) -> bool:
+        return not ctx.needs.isdisjoint(("input", "weight"))
 
     def _check_input(self, x: torch.Tensor) -> None:
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
@@ -88,33 +145,6 @@ class RMSNorm(_Norm):
     kind = "rms_norm"
     saves = ("x", "weight", "rstd")
 
-    def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The normalised input in the I/O dtype, or in ``out_dtype``."""
-        self._check_input(x)
-        dtype = ctx.dtype(x)
-        y, rstd = norm.rms_norm(
-            x, self.weight, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype
-        )
-        self._save(ctx, x=x, rstd=rstd)
-        return y
-
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        saved, weight = ctx.saved, self._weight(ctx)
-        dx, dweight = norm.rms_norm_backward(
-            grad_output, saved.x, weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
-        )
-        return dx, (dweight,)
-
-    def backward_add(
-        self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: Rounding
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The gradient of an input that is normalised and also used elsewhere."""
-        saved, weight = ctx.saved, self._weight(ctx)
-        dx, dweight = norm.rms_norm_backward_add(
-            dy, d_extra, saved.x, weight, saved.rstd, zero_centered_gamma=self.zero_centered_gamma, rounding=rounding
-        )
-        return dx, (dweight,)
-
 
 class LayerNorm(_Norm):
     """y = (x - mean) * rstd * gamma + beta, where gamma is the weight, or 1 + weight if zero-centered."""
@@ -132,25 +162,10 @@ class LayerNorm(_Norm):
         if "bias" in self._parameters:
             nn.init.zeros_(self.bias)
 
-    def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The normalised input in the I/O dtype, or in ``out_dtype``."""
-        self._check_input(x)
-        dtype = ctx.dtype(x)
-        y, mean, rstd = norm.layer_norm(
-            x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, dtype=out_dtype or dtype
-        )
-        self._save(ctx, x=x, mean=mean, rstd=rstd)
-        return y
-
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        saved, weight = ctx.saved, self._weight(ctx)
-        if saved.x is None:
-            summed = grad_output.to(compute_dtype(grad_output.dtype)).sum_to_size(weight.shape)
-            return None, (None, summed.to(weight.dtype))
-        dx, dweight, dbias = norm.layer_norm_backward(
-            grad_output, saved.x, weight, saved.mean, saved.rstd, zero_centered_gamma=self.zero_centered_gamma
-        )
-        return dx, (dweight, dbias)
+        if ctx.saved.x is None:
+            return None, (None, bias_gradient(grad_output, self._norm(ctx)))
+        return super().op_backward(ctx, grad_output)
 
 
 @dataclass(frozen=True)
@@ -160,30 +175,18 @@ class L2NormalizationSpec:
     eps: float = 1e-6
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(_Normalization):
     """y = x * rsqrt(sum(x^2) + eps) over the last dimension."""
 
     kind = "l2_normalization"
-    traits = frozenset(("norm", "producer"))
     saves = ("x", "rstd")
-    forward_kwargs = ()
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         _check_eps("L2Normalization", eps)
         super().__init__(L2NormalizationSpec(float(eps)))
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.produce(ctx, input_)
-
-    def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The normalised input in the I/O dtype, or in ``out_dtype``."""
-        dtype = ctx.dtype(x)
-        y, rstd = norm.l2_normalization(x, eps=self.eps, dtype=out_dtype or dtype)
-        ctx.save(x=x if ctx.requires_grad else None, rstd=rstd if ctx.requires_grad else None)
-        return y
-
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        return norm.l2_normalization_backward(grad_output, ctx.saved.x, ctx.saved.rstd), ()
+    def _norm(self, ctx: Context | None = None) -> Norm:
+        return Norm(self.kind, eps=self.eps)
 
 
 def _check_eps(where: str, eps: float) -> None:

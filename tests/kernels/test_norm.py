@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opfuse.errors import RecipeError, ShapeError
-from opfuse.kernels import norm
+from opfuse.kernels.norm import Norm, Statistics, norm_backward, norm_backward_add, norm_forward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [((5, 16), (16,)), ((2, 3, 4, 6), (4, 6)), ((1, 7), (7,)), ((9,), (9,)), ((0, 8), (8,)), ((3, 2, 5), (3, 2, 5))]
@@ -16,6 +16,39 @@ SHAPES = [((5, 16), (16,)), ((2, 3, 4, 6), (4, 6)), ((1, 7), (7,)), ((9,), (9,))
 
 def draw(*shape: int, dtype: torch.dtype = FP64) -> torch.Tensor:
     return torch.randn(shape, dtype=FP64).to(dtype)
+
+
+def rms_norm(x, weight, *, dtype=None, **options):
+    y, statistics = norm_forward(x, Norm("rms_norm", weight, **options), dtype=dtype)
+    return y, statistics.rstd
+
+
+def rms_norm_backward(dy, x, weight, rstd, *, dtype=None, **options):
+    gradients = norm_backward(dy, x, Norm("rms_norm", weight, **options), Statistics(rstd), dtype=dtype)
+    return gradients.x, gradients.weight
+
+
+def rms_norm_backward_add(dy, d_extra, x, weight, rstd, *, rounding="per_op"):
+    gradients = norm_backward_add(dy, d_extra, x, Norm("rms_norm", weight), Statistics(rstd), rounding=rounding)
+    return gradients.x, gradients.weight
+
+
+def layer_norm(x, weight, bias, **options):
+    y, statistics = norm_forward(x, Norm("layer_norm", weight, bias, **options))
+    return y, statistics.mean, statistics.rstd
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd, **options):
+    return norm_backward(dy, x, Norm("layer_norm", weight, torch.zeros_like(weight), **options), Statistics(rstd, mean))
+
+
+def l2_normalization(x, eps=1e-6):
+    y, statistics = norm_forward(x, Norm("l2_normalization", eps=eps))
+    return y, statistics.rstd
+
+
+def l2_normalization_backward(dy, x, rstd):
+    return norm_backward(dy, x, Norm("l2_normalization"), Statistics(rstd)).x
 
 
 # -- fp64 definitions, written so that torch.autograd differentiates them ---------------------------------------------------
@@ -54,11 +87,11 @@ def check(got: torch.Tensor, wanted: torch.Tensor, factor: float = 1.0) -> None:
 def test_rms_norm_against_fp64(shape, trailing, dtype, zero_centered_gamma):
     x, dy, weight = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype), draw(*trailing, dtype=dtype)
     options = {"zero_centered_gamma": zero_centered_gamma}
-    y, rstd = norm.rms_norm(x, weight, eps=1e-3, **options)
+    y, rstd = rms_norm(x, weight, eps=1e-3, **options)
     x64, w64 = x.double().requires_grad_(), weight.double().requires_grad_()
     y64 = rms_norm64(x64, w64, 1e-3, zero_centered_gamma)
     check(y, y64.detach())
-    dx, dweight = norm.rms_norm_backward(dy, x, weight, rstd, **options)
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd, **options)
     for got, wanted in zip((dx, dweight), torch.autograd.grad(y64, (x64, w64), dy.double())):
         check(got, wanted, factor=8)
         assert got.dtype == dtype
@@ -73,11 +106,11 @@ def test_layer_norm_against_fp64(shape, trailing, dtype, zero_centered_gamma):
     x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
     weight, bias = draw(*trailing, dtype=dtype), draw(*trailing, dtype=dtype)
     options = {"zero_centered_gamma": zero_centered_gamma}
-    y, mean, rstd = norm.layer_norm(x, weight, bias, eps=1e-3, **options)
+    y, mean, rstd = layer_norm(x, weight, bias, eps=1e-3, **options)
     wide = [t.double().requires_grad_() for t in (x, weight, bias)]
     y64 = layer_norm64(*wide, 1e-3, zero_centered_gamma)
     check(y, y64.detach(), factor=4)
-    gradients = norm.layer_norm_backward(dy, x, weight, mean, rstd, **options)
+    gradients = layer_norm_backward(dy, x, weight, mean, rstd, **options)
     for got, wanted in zip(gradients, torch.autograd.grad(y64, wide, dy.double())):
         check(got, wanted, factor=16)
         assert got.dtype == dtype
@@ -89,12 +122,12 @@ def test_layer_norm_against_fp64(shape, trailing, dtype, zero_centered_gamma):
 @pytest.mark.parametrize("shape", [(5, 16), (2, 3, 6), (9,), (0, 8)])
 def test_l2_normalization_against_fp64(shape, dtype):
     x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
-    y, rstd = norm.l2_normalization(x, eps=1e-3)
+    y, rstd = l2_normalization(x, eps=1e-3)
     x64 = x.double().requires_grad_()
     y64 = l2_normalization64(x64, 1e-3)
     check(y, y64.detach())
     (wanted,) = torch.autograd.grad(y64, x64, dy.double())
-    check(norm.l2_normalization_backward(dy, x, rstd), wanted, factor=8)
+    check(l2_normalization_backward(dy, x, rstd), wanted, factor=8)
     assert rstd.shape == shape[:-1]
 
 
@@ -104,51 +137,51 @@ def test_l2_normalization_against_fp64(shape, dtype):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, zero_centered_gamma):
-        y, rstd = norm.rms_norm(x, weight, zero_centered_gamma=zero_centered_gamma)
+        y, rstd = rms_norm(x, weight, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered_gamma = zero_centered_gamma
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *norm.rms_norm_backward(dy, *ctx.saved_tensors, zero_centered_gamma=ctx.zero_centered_gamma), None
+        return *rms_norm_backward(dy, *ctx.saved_tensors, zero_centered_gamma=ctx.zero_centered_gamma), None
 
 
 class _RMSNormAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        y, rstd = norm.rms_norm(x, weight)
+        y, rstd = rms_norm(x, weight)
         ctx.save_for_backward(x, weight, rstd)
         return y, x.clone()
 
     @staticmethod
     def backward(ctx, dy, d_extra):
-        return norm.rms_norm_backward_add(dy, d_extra, *ctx.saved_tensors)
+        return rms_norm_backward_add(dy, d_extra, *ctx.saved_tensors)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, zero_centered_gamma):
-        y, mean, rstd = norm.layer_norm(x, weight, bias, zero_centered_gamma=zero_centered_gamma)
+        y, mean, rstd = layer_norm(x, weight, bias, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centered_gamma = zero_centered_gamma
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *norm.layer_norm_backward(dy, *ctx.saved_tensors, zero_centered_gamma=ctx.zero_centered_gamma), None
+        return *layer_norm_backward(dy, *ctx.saved_tensors, zero_centered_gamma=ctx.zero_centered_gamma), None
 
 
 class _L2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        y, rstd = norm.l2_normalization(x)
+        y, rstd = l2_normalization(x)
         ctx.save_for_backward(x, rstd)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return norm.l2_normalization_backward(dy, *ctx.saved_tensors)
+        return l2_normalization_backward(dy, *ctx.saved_tensors)
 
 
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
@@ -169,13 +202,13 @@ def test_r4_backward_add_is_backward_then_add():
     """per_op: two roundings, as the ops one by one; single: one, which is closer to fp64 in most elements that differ."""
     x, dy, d_extra = (draw(64, 48, dtype=BF16) for _ in range(3))
     weight = draw(48, dtype=BF16)
-    _, rstd = norm.rms_norm(x, weight)
-    dx, dweight = norm.rms_norm_backward(dy, x, weight, rstd)
-    per_op, dweight_add = norm.rms_norm_backward_add(dy, d_extra, x, weight, rstd)
+    _, rstd = rms_norm(x, weight)
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd)
+    per_op, dweight_add = rms_norm_backward_add(dy, d_extra, x, weight, rstd)
     assert torch.equal(per_op, dx + d_extra)
     assert torch.equal(dweight_add, dweight)
-    single, _ = norm.rms_norm_backward_add(dy, d_extra, x, weight, rstd, rounding="single")
-    wide, _ = norm.rms_norm_backward(dy, x, weight, rstd, dtype=FP32)
+    single, _ = rms_norm_backward_add(dy, d_extra, x, weight, rstd, rounding="single")
+    wide, _ = rms_norm_backward(dy, x, weight, rstd, dtype=FP32)
     assert torch.equal(single, (wide + d_extra.float()).to(BF16))
     assert 0.05 < (single != per_op).float().mean() < 0.5
 
@@ -184,37 +217,37 @@ def test_parameter_gradients_are_summed_in_fp32():
     """4096 rows of ones: a bf16 accumulator stops at 256."""
     rows = torch.ones(4096, 8).to(BF16) * torch.tensor([1, -1] * 4)
     weight, bias = torch.ones(8, dtype=BF16), torch.zeros(8, dtype=BF16)
-    _, mean, rstd = norm.layer_norm(rows, weight, bias, eps=0.0)
-    _, dweight, dbias = norm.layer_norm_backward(torch.ones_like(rows), rows, weight, mean, rstd)
+    _, mean, rstd = layer_norm(rows, weight, bias, eps=0.0)
+    _, dweight, dbias = layer_norm_backward(torch.ones_like(rows), rows, weight, mean, rstd)
     assert dbias.tolist() == [4096.0] * 8
     assert dweight.tolist() == [4096.0, -4096.0] * 4
-    _, rstd = norm.rms_norm(rows, weight, eps=0.0)
-    _, dweight = norm.rms_norm_backward(torch.ones_like(rows), rows, weight, rstd)
+    _, rstd = rms_norm(rows, weight, eps=0.0)
+    _, dweight = rms_norm_backward(torch.ones_like(rows), rows, weight, rstd)
     assert dweight.tolist() == [4096.0, -4096.0] * 4
 
 
 def test_mixed_dtypes_round_once_to_the_asked_dtype():
     """bf16 activations with an fp32 weight: results in the activation's dtype, gradients of the weight in the weight's."""
     x, dy, weight = draw(4, 8, dtype=BF16), draw(4, 8, dtype=BF16), draw(8, dtype=FP32)
-    y, rstd = norm.rms_norm(x, weight)
-    wide, _ = norm.rms_norm(x, weight, dtype=FP32)
+    y, rstd = rms_norm(x, weight)
+    wide, _ = rms_norm(x, weight, dtype=FP32)
     assert wide.dtype == FP32
     assert torch.equal(y, wide.to(BF16))
-    dx, dweight = norm.rms_norm_backward(dy, x, weight, rstd)
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd)
     assert (dx.dtype, dweight.dtype) == (BF16, FP32)
 
 
 def test_zero_centered_gamma_of_zero_is_plain_normalisation():
     x = draw(4, 8, dtype=BF16)
     ones, zeros = torch.ones(8), torch.zeros(8)
-    assert torch.equal(norm.rms_norm(x, zeros, zero_centered_gamma=True)[0], norm.rms_norm(x, ones)[0])
-    assert torch.equal(norm.layer_norm(x, zeros, zeros, zero_centered_gamma=True)[0], norm.layer_norm(x, ones, zeros)[0])
+    assert torch.equal(rms_norm(x, zeros, zero_centered_gamma=True)[0], rms_norm(x, ones)[0])
+    assert torch.equal(layer_norm(x, zeros, zeros, zero_centered_gamma=True)[0], layer_norm(x, ones, zeros)[0])
 
 
 def test_layer_norm_statistics_do_not_cancel():
     """A large common offset: the variance is that of the centred values, not a difference of two large sums."""
     x = draw(3, 64, dtype=FP32) + 4096.0
-    _, mean, rstd = norm.layer_norm(x, torch.ones(64), torch.zeros(64), eps=0.0)
+    _, mean, rstd = layer_norm(x, torch.ones(64), torch.zeros(64), eps=0.0)
     torch.testing.assert_close(mean.double(), x.double().mean(-1), rtol=1e-7, atol=0)
     torch.testing.assert_close(rstd.double(), 1 / x.double().std(-1, correction=0), rtol=1e-5, atol=0)
 
@@ -222,10 +255,10 @@ def test_layer_norm_statistics_do_not_cancel():
 def test_zero_rows_stay_finite():
     x = torch.zeros(2, 4, dtype=BF16)
     weight = torch.ones(4, dtype=BF16)
-    assert torch.equal(norm.rms_norm(x, weight)[0], x)
-    assert torch.equal(norm.l2_normalization(x)[0], x)
-    y, rstd = norm.l2_normalization(x, eps=1e-6)
-    assert norm.l2_normalization_backward(torch.ones_like(y), x, rstd).float().allclose(torch.tensor(1e3), rtol=1e-2)
+    assert torch.equal(rms_norm(x, weight)[0], x)
+    assert torch.equal(l2_normalization(x)[0], x)
+    y, rstd = l2_normalization(x, eps=1e-6)
+    assert l2_normalization_backward(torch.ones_like(y), x, rstd).float().allclose(torch.tensor(1e3), rtol=1e-2)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -233,7 +266,7 @@ def test_r18_non_finite_input_shows_in_its_row_only(bad):
     x = draw(3, 8, dtype=BF16)
     x[1, 2] = bad
     weight, bias = torch.ones(8), torch.zeros(8)
-    for y in (norm.rms_norm(x, weight)[0], norm.layer_norm(x, weight, bias)[0], norm.l2_normalization(x)[0]):
+    for y in (rms_norm(x, weight)[0], layer_norm(x, weight, bias)[0], l2_normalization(x)[0]):
         assert y[1, 2].isnan()
         assert y[[0, 2]].isfinite().all()
 
@@ -241,11 +274,11 @@ def test_r18_non_finite_input_shows_in_its_row_only(bad):
 def test_r10_strided_inputs_equal_contiguous_ones():
     x, dy = draw(2, 3, 4, 6, dtype=BF16).permute(1, 0, 3, 2), draw(2, 3, 4, 6, dtype=BF16).permute(1, 0, 3, 2)
     weight = draw(4, 6).t().to(BF16)
-    y, rstd = norm.rms_norm(x, weight)
-    again, _ = norm.rms_norm(x.contiguous(), weight.contiguous())
+    y, rstd = rms_norm(x, weight)
+    again, _ = rms_norm(x.contiguous(), weight.contiguous())
     assert torch.equal(y, again)
-    gradients = norm.rms_norm_backward(dy, x, weight, rstd)
-    wanted = norm.rms_norm_backward(dy.contiguous(), x.contiguous(), weight.contiguous(), rstd)
+    gradients = rms_norm_backward(dy, x, weight, rstd)
+    wanted = rms_norm_backward(dy.contiguous(), x.contiguous(), weight.contiguous(), rstd)
     assert all(torch.equal(got, want) for got, want in zip(gradients, wanted))
 
 
@@ -255,14 +288,14 @@ X, W = torch.zeros(3, 4), torch.zeros(4)
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: norm.rms_norm(X, torch.zeros(3)), ShapeError, "rms_norm x"),
-        (lambda: norm.rms_norm(W, torch.zeros(2, 4)), ShapeError, "(2, 4)"),
-        (lambda: norm.rms_norm(X, torch.tensor(1.0)), ShapeError, "at least one"),
-        (lambda: norm.layer_norm(X, W, torch.zeros(3)), ShapeError, "layer_norm bias"),
-        (lambda: norm.rms_norm_backward(torch.zeros(3, 5), X, W, torch.ones(3)), ShapeError, "rms_norm dy"),
-        (lambda: norm.rms_norm_backward_add(X, torch.zeros(2, 4), X, W, torch.ones(3)), ShapeError, "d_extra"),
-        (lambda: norm.rms_norm_backward_add(X, X, X, W, torch.ones(3), rounding="twice"), RecipeError, "'per_op'"),
-        (lambda: norm.l2_normalization(torch.tensor(1.0)), ShapeError, "l2_normalization x"),
+        (lambda: rms_norm(X, torch.zeros(3)), ShapeError, "rms_norm x"),
+        (lambda: rms_norm(W, torch.zeros(2, 4)), ShapeError, "(..., 2, 4)"),
+        (lambda: rms_norm(X, torch.tensor(1.0)), ShapeError, "at least one"),
+        (lambda: layer_norm(X, W, torch.zeros(3)), ShapeError, "layer_norm bias"),
+        (lambda: rms_norm_backward(torch.zeros(3, 5), X, W, torch.ones(3)), ShapeError, "rms_norm dy"),
+        (lambda: rms_norm_backward_add(X, torch.zeros(2, 4), X, W, torch.ones(3)), ShapeError, "d_extra"),
+        (lambda: rms_norm_backward_add(X, X, X, W, torch.ones(3), rounding="twice"), RecipeError, "'per_op'"),
+        (lambda: l2_normalization(torch.tensor(1.0)), ShapeError, "l2_normalization x"),
     ],
 )
 def test_errors_are_typed(call, error, says):

@@ -18,7 +18,7 @@ from torch import nn
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.quantizers import QuantizerSlotsMixin
-from opfuse.core.signature import Env, checked_dtype
+from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -192,12 +192,10 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name as it is now; PipelineError if there is none."""
-        value = dict(zip(self.parameter_names, self.parameter_values())).get(name)
-        if value is None:
-            raise PipelineError(
-                describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call")
-            )
-        return value
+        for known, slot in self.parameter_slots():
+            if known == name and (value := slot[name.rpartition(".")[2]]) is not None:
+                return value
+        raise PipelineError(describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call"))
 
     # -- quantization ------------------------------------------------------------------------------------------------------
 
@@ -207,8 +205,12 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         """The dtype in which this op computes on ``x``: torch.autocast's, or that of ``x``. DtypeError for integers and bytes."""
-        dtype = checked_dtype(f"{self.label} input", x.dtype)
+        dtype = self.checked_dtype("input", x.dtype)
         return env.autocast or dtype
+
+    def checked_dtype(self, what: str, dtype: torch.dtype) -> torch.dtype:
+        """``dtype`` itself; DtypeError, which names ``what`` of this op, unless ops compute in it."""
+        return dtype if dtype in DTYPES else checked_dtype(f"{self.label} {what}", dtype)
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""

@@ -6,6 +6,7 @@ written for lines; this module turns lines into stored arrays and back, so that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,7 @@ class Layout:
     shape: tuple[int, int]
     swizzled: bool = False
 
-    @property
+    @functools.cached_property
     def lines(self) -> tuple[int, int]:
         """(number of lines, their length)."""
         return self.shape[::-1] if self.usage == COLUMNWISE else self.shape
@@ -67,13 +68,13 @@ class Layout:
         """Whether the format has a swizzled layout: one byte a scale, in arrays padded to whole tiles."""
         return SCALE_DTYPES.get(self.format.scale) is torch.uint8
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[int, int]:
         """(rows, columns) of the array of scales that differ, for lines as rows."""
         rows, cols = self.block
         return ceil_div(self.lines[0], rows), ceil_div(self.lines[1], cols)
 
-    @property
+    @functools.cached_property
     def data_shape(self) -> tuple[int, int]:
         """Shape of the uint8 data."""
         lines, length = self.lines
@@ -81,7 +82,7 @@ class Layout:
             return length, lines
         return lines, length * self.element.bits // 8
 
-    @property
+    @functools.cached_property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of the stored scales with their padding; the same for compact and swizzled."""
         if self.format.family == "tensor":
@@ -111,6 +112,12 @@ class Layout:
     def replace(self, **changes: object) -> Layout:
         """The same layout with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(fmt: Format, usage: Usage, shape: tuple[int, int], swizzled: bool = False) -> Layout:
+    """The layout of these fields, with what follows from them worked out once: casts and products repeat shapes."""
+    return Layout(fmt, usage, shape, swizzled)
 
 
 def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:

@@ -90,7 +90,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)
-        return env.autocast or checked_dtype(f"{self.label} weight", self.owner.weight.dtype)
+        return env.autocast or self.checked_dtype("weight", self.owner.weight.dtype)
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)

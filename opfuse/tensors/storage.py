@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
 from opfuse.kernels.decode import dequantize
-from opfuse.kernels.layouts import Layout, relayout_scale
-
-_TENSOR_FIELDS = ("data", "scale", "amax")
+from opfuse.kernels.layouts import Layout, layout_of, relayout_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,18 +39,18 @@ class Plane:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors of this plane, in a fixed order."""
-        return tuple(t for name in _TENSOR_FIELDS if (t := getattr(self, name)) is not None)
+        return tuple([t for t in (self.data, self.scale, self.amax) if t is not None])
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
         """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
         source = iter(tensors)
-        changes: dict[str, Any] = {name: next(source) for name in _TENSOR_FIELDS if getattr(self, name) is not None}
-        return replace(self, **changes)
+        taken = [None if old is None else next(source) for old in (self.data, self.scale, self.amax)]
+        return Plane(self.usage, self.format, self.shape, cast(torch.Tensor, taken[0]), *taken[1:], self.swizzled)
 
     @property
     def layout(self) -> Layout:
         """Where the bytes lie: shapes, orientation, padding."""
-        return Layout(self.format, self.usage, self.shape, self.swizzled)
+        return layout_of(self.format, self.usage, self.shape, self.swizzled)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``. Identity data of that dtype is returned as it is, only reshaped."""
@@ -80,7 +78,7 @@ class QuantizedStorage:
     @property
     def usages(self) -> tuple[str, ...]:
         """The directions that hold data."""
-        return tuple(usage for usage in USAGES if getattr(self, usage) is not None)
+        return tuple([plane.usage for plane in (self.rowwise, self.columnwise) if plane is not None])
 
     @property
     def format(self) -> Format:
@@ -129,13 +127,13 @@ class QuantizedStorage:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, rowwise first; what autograd saves and what a checkpoint holds."""
-        return tuple(t for usage in self.usages for t in self.plane(usage).tensors())
+        return tuple([t for plane in (self.rowwise, self.columnwise) if plane is not None for t in plane.tensors()])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """The same storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
-        planes: dict[str, Any] = {usage: self.plane(usage).with_tensors(source) for usage in self.usages}
-        return replace(self, **planes)
+        planes = [None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise)]
+        return QuantizedStorage(self.shape, self.dtype, *planes, self.why)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

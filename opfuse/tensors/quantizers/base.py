@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -13,8 +14,16 @@ import torch.distributed as dist
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
 from opfuse.kernels.encoding import Encoded, Encoding
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout, round_up
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, layout_of, round_up
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+
+_CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
+    (True, True): USAGES,
+    (True, False): (ROWWISE,),
+    (False, True): (COLUMNWISE,),
+    (False, False): (),
+}
+"""Directions by what (rowwise, columnwise) of a quantizer say."""
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +63,7 @@ class Quantizer(ABC):
     @property
     def usages(self) -> tuple[Usage, ...]:
         """The directions asked for."""
-        return tuple(usage for usage in USAGES if getattr(self, usage))
+        return _CHOSEN[bool(self.rowwise), bool(self.columnwise)]
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -185,10 +194,8 @@ class Quantizer(ABC):
                 got, cure = f"{dst.plane(usage).format} in the {usage} plane", "update with the quantizer that made the storage"
                 raise QuantizerError(describe(where, wanted=fmt, got=got, cure=cure))
 
-    def _layouts(self, shape: Sequence[int]) -> list[Layout]:
-        matrix = matrix_shape(shape)
-        layouts = [Layout(fmt, usage, matrix) for usage, fmt in zip(USAGES, self.formats) if usage in self.usages]
-        return [layout.replace(swizzled=self.optimize_for_gemm and layout.tiled) for layout in layouts]
+    def _layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
+        return _layouts(self.formats, self.usages, matrix_shape(shape), self.optimize_for_gemm)
 
     def _storage(self, shape: torch.Size, dtype: torch.dtype, planes: Sequence[Plane]) -> QuantizedStorage:
         by_usage = {plane.usage: plane for plane in planes}
@@ -216,6 +223,15 @@ class CastingQuantizer(Quantizer):
 
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         return [zero_plane(layout, device) for layout in self._layouts(shape)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts(
+    formats: tuple[Format, Format], usages: tuple[Usage, ...], matrix: tuple[int, int], optimize_for_gemm: bool
+) -> tuple[Layout, ...]:
+    """The layouts of a matrix's planes."""
+    compact = (layout_of(fmt, usage, matrix) for usage, fmt in zip(USAGES, formats) if usage in usages)
+    return tuple(layout_of(x.format, x.usage, matrix, optimize_for_gemm and x.tiled) for x in compact)
 
 
 def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:

@@ -10,13 +10,15 @@ import torch
 from opfuse.compiler.rules import fusion, is_, is_not, maybe, run
 from opfuse.core.context import Context, Value
 from opfuse.kernels.pointwise import compute_dtype
-from opfuse.ops.pointwise import run_chain_backward
+from opfuse.ops.pointwise import run_chain_backward, run_chain_backward_cast
 
 
 def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chain: Sequence[Context]) -> Any:
     """Activation derivatives, bias gradients and the cast of the gradient for the products of the linear layer below."""
-    dx = run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
-    return dx if quantize is None else quantize.op(dx)
+    rounding = chain[0].env.rounding
+    if quantize is None:
+        return run_chain_backward(dy, chain, rounding=rounding)
+    return run_chain_backward_cast(dy, chain, quantize.op, rounding=rounding)
 
 
 def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.Tensor | None:
@@ -33,8 +35,10 @@ def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.
 def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Context | None, scale: Context) -> torch.Tensor | None:
     """dx and dW of c x W^T. Rounded once, c multiplies the sums of both products; else it multiplies dy, as the op does."""
     single = linear.env.rounding == "single"
-    grad: Value = dy if single else run_chain_backward(dy, [scale])
-    grad = grad if quantize is None else quantize.op(grad)
+    if single:
+        grad: Value = dy if quantize is None else quantize.op(dy)
+    else:
+        grad = run_chain_backward(dy, [scale]) if quantize is None else run_chain_backward_cast(dy, [scale], quantize.op)
     factor = scale.spec.scale if single else None
     dx: torch.Tensor | None = linear.op.input_gradient(linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None)
     linear.set_grads(params=(linear.op.weight_gradient(linear, grad, scale=factor),))

@@ -10,7 +10,7 @@ import torch
 from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
 from opfuse.kernels.pointwise import compute_dtype
-from opfuse.ops.pointwise import run_chain, write_in_place
+from opfuse.ops.pointwise import run_chain, run_chain_cast, write_in_place
 
 
 def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
@@ -18,19 +18,27 @@ def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> 
 
     Under ``rounding="single"`` the producer hands its sums over unrounded, and the chain's end is the only rounding.
     """
-    rounding = producer.env.rounding
-    result: torch.Tensor = producer.op.produce(
-        producer, x, out_dtype=compute_dtype(x.dtype) if rounding == "single" and chain else None
-    )
-    if not chain:
-        return result
-    return run_chain(result, chain, dtype=producer.op.compute_dtype(producer.env, x), rounding=rounding)
+    result = _produce(x, producer, chain)
+    return run_chain(result, chain, **_flow(x, producer)) if chain else result
+
+
+def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
+    wide = producer.env.rounding == "single" and bool(chain)
+    result: torch.Tensor = producer.op.produce(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
+    return result
+
+
+def _flow(x: Value, producer: Context) -> dict[str, Any]:
+    """The dtype of what the producer and the chain make of ``x``, and where they round to it."""
+    return {"dtype": producer.op.compute_dtype(producer.env, x), "rounding": producer.env.rounding}
 
 
 def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize: Context | None) -> Any:
     """GEMM or norm, any run of elementwise ops, and the cast."""
-    y = produce_and_chain(x, producer, chain)
-    return y if quantize is None else quantize.op(y)
+    if quantize is None:
+        return produce_and_chain(x, producer, chain)
+    result = _produce(x, producer, chain)
+    return run_chain_cast(result, chain, quantize.op, **_flow(x, producer)) if chain else quantize.op(result)
 
 
 def norm_quantize(x: Value, *, norm: Context, quantize: Context) -> Any:

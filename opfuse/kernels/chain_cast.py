@@ -5,7 +5,8 @@ A kernel stores the result itself only if it is asked to. What a kernel cannot t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from opfuse.kernels import chain_cast_cases
 from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain import backward_chain, forward_chain, run
 from opfuse.kernels.chain_call import THREADS, Call, Cut, Tensors, backward_call, forward_call
-from opfuse.kernels.encoding import Blocks, Encoded, Recording
+from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
@@ -27,7 +28,7 @@ _BLOCK = (128, 128)
 def forward_then_cast(
     x: Tensor,
     stages: Sequence[Stage],
-    encode: Recording,
+    encode: Encoding,
     *,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
@@ -43,7 +44,7 @@ def backward_then_cast(
     dy: Tensor,
     stages: Sequence[Stage],
     saved_inputs: Mapping[int, Tensor],
-    encode: Recording,
+    encode: Encoding,
     *,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
@@ -52,6 +53,22 @@ def backward_then_cast(
     """The codes of :func:`backward_chain`'s dx, dx if it ``stores`` it, and the operand gradients of each stage."""
     dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     return encode(dx), dx if stores else None, grads
+
+
+def forward_chain_encoded(
+    x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
+) -> tuple[list[Encoded], dict[int, Tensor]]:
+    """The cast of :func:`forward_chain`'s result, and what is kept: one kernel where there is one for the encoding."""
+    encoded, _, kept = FORWARD.get(type(encode), forward_then_cast)(x, stages, encode, **options)
+    return encoded, kept
+
+
+def backward_chain_encoded(
+    dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Encoding, **options: Any
+) -> tuple[list[Encoded], Tensors]:
+    """The cast of :func:`backward_chain`'s dx, and operand gradients: one kernel where there is one for the encoding."""
+    encoded, _, grads = BACKWARD.get(type(encode), backward_then_cast)(dy, stages, saved_inputs, encode, **options)
+    return encoded, grads
 
 
 @kernel("chain_tensor.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1), cases=chain_cast_cases.FORWARD)
@@ -193,3 +210,13 @@ def _block_residency(call: Call) -> tuple[int, int]:
     if code.stores or code.saved:
         return (1, 1) if code.depths[0] else (3, 2)
     return (3, 2) if code.depths[0] or any(code.of_kind("column")) else (4, 2)
+
+
+FORWARD: Mapping[type, Callable[..., tuple[list[Encoded], Tensor | None, dict[int, Tensor]]]] = {
+    Recording: forward_chain_cast,
+    Blocks: forward_chain_blocks,
+}
+"""The kernels of casts that a chain takes over, by the type of the encoding."""
+
+BACKWARD: Mapping[type, Callable[..., tuple[list[Encoded], Tensor | None, Tensors]]] = {Recording: backward_chain_cast}
+"""The same for dx."""

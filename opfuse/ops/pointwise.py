@@ -9,14 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import checked_sizes
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.kernels import activations
 from opfuse.kernels.chain import backward_chain, forward_chain
+from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.epilogue import Rounding, Stage, operand_shape
 from opfuse.kernels.pointwise import Pointwise
+from opfuse.tensors.storage import QuantizedStorage
 
 
 class PointwiseOperation(BasicOperation):
@@ -113,6 +116,31 @@ class PointwiseOperation(BasicOperation):
 
 def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
     """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``."""
+    stages, _ = _forward_stages(x, contexts, dtype)
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=_kept(contexts))
+    _save_stages(contexts, stages, kept)
+    return y
+
+
+def run_chain_cast(
+    x: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, dtype: torch.dtype, rounding: Rounding = "per_op"
+) -> QuantizedStorage:
+    """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
+    stages, shape = _forward_stages(x, contexts, dtype)
+    fused = cast.fused(shape, dtype)
+    keep = _kept(contexts)
+    if fused is None:
+        y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+        result = cast(y)
+    else:
+        encoded, kept = forward_chain_encoded(x, stages, fused.encoding, rounding=rounding, dtype=dtype, keep=keep)
+        result = fused.storage(encoded)
+    _save_stages(contexts, stages, kept)
+    return result
+
+
+def _forward_stages(x: torch.Tensor, contexts: Sequence[Context], dtype: torch.dtype) -> tuple[list[Stage], torch.Size]:
+    """The stages of a chain over ``x``, and the shape of its result."""
     stages: list[Stage] = []
     shape = x.shape
     for ctx in contexts:
@@ -121,15 +149,43 @@ def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtyp
         stages.append(ctx.op.forward_stage(ctx, shape, x.device))
         if ctx.op.math.is_gated:
             shape = torch.Size((*shape[:-1], shape[-1] // 2))
-    keep = [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
-    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    return stages, shape
+
+
+def _kept(contexts: Sequence[Context]) -> list[int]:
+    """The stages whose inputs the backward pass reads."""
+    return [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
+
+
+def _save_stages(contexts: Sequence[Context], stages: Sequence[Stage], kept: Mapping[int, torch.Tensor]) -> None:
     for i, (ctx, stage) in enumerate(zip(contexts, stages)):
         ctx.op.save_stage(ctx, stage, kept.get(i))
-    return y
 
 
 def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: Rounding = "per_op") -> torch.Tensor:
     """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts."""
+    stages, saved, _ = _backward_stages(dy, contexts)
+    dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
+    _set_grads(contexts, grads)
+    return dx.to(contexts[0].input_dtype)
+
+
+def run_chain_backward_cast(
+    dy: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, rounding: Rounding = "per_op"
+) -> QuantizedStorage:
+    """:func:`run_chain_backward` and the cast of its result, in one kernel where the cast can be taken over."""
+    stages, saved, shape = _backward_stages(dy, contexts)
+    first = contexts[0]
+    fused = cast.fused(shape, first.io_dtype) if first.io_dtype == first.input_dtype else None
+    if fused is None:
+        return cast(run_chain_backward(dy, contexts, rounding=rounding))
+    encoded, grads = backward_chain_encoded(dy, stages, saved, fused.encoding, rounding=rounding, dtype=first.io_dtype)
+    _set_grads(contexts, grads)
+    return fused.storage(encoded)
+
+
+def _backward_stages(dy: torch.Tensor, contexts: Sequence[Context]) -> tuple[list[Stage], dict[int, torch.Tensor], torch.Size]:
+    """The stages of a chain with the gradient ``dy``, the inputs that they saved, and the shape of the chain's input."""
     stages: list[Stage] = []
     saved: dict[int, torch.Tensor] = {}
     shape = dy.shape
@@ -141,10 +197,12 @@ def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, roundin
             saved[i] = x
         elif ctx.op.math.needs_input and ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs):
             saved[i] = _unread(shape, ctx.io_dtype, dy.device)
-    dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
+    return stages, saved, shape
+
+
+def _set_grads(contexts: Sequence[Context], grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
     for ctx, operand_grads in zip(contexts, grads):
         ctx.op.set_operand_grads(ctx, operand_grads)
-    return dx.to(contexts[0].input_dtype)
 
 
 def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -58,14 +58,14 @@ class Machine(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a product asks of its operands: ``wanted`` of what ``got`` reads from them."""
+    """What a product asks of its operands' layouts: ``wanted`` of what ``got`` reads from them."""
 
     what: str
     wanted: str
-    got: Callable[[Stored, Stored], Any]
+    got: Callable[[Layout, Layout], Any]
     holds: Callable[[Any], bool]
 
-    def miss(self, left: Stored, right: Stored) -> str:
+    def miss(self, left: Layout, right: Layout) -> str:
         """What is wrong, or an empty string."""
         got = self.got(left, right)
         return "" if self.holds(got) else f"{self.what}: wants {self.wanted}, got {got}"
@@ -82,39 +82,34 @@ class Backend(NamedTuple):
     fast: bool = False
 
 
-def _elements(left: Stored, right: Stored) -> tuple[str, ...]:
-    return left.layout.element.name, right.layout.element.name
+def _elements(left: Layout, right: Layout) -> tuple[str, ...]:
+    return left.element.name, right.element.name
 
 
 _SHAPES = (
-    Rule("left lines", "at least 1", lambda left, _: left.layout.lines[0], lambda n: n > 0),
-    Rule("right lines", "a positive multiple of 16", lambda _, right: right.layout.lines[0], lambda n: n > 0 and n % 16 == 0),
-    Rule("length of the sum", "a positive multiple of 16", lambda left, _: left.layout.lines[1], lambda n: n > 0 and n % 16 == 0),
+    Rule("left lines", "at least 1", lambda left, _: left.lines[0], lambda n: n > 0),
+    Rule("right lines", "a positive multiple of 16", lambda _, right: right.lines[0], lambda n: n > 0 and n % 16 == 0),
+    Rule("length of the sum", "a positive multiple of 16", lambda left, _: left.lines[1], lambda n: n > 0 and n % 16 == 0),
 )
-_ARRAYS = Rule(
-    "arrays",
-    "contiguous ones of their layout's shape on 16 bytes",
-    lambda *both: ["strided, misaligned or of another shape", "in place"][all(each.in_place for each in both)],
-    lambda got: got == "in place",
-)
+_ARRAYS = "arrays: wants contiguous ones of their layout's shape on 16 bytes, got strided, misaligned ones or another shape"
 _ONE_E5M2 = Rule("elements", "at most one e5m2", _elements, lambda names: names != (E5M2.name,) * 2)
 _ALL_E4M3 = Rule("elements", "e4m3 twice", _elements, lambda names: names == (E4M3.name,) * 2)
 _UNPADDED_SCALES = Rule(
     "left lines with scales of their own",
     "a multiple of 4",
-    lambda left, _: left.layout.lines[0] if left.layout.scale_across else 0,
+    lambda left, _: left.lines[0] if left.scale_across else 0,
     lambda n: n % 4 == 0,
 )
 
 _HOPPER: Any = {"since": (9, 0), "below": (10, 0)}
 
 BACKENDS: Mapping[str, Backend] = {
-    "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2, _ARRAYS)),
+    "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
     "block": Backend(
         "scaled_mm, 1x128 and 128x128 blocks of E4M3",
         **_HOPPER,
         cuda=(12, 9),
-        rules=(*_SHAPES, _ALL_E4M3, _UNPADDED_SCALES, _ARRAYS),
+        rules=(*_SHAPES, _ALL_E4M3, _UNPADDED_SCALES),
     ),
 }
 """Native products by family of formats, where they have been checked; a family without one is emulated."""
@@ -122,9 +117,15 @@ BACKENDS: Mapping[str, Backend] = {
 
 def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machine) -> str:
     """Why the product of two planes of one family is emulated on ``machine``; an empty string if it is native."""
-    backend = BACKENDS.get(left.layout.format.family)
+    return layout_refusal(left.layout, right.layout, out_dtype, machine) or ("" if left.in_place and right.in_place else _ARRAYS)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
+    """:func:`refusal` of planes in these layouts whose arrays lie as the device wants them."""
+    backend = BACKENDS.get(left.format.family)
     if backend is None:
-        return f"no native product of {left.layout.format.family} formats"
+        return f"no native product of {left.format.family} formats"
     if not backend.since <= machine.arch < backend.below:
         return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
     if machine.cuda < backend.cuda:

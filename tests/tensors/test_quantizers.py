@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from opfuse.errors import DtypeError, MissingPlaneError, QuantizerError, ShapeError
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, IDENTITY, NVFP4, ROWWISE, USAGES, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, mxfp8
+from opfuse.kernels.encoding import Blocks
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -23,6 +25,7 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from opfuse.tensors.quantizers.base import CastingQuantizer
 from tests.kernels.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
 
@@ -113,6 +116,7 @@ def test_h03_a_direction_alone_has_the_bytes_it_has_beside_the_other(make, usage
     equal(both.only(usage, why="compared"), alone)
 
 
+@pytest.mark.row("B15")
 @each
 @each_dtype
 def test_optimize_for_gemm_swizzles_scales_and_keeps_values(make, dtype):
@@ -130,6 +134,30 @@ def test_optimize_for_gemm_swizzles_scales_and_keeps_values(make, dtype):
         for out in DTYPES:
             torch.testing.assert_close(a.dequantize(out), b.dequantize(out), rtol=0, atol=0)
         assert torch.equal(b.with_swizzle(swizzled=False).dequantize(dtype), a.dequantize(dtype))
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks64(CastingQuantizer):
+    """A format of a user's own: fp32 scales over 1x64 blocks."""
+
+    @property
+    def formats(self):
+        fmt = fp8_block(E4M3, 1).replace(name="blocks64", block=(1, 64))
+        return fmt, fmt
+
+    def _encoding(self, layouts):
+        return Blocks(layouts)
+
+
+@pytest.mark.row("B15")
+def test_b15_a_format_without_known_tiles_stays_compact():
+    x = bf16(64, 192)
+    compact, asked = Blocks64().quantize(x), Blocks64(optimize_for_gemm=True).quantize(x)
+    equal(asked, compact)
+    assert [asked.plane(usage).swizzled for usage in USAGES] == [False, False]
+    assert asked.rowwise.with_swizzle(swizzled=True) is asked.rowwise
+    assert asked.rowwise.scale.shape == (3, 64)
+    assert (asked.dequantize(torch.float32) - x.float()).abs().max() < 0.05 * x.abs().max()
 
 
 @each

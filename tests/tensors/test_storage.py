@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, mxfp8
@@ -58,6 +59,44 @@ def test_tensors_go_out_and_in_again(make):
     assert all(a is b for a, b in zip(other.tensors(), clones, strict=True))
     assert torch.equal(other.dequantize(), storage.dequantize())
     assert [other.plane(usage).layout for usage in USAGES] == [storage.plane(usage).layout for usage in USAGES]
+
+
+@pytest.mark.row("D09")
+@each
+def test_d09_what_dequantize_multiplies_by_is_in_the_planes_alone(make):
+    """No copy of a scale or an amax is kept beside the tensor: a write to it shows at once, a copy of the tensors has its own."""
+    storage = make().quantize(sample())
+    for usage in USAGES:
+        plane, before = storage.plane(usage), storage.dequantize(torch.float32, usage)
+        moved = storage.with_tensors([tensor.clone() for tensor in storage.tensors()])
+        if plane.amax is not None:
+            plane.amax.mul_(2)
+        elif plane.format.scale == "e8m0":
+            plane.scale.add_(1)
+        elif plane.scale is not None:
+            plane.scale.mul_(2)
+        else:
+            plane.data.mul_(2)
+        assert torch.equal(storage.dequantize(torch.float32, usage), 2 * before)
+        assert torch.equal(moved.dequantize(torch.float32, usage), before)
+        assert all(isinstance(getattr(plane, field), torch.Tensor | None) for field in ("data", "scale", "amax"))
+        storage = moved
+
+
+@pytest.mark.row("D09")
+@each
+def test_d09_casting_and_dequantizing_bring_nothing_to_the_host(make):
+    quantizer, x = make(), sample()
+    with Stayed():
+        quantizer.quantize(x).dequantize()
+
+
+class Stayed(TorchDispatchMode):
+    """Inside it, no tensor's value becomes a Python number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default), func
+        return func(*args, **(kwargs or {}))
 
 
 @each

@@ -133,7 +133,7 @@ SECTIONS: dict[str, Mapping[str, str]] = {
 }
 ROWS = {row: promise for section in SECTIONS.values() for row, promise in section.items()}
 
-LATER = frozenset(ROWS)
+LATER = frozenset(row for row in ROWS if row[0] in "UH") | {"B24", "B25", "D10", "X03"}
 """Rows that may still be without a test."""
 
 HEAD = """# Acceptance

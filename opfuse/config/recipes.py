@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo, WithJsonSchema, create_model
 
@@ -43,6 +43,8 @@ def _reader(name: str, domain: Domain) -> Callable[[Any], Any]:
 def _setting_schema(hint: Any, domain: Domain) -> dict[str, Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return {"enum": [name for name in hint.__members__ if _can_read(domain, name)]}
+    if get_origin(hint) is Callable:
+        return {"enum": list(domain.text or ())}
     return TypeAdapter(hint).json_schema()
 
 
@@ -55,20 +57,16 @@ def _can_read(domain: Domain, value: Any) -> bool:
 
 
 def _field(cls: type[Recipe], name: str, default: Any, rule: Setting) -> tuple[Any, Any]:
+    """Type and default of one field; a field whose default lies outside its domain must be written."""
     value = default.value if isinstance(default, Setting) else default
     schema = _setting_schema(get_type_hints(cls)[name], rule.domain)
-    written = value.name if isinstance(value, enum.Enum) else value
+    written = value.name if isinstance(value, enum.Enum) else value if _can_read(rule.domain, value) else ...
     return Annotated[Any, BeforeValidator(_reader(name, rule.domain)), WithJsonSchema(schema)], written
 
 
 def _model(kind: str, cls: type[Recipe]) -> type[Section]:
     settings = {name: _field(cls, name, default, rule) for name, (default, rule) in settings_of(cls).items() if rule is not None}
     return create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, kind=(Literal[kind], ...), **settings)  # type: ignore
-
-
-def _writable(cls: type[Recipe]) -> bool:
-    """Whether every field can be written down; a function cannot."""
-    return all(rule is not None for _, rule in settings_of(cls).values())
 
 
 class HighPrecision(Section):
@@ -78,7 +76,7 @@ class HighPrecision(Section):
 
 
 MODELS: Mapping[str, type[Section]] = {
-    **{kind: _model(kind, cls) for kind, cls in RECIPES.items() if _writable(cls)},
+    **{kind: _model(kind, cls) for kind, cls in RECIPES.items()},
     NO_RECIPE: HighPrecision,
 }
 """The model of a recipe section by its kind."""

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from opfuse.config.document import Document
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
-from opfuse.recipes import RECIPES
 
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
 Line = Mapping[str, Any]
@@ -104,7 +103,7 @@ def _unknown_choice(line: Line, sections: Sections) -> list[Problem]:
     key, tag = line["ctx"]["discriminator"].strip("'"), line["ctx"]["tag"]
     what = CHOICES[key]
     known = [names[-1] for names in sections if names[:-1] == _names(line["loc"]) and names[:-1] not in sections]
-    help = "it holds a function: build it in Python" if tag in RECIPES else similar(tag, known) or f"one of {', '.join(known)}"
+    help = similar(tag, known) or f"one of {', '.join(known)}"
     return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
 
 

@@ -1,5 +1,6 @@
 """Recipes: in which formats a model computes, where that is in force, and what delayed scaling remembers."""
 
+from opfuse.recipes import zoo
 from opfuse.recipes.autocast import (
     ModelInit,
     autocast,
@@ -18,16 +19,15 @@ from opfuse.recipes.availability import (
     support_matrix,
 )
 from opfuse.recipes.builtin import (
-    RECIPES,
-    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    recipe_of,
 )
+from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, Snapshot, touch_backward, touch_forward
+from opfuse.recipes.kinds import RECIPES, recipe_of
 from opfuse.recipes.recipe import TENSOR_TYPES, BackwardOverride, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import UnknownFieldError
 from opfuse.recipes.transformer_engine import as_recipe
@@ -38,6 +38,7 @@ __all__ = [
     "BackwardOverride",
     "CustomRecipe",
     "DelayedScaling",
+    "DelayedScalingRequest",
     "DelayedScalingState",
     "DelayedScalingStates",
     "Float8BlockScaling",
@@ -66,4 +67,5 @@ __all__ = [
     "support_matrix",
     "touch_backward",
     "touch_forward",
+    "zoo",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.kernels.gemm_native import BACKENDS
-from opfuse.recipes.builtin import RECIPES
+from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import Recipe
 
 Arch = tuple[int, int]

@@ -1,13 +1,10 @@
-"""The built-in recipes."""
+"""The built-in recipes: one family of formats each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -81,6 +78,9 @@ class DelayedScaling(_Float8Recipe):
     amax_history_len: int = setting(1024, at_least(1))
     amax_compute_algo: Literal["max", "most_recent"] = setting("max", one_of("max", "most_recent"))
     reduce_amax: bool = setting(True, BOOLEAN)
+
+    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling:
+        return self
 
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
         if state is None:
@@ -214,74 +214,3 @@ class NVFP4BlockScaling(Recipe):
             "grad_output": {**rotated, "stochastic_rounding": not self.disable_stochastic_rounding},
         }
         return NVFP4Quantizer("e2m1", nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode, **_row(self, role, options))
-
-
-class _Answers(dict[QuantizerRole, Quantizer]):
-    """What a factory answered, role by role."""
-
-
-_ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
-"""The answers shared by equal custom recipes, by digest, while one of them lives."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CustomRecipe(Recipe):
-    """Asks ``qfactory(role)`` for each quantizer.
-
-    The function's identity, and what it answers at construction for the nameless linear roles of TENSOR_TYPES, are part of the
-    recipe's; a role that it refuses there has no part in it. It is asked once for each role: recipes that are equal share the
-    answers, so that under equal recipes a role has one quantizer for ever.
-    """
-
-    kind: ClassVar[str] = "custom"
-
-    qfactory: Callable[[QuantizerRole], Quantizer]
-
-    @cached_property
-    def key_extras(self) -> Mapping[str, Any]:
-        """The quantizers answered at construction: ``input_quantizer`` and so on, None where the factory refused."""
-        return {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
-
-    @cached_property
-    def _answers(self) -> _Answers:
-        probed = {QuantizerRole(tensor_type=name): made for name, made in zip(TENSOR_TYPES, self.key_extras.values())}
-        return _ANSWERS.setdefault(self.digest, _Answers({role: made for role, made in probed.items() if made is not None}))
-
-    def _probed(self, role: QuantizerRole) -> Quantizer | None:
-        try:
-            made = self.qfactory(role)
-        except Exception:
-            return None
-        return made if isinstance(made, Quantizer) else None
-
-    def check(self) -> None:
-        super().check()
-        if not callable(self.qfactory):
-            cure = "pass a function of a QuantizerRole that returns a quantizer"
-            raise RecipeError(describe("CustomRecipe.qfactory", wanted="a callable", got=repr(self.qfactory), cure=cure))
-
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
-        if (known := self._answers.get(role)) is not None:
-            return known
-        made = self.qfactory(role)
-        if not isinstance(made, Quantizer):
-            cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
-            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted="a Quantizer", got=repr(made), cure=cure))
-        return self._answers.setdefault(role, made)
-
-
-RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(
-    {
-        cls.kind: cls
-        for cls in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe)
-    }
-)
-"""The built-in recipes by kind."""
-
-
-def recipe_of(kind: str, values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe of a configuration: its short name, the fields it sets, and where each was written."""
-    if kind not in RECIPES:
-        cure = f"use one of {', '.join(RECIPES)}"
-        raise RecipeError(describe("recipe", wanted="a kind of recipe", got=f"{kind!r}{nearest(kind, RECIPES)}", cure=cure))
-    return RECIPES[kind](**values).with_sources(sources or {})

@@ -19,10 +19,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from opfuse import formats, keys
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
-from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, one_of, resolve, setting, settings_of
+from opfuse.recipes.settings import (
+    BOOLEAN,
+    Resolved,
+    Setting,
+    UnknownFieldError,
+    environment_value,
+    one_of,
+    resolve,
+    setting,
+    settings_of,
+)
 from opfuse.tensors.quantizers import Quantizer
 
 if TYPE_CHECKING:
+    from opfuse.recipes.builtin import DelayedScaling
     from opfuse.recipes.delayed import DelayedScalingState
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
@@ -116,6 +127,10 @@ class Recipe(ABC):
     backward_override: what the backward pass computes with. None: quantized operands; ``"high_precision"``: the original
         tensors; ``"dequantized"``: the dequantized operands of the forward.
     rounding: ``"per_op"`` rounds to the I/O dtype after every op, fused or not; ``"single"`` lets a fused chain round once.
+    on_recipe_change: what to do with a parameter that lives quantized in another format than this recipe casts it to.
+        ``"error"``: refuse the call; ``"dequantize"``: cast its dequantized values for each call, and leave its bytes alone;
+        ``"keep"``: multiply it as it is.
+    allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
 
     A subclass is a frozen, keyword-only dataclass, or adds no field; it may override :meth:`check` and :meth:`quantizer`.
     """
@@ -125,6 +140,8 @@ class Recipe(ABC):
 
     backward_override: BackwardOverride = _OVERRIDE
     rounding: Literal["per_op", "single"] = setting("per_op", one_of("per_op", "single"))
+    on_recipe_change: Literal["error", "dequantize", "keep"] = setting("error", one_of("error", "dequantize", "keep"))
+    allow_mixed_emulation: bool = setting(False, BOOLEAN)
 
     def __new__(cls, *_: object, **given: object) -> Self:
         if (known := _keywords(cls)) is not None:
@@ -177,6 +194,10 @@ class Recipe(ABC):
     @abstractmethod
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
         """The quantizer of ``role``, both directions on. ``state`` is read by delayed scaling only."""
+
+    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
+        """How the scale of ``role`` follows from earlier steps; None: from the tensor itself, so that its cast has no state."""
+        return None
 
     @property
     def sources(self) -> Mapping[str, str]:

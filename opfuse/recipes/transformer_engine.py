@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
-from opfuse.recipes.builtin import RECIPES
+from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import Recipe
 
 _CLASSES = {cls.__name__: cls for cls in RECIPES.values()}

@@ -71,7 +71,9 @@ def gemm(
             result = _high_precision(name, *values, torch.float32).to(out_dtype)
         else:
             raise GemmError(reason)
-    return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
+    if name == "wgrad":
+        return result
+    return result[: matrix_shape(left.shape)[0]].reshape(*left.shape[:-1], result.shape[-1])
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -108,7 +110,7 @@ def clash(name: str, left: Format, right: Format) -> str | None:
         f"{name} of {what.left} and {what.right}",
         wanted=wanted,
         got=f"{what.left} {what.left_plane} {left}, {what.right} {what.right_plane} {right}",
-        cure="give both roles quantizers that agree, or IdentityQuantizer to one, or set allow_mixed_emulation=True in the recipe",
+        cure="give both roles formats that meet, or IdentityQuantizer to one, or set the recipe's allow_mixed_emulation=True",
     )
 
 

@@ -40,6 +40,8 @@ def impure(role: QuantizerRole) -> Quantizer:
 VALUES: dict[str, tuple[Any, ...]] = {
     "backward_override": (None, "dequantized", "high_precision"),
     "rounding": ("per_op", "single"),
+    "on_recipe_change": ("error", "dequantize", "keep"),
+    "allow_mixed_emulation": (False, True),
     "fp8_format": (Format.HYBRID, Format.E4M3),
     "margin": (0, 2),
     "amax_history_len": (4, 1, 2),

@@ -83,7 +83,14 @@ def test_ops(text, code, under, help):
     ("recipe", "code", "under", "help"),
     [
         ("{kind: mxfp}", "unknown-recipe", "mxfp", "did you mean 'mxfp8'?"),
-        ("{kind: custom}", "unknown-recipe", "custom", "it holds a function: build it in Python"),
+        ("{kind: custom}", "missing-key", "recipe", "add `qfactory: ...`"),
+        (
+            "{kind: custom, qfactory: mxfp8_fwd_nvfp_bwd}",
+            "bad-value",
+            "mxfp8_fwd_nvfp_bwd",
+            "did you mean 'mxfp8_fwd_nvfp4_bwd'?",
+        ),
+        ("{kind: custom, qfactory: null}", "bad-value", "null", ""),
         ("{kind: mxfp8, backward_overide: null}", "unknown-key", "backward_overide", "did you mean 'backward_override'?"),
         ("{kind: mxfp8, backward_override: dequant}", "bad-value", "dequant", "write 'dequantized', its present name"),
         ("{kind: fp8_current, use_power_2_scales: 1}", "bad-value", "1", ""),

@@ -46,7 +46,7 @@ def test_there_is_a_scenario_for_every_recipe_and_override():
     overrides = (None, "dequantized", "high_precision")
     wanted = {(kind, override) for kind in ("fp8_current", "fp8_block", "mxfp8") for override in overrides}
     assert found >= wanted | {("nvfp4", None), ("nvfp4", "dequantized"), ("delayed", None), (None, None)}
-    assert {kind for kind, _ in found} == {None, *RECIPES} - {"custom"}
+    assert {kind for kind, _ in found} == {None, *RECIPES}
 
 
 def test_rank11_custom_fusion_does_what_it_says():
@@ -70,7 +70,7 @@ def test_the_schema_names_every_recipe_op_and_key():
     assert found["required"] == ["version", "recipe", "pipeline"]
     assert found["additionalProperties"] is False
     mapping = found["properties"]["recipe"]["discriminator"]["mapping"]
-    assert set(mapping) == {*RECIPES, "none"} - {"custom"}
+    assert set(mapping) == {*RECIPES, "none"}
     assert found["$defs"]["MXFP8BlockScaling"]["properties"]["fp8_format"]["enum"] == ["E4M3", "HYBRID"]
     assert found["$defs"]["Linear"]["required"] == ["op", "in_features", "out_features"]
     json.dumps(found)

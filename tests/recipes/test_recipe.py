@@ -326,6 +326,8 @@ def test_r8_recipes_are_frozen(cls):
 CHANGED = {
     "backward_override": "dequantized",
     "rounding": "single",
+    "on_recipe_change": "keep",
+    "allow_mixed_emulation": True,
     "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
     "margin": 1,
     "amax_history_len": 16,

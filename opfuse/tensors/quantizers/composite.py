@@ -40,6 +40,10 @@ class IdentityQuantizer(Quantizer):
         """Any dtype can be kept."""
 
 
+class QuantizerRequest:
+    """What a factory answers in place of a quantizer that needs state which the op keeps. It is no quantizer."""
+
+
 @dataclass(frozen=True, repr=False)
 class HybridQuantizer(Quantizer):
     """One quantizer for each direction; the result is one storage whose planes have different formats.
@@ -57,8 +61,10 @@ class HybridQuantizer(Quantizer):
         for name in ("rowwise_quantizer", "columnwise_quantizer"):
             sub = getattr(self, name)
             if not isinstance(sub, Quantizer):
-                where, got = f"HybridQuantizer {name}", type(sub).__name__
-                raise QuantizerTypeError(describe(where, wanted="a Quantizer", got=got, cure="pass an instance of one"))
+                where, got, cure = f"HybridQuantizer {name}", type(sub).__name__, "pass an instance of one"
+                if isinstance(sub, QuantizerRequest):  # its state is that of a whole tensor, not of a direction
+                    cure = "return the request itself for the role, or pass a Float8CurrentScalingQuantizer"
+                raise QuantizerTypeError(describe(where, wanted="a Quantizer", got=got, cure=cure))
         if self.rowwise_quantizer is self.columnwise_quantizer:
             wanted, got = "two quantizers", "the same object twice"
             raise QuantizerError(describe("HybridQuantizer", wanted=wanted, got=got, cure="pass a copy() for one direction"))

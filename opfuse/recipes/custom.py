@@ -1,0 +1,137 @@
+"""Recipes whose formats a function chooses, role by role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+from weakref import WeakValueDictionary
+
+from opfuse.errors import RecipeError, describe
+from opfuse.recipes.builtin import DelayedScaling
+from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
+from opfuse.recipes.settings import Domain, setting
+from opfuse.recipes.zoo import PRESETS
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.composite import QuantizerRequest
+
+if TYPE_CHECKING:
+    from opfuse.recipes.delayed import DelayedScalingState
+
+
+@dataclass(frozen=True, init=False)
+class DelayedScalingRequest(QuantizerRequest):
+    """What a factory answers for a role that is to be scaled by its history: the op keeps the state and gives the quantizer.
+
+    Takes the fields of :class:`DelayedScaling` as keywords. Scales are updated as under that recipe.
+    """
+
+    recipe: DelayedScaling
+
+    def __init__(self, **fields: Any) -> None:
+        object.__setattr__(self, "recipe", DelayedScaling(**fields))
+
+
+Answer = Quantizer | QuantizerRequest
+QFactory = Callable[[QuantizerRole], Answer]
+
+
+def _factory(value: Any) -> QFactory:
+    found: Any = PRESETS.get(value) if isinstance(value, str) else value
+    if not callable(found):
+        raise ValueError
+    return found  # type: ignore[no-any-return]
+
+
+QFACTORY = Domain("a function of a QuantizerRole, or the name of a preset of opfuse.recipes.zoo", _factory, text=PRESETS)
+
+_REQUIRED = setting(cast(QFactory, None), QFACTORY)
+
+
+class _Answers(dict[QuantizerRole, Answer]):
+    """What a factory answered, role by role."""
+
+
+_ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
+"""The answers shared by equal custom recipes, by digest, while one of them lives."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CustomRecipe(Recipe):
+    """Asks ``qfactory(role)`` for each quantizer.
+
+    qfactory: a function of a :class:`QuantizerRole` (module type, tensor type, the name of the op) that returns a quantizer, or
+    a :class:`DelayedScalingRequest`; or the name of a preset of :mod:`opfuse.recipes.zoo`. A recipe that is pickled needs
+    one that another process can import.
+
+    The function's identity, and what it answers at construction for the nameless linear roles of TENSOR_TYPES, are part of the
+    recipe's; a role that it refuses there has no part in it. It is asked once for each role: recipes that are equal share the
+    answers, so that under equal recipes a role has one quantizer for ever.
+    """
+
+    kind: ClassVar[str] = "custom"
+
+    qfactory: QFactory = _REQUIRED
+
+    @cached_property
+    def key_extras(self) -> Mapping[str, Any]:
+        """The quantizers answered at construction: ``input_quantizer`` and so on, None where the factory refused."""
+        return {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
+
+    @cached_property
+    def _answers(self) -> _Answers:
+        probed = {QuantizerRole(tensor_type=name): made for name, made in zip(TENSOR_TYPES, self.key_extras.values())}
+        return _ANSWERS.setdefault(self.digest, _Answers({role: made for role, made in probed.items() if made is not None}))
+
+    def _probed(self, role: QuantizerRole) -> Answer | None:
+        try:
+            made = self.qfactory(role)
+        except Exception:
+            return None
+        return made if isinstance(made, Answer) else None
+
+    def check(self) -> None:
+        super().check()
+        if self.qfactory is None:
+            cure = f"pass qfactory={QFACTORY.wanted}"
+            raise RecipeError(describe("CustomRecipe", wanted="a qfactory", got=None, cure=cure))
+
+    def _answer(self, role: QuantizerRole) -> Answer:
+        if (known := self._answers.get(role)) is not None:
+            return known
+        made = self.qfactory(role)
+        if not isinstance(made, Answer):
+            cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
+            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted="a Quantizer", got=repr(made), cure=cure))
+        return self._answers.setdefault(role, made)
+
+    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
+        answer = self._answer(role)
+        if not isinstance(answer, DelayedScalingRequest):
+            return None
+        if self.backward_override is not None:
+            wanted = f"a quantizer without state under backward_override={self.backward_override!r}"
+            cure = "return a Float8CurrentScalingQuantizer for this role, or leave the override out"
+            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(answer), cure=cure))
+        return answer.recipe
+
+    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        answer = self._answer(role)
+        if isinstance(answer, Quantizer):
+            return answer
+        if not isinstance(answer, DelayedScalingRequest):
+            cure = "return a quantizer, or a DelayedScalingRequest"
+            where = f"CustomRecipe.qfactory({role})"
+            raise RecipeError(describe(where, wanted="a request that ops can serve", got=repr(answer), cure=cure))
+        return answer.recipe.quantizer(role, state=state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CustomRecipe:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = getattr(self.qfactory, "__qualname__", "")
+        if "<" in name:  # <locals> or <lambda>
+            wanted, cure = "a factory that another process can import", "define the function at the top of a module"
+            raise RecipeError(describe("pickling CustomRecipe.qfactory", wanted=wanted, got=name, cure=cure))
+        return super().__reduce__()

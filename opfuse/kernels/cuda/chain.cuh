@@ -32,21 +32,6 @@ OPFUSE_FN float value(bf16 x) { return to_fp32(x); }
 OPFUSE_FN float value(fp16 x) { return to_fp32(x); }
 OPFUSE_FN float value(u8 x) { return float(x); }
 
-template <class T>
-OPFUSE_FN u32 round_two(float low, float high);
-template <>
-OPFUSE_FN u32 round_two<bf16>(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-template <>
-OPFUSE_FN u32 round_two<fp16>(float low, float high) {
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
 // The pack of f(0) ... f(N - 1), rounded to T.
 template <class T, int N, class F>
 OPFUSE_FN Pack<T, N> pack_of(F f) {

@@ -91,32 +91,9 @@ OPFUSE_FN Codes<N> load_line(const Parameters& p, long long at, long long count)
     return ALIGNED && count >= N ? load_codes<N>(data) : load_some_codes<N>(data, count);
 }
 
-// The values of two codes, as they lie in the low 16 bits.
-template <class E>
-OPFUSE_FN float2 decode_two(u32 codes) {
-#if __CUDA_ARCH__ >= 890
-    u32 halves;
-    if constexpr (E::MANTISSA_BITS == 3)
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(u16(codes)));
-    else
-        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(u16(codes)));
-    return make_float2(to_fp32(fp16{u16(halves)}), to_fp32(fp16{u16(halves >> 16)}));
-#else
-    return make_float2(decode<E>(codes & 0xff), decode<E>(codes >> 8 & 0xff));
-#endif
-}
-
 // Word k of values as OUT: two 16-bit values, the first in the low half, or the bits of one.
-OPFUSE_FN u32 word_of(const float* value, int k, bf16) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(value[2 * k + 1]), "f"(value[2 * k]));
-    return word;
-}
-OPFUSE_FN u32 word_of(const float* value, int k, fp16) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(value[2 * k + 1]), "f"(value[2 * k]));
-    return word;
-}
+template <class T>
+OPFUSE_FN u32 word_of(const float* value, int k, T) { return round_two<T>(value[2 * k], value[2 * k + 1]); }
 OPFUSE_FN u32 word_of(const float* value, int k, float) { return bits_of(value[k]); }
 
 // Scales are read in two steps, the loads of all before any is decoded: a thread waits once.

@@ -153,6 +153,22 @@ OPFUSE_FN void raise_amax(float* amax, u32 bits) {
 
 // ----------------------------------------------------------------------------------------------------------------------- casts
 
+// Two values as 16-bit floats, the first in the low half.
+template <class T>
+OPFUSE_FN u32 round_two(float low, float high);
+template <>
+OPFUSE_FN u32 round_two<bf16>(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+template <>
+OPFUSE_FN u32 round_two<fp16>(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
 // Codes of two values, the first in the low byte.
 template <class E>
 OPFUSE_FN u32 encode_two(float low, float high) {
@@ -165,6 +181,21 @@ OPFUSE_FN u32 encode_two(float low, float high) {
     return codes;
 #else
     return encode<E>(low) | encode<E>(high) << 8;
+#endif
+}
+
+// The values of two codes, as they lie in the low 16 bits.
+template <class E>
+OPFUSE_FN float2 decode_two(u32 codes) {
+#if __CUDA_ARCH__ >= 890
+    u32 halves;
+    if constexpr (E::MANTISSA_BITS == 3)
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(u16(codes)));
+    else
+        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(u16(codes)));
+    return make_float2(to_fp32(fp16{u16(halves)}), to_fp32(fp16{u16(halves >> 16)}));
+#else
+    return make_float2(decode<E>(codes & 0xff), decode<E>(codes >> 8 & 0xff));
 #endif
 }
 

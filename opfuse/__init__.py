@@ -34,6 +34,7 @@ _NAMES = {
     "register_forward_backward_fusion": "opfuse.compiler.registry",
     "on_miss": "opfuse.compiler.fuser",
     "explain": "opfuse.compiler.explain",
+    "saved": "opfuse.compiler.saved",
     "checkpoint": "opfuse.compiler.checkpoint",
 }
 

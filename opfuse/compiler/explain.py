@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from opfuse.compiler.cover import Group, Outcome
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.observe import SavedValue, Totals, observe
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
-from opfuse.errors import RecipeError
-from opfuse.recipes import autocast, current_amax_group, current_recipe, support
-from opfuse.recipes.delayed import DelayedScalingStates, Snapshot
-from opfuse.recipes.policy import KEEP
+from opfuse.compiler.saved import listed, told, totals_by_override
+from opfuse.recipes import current_recipe, support
 
 SIDES = (FORWARD, BACKWARD)
 
@@ -27,16 +24,22 @@ SIDES = (FORWARD, BACKWARD)
 class Explanation:
     """The plans of one call of a model.
 
-    backend: native, emulated or high precision, and why. saved_bytes: kept for the backward pass by this call.
-    saved_by_override: the same under every backward override that the recipe takes (None where it refuses one).
+    backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
+    what they come to. saved_by_override: bytes under every backward override (None where the recipe refuses it).
     """
 
     recipe: str
     backend: str
     reason: str
     plans: tuple[Plan, ...]
-    saved_bytes: int
+    saved: tuple[SavedValue, ...]
+    totals: Totals
     saved_by_override: Mapping[str, int | None] = field(default_factory=dict)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward pass, each block of memory once, parameters not at all."""
+        return self.totals.bytes
 
     def outcomes(self, side: str) -> tuple[Outcome, ...]:
         """Outcomes of one direction; those of joint rules belong to both."""
@@ -64,6 +67,7 @@ class Explanation:
             "forward": [_outcome(o) for o in self.outcomes(FORWARD)],
             "backward": [_outcome(o) for o in self.outcomes(BACKWARD)],
             "pipelines": [_pipeline(plan) for plan in self.plans],
+            "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "saved_bytes_by_override": dict(self.saved_by_override),
         }
@@ -78,65 +82,17 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
 
     The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
     delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
-    the caller see it. overrides: also measure the bytes saved for backward under every backward override.
+    the caller see it. overrides: also measure the bytes saved for backward under every backward override, as
+    :func:`opfuse.saved` does in more detail.
     """
     recipe = current_recipe()
-    plans, saved = _observe(model, x, extra_inputs)
+    found = observe(model, x, extra_inputs)
     if recipe is None:
-        return Explanation("none", "high precision", "no recipe is active", plans, saved)
+        return Explanation("none", "high precision", "no recipe is active", found.plans, found.values, found.totals)
     status = support(recipe)
-    by_override: dict[str, int | None] = {}
-    for override in KEEP if overrides else ():
-        try:
-            changed = recipe.replace(backward_override=override)
-        except RecipeError:
-            by_override[str(override)] = None
-            continue
-        with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
-            by_override[str(override)] = _observe(model, x, extra_inputs)[1]
-    return Explanation(repr(recipe), status.status, status.reason, plans, saved, by_override)
-
-
-def _observe(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> tuple[tuple[Plan, ...], int]:
-    """The plans that a call runs, and the bytes it saves for backward, counting shared memory once and parameters not at all."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters() if type(p) is nn.Parameter}
-    saved: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is torch.Tensor and (pointer := tensor.untyped_storage().data_ptr()) not in parameters:
-            saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
-        return tensor
-
-    copies = {id(tensor): _copy(tensor) for tensor in (x, *extras)}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with _undone(model), recorded_plans(trial=True) as plans, hooks:
-        torch.func.functional_call(model, buffers, tuple(copies[id(tensor)] for tensor in (x, *extras)))
-    return tuple(plans), sum(saved.values())
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    states = [getattr(module, "quantizer_states", None) for module in model.modules()]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(Snapshot().replaying())
-        for state in states:
-            if isinstance(state, DelayedScalingStates):
-                stack.enter_context(state.kept())
-        yield
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in memory of its own, as aligned, as much a leaf and with the same need of a gradient: its plan is the same."""
-    copy = x.detach().clone()
-    if type(x) is torch.Tensor and (shift := (x.data_ptr() - copy.data_ptr()) % 16):
-        room = x.new_empty(x.numel() + 16)
-        shift = (x.data_ptr() - room.data_ptr()) % 16 // x.element_size()
-        copy = room[shift : shift + x.numel()].view(x.shape).copy_(copy)
-    if x.requires_grad and not x.is_leaf and type(x) is torch.Tensor:
-        return copy.copy_(copy.clone().requires_grad_())
-    return copy.requires_grad_(x.requires_grad)
+    totals = totals_by_override(recipe, model, x, extra_inputs) if overrides else {}
+    by_override = {name: None if kept is None else kept.bytes for name, kept in totals.items()}
+    return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -145,7 +101,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 def _text(e: Explanation) -> Iterator[str]:
     yield f"recipe   {e.recipe}"
     yield f"backend  {e.backend}: {e.reason}"
-    yield f"saved    {e.saved_bytes} bytes for backward"
+    yield f"saved    {told(e.totals)}"
     for override, saved in e.saved_by_override.items():
         yield f"         {'refused by this recipe' if saved is None else f'{saved} bytes'} under backward_override={override}"
     for plan in e.plans:
@@ -157,6 +113,10 @@ def _text(e: Explanation) -> Iterator[str]:
             yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
         yield "  rules"
         yield from (f"    {outcome}" for outcome in plan.outcomes)
+    if e.saved:
+        yield ""
+        yield "saved for backward"
+        yield from listed(e.saved)
 
 
 def _groups(plan: Plan, side: str) -> list[Group]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -14,6 +16,29 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+
+
+class Kept(NamedTuple):
+    """What an op saved under a name: its plan, its node, the value."""
+
+    plan: Plan
+    node: int
+    name: str
+    value: Value
+
+
+_recording: ContextVar[list[Kept] | None] = ContextVar("opfuse_saves", default=None)
+
+
+@contextmanager
+def recorded_saves() -> Iterator[list[Kept]]:
+    """What ops of pipelines save for the backward pass inside the block, in order. They are alive as long as the list is."""
+    kept: list[Kept] = []
+    reset = _recording.set(kept)
+    try:
+        yield kept
+    finally:
+        _recording.reset(reset)
 
 
 class _SegmentFunction(torch.autograd.Function):
@@ -70,6 +95,10 @@ def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
 
 def _released(runner: Runner) -> list[torch.Tensor]:
     """The saved tensors of a segment; whatever else its contexts hold of this call is let go."""
+    if (recording := _recording.get()) is not None:
+        for index, context in runner.contexts.items():
+            named = context.saved_state().items()
+            recording += [Kept(runner.plan, index, name, value) for name, value in named if value is not None]
     saved = [tensor for context in runner.contexts.values() for tensor in context.release()]
     runner.dirty, runner.kwargs = [], ()
     return saved

@@ -2,59 +2,51 @@
 //
 // Names       f(x, ...) is y; f_backward(dy, x, ...) is the gradient of x; f_backward_a and f_backward_b are those of the two
 //             inputs of a gated unit. A fused chain and an op alone call the same functions.
-// Rounding    every operation to nearest even in fp32, in the order of the definition. What holds no exponential (relu, srelu,
-//             the clamps) is equal to it bit for bit; a sigmoid on the device is off by at most (|x| + 5) 2^-23 of its value.
+// Rounding    to nearest even in fp32. What holds no exponential (relu, srelu, the clamps) is equal to the definition bit for bit.
+//             A sigmoid of z is off by at most (|z| + 5) 2^-23 of its value, and on the device 0 where it is below 2^-126.
 // Non-finite  selections let NaN through; inf * 0 is NaN, as in x * sigmoid(x) at minus infinity.
 // Compiled    without ftz, without implicit fma, as common.cuh, which comes first; a host needs <math.h> as well.
 // Defined by  opfuse/kernels/activations.py.
 #pragma once
 
-// exp(x). On the device 2^(x log2(e)), whose one rounding of the argument costs |x| 2^-24, and the flush of results below 2^-126
-// does not show in 1 + exp(x), the only use.
-OPFUSE_FN float exponential(float x) {
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// 1 / (1 + 2^t): the sigmoid of z for t = -z log2(e). A power of two that is flushed to 0 does not show beside 1.
+OPFUSE_FN float logistic(float t) {
 #if defined(__CUDA_ARCH__)
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    float power, y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + power));
     return y;
 #else
-    return expf(x);
+    return 1.0f / (1.0f + exp2f(t));
 #endif
 }
 
-// 1 / x, on the device to one unit in the last place; a result below 2^-126 is kept, as in the definition.
-OPFUSE_FN float reciprocal(float x) {
-#if defined(__CUDA_ARCH__)
-    float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1.0f / x;
-#endif
-}
+OPFUSE_FN float sigmoid(float x) { return logistic(x * -LOG2_E); }
 
-OPFUSE_FN float sigmoid(float x) { return reciprocal(1.0f + exponential(-x)); }
+// s - s^2, the slope of a sigmoid whose value is s.
+OPFUSE_FN float sigmoid_slope(float s) { return fmaf(-s, s, s); }
 
-OPFUSE_FN float sigmoid_backward(float dy, float x) {
-    float s = sigmoid(x);
-    return dy * (s * (1.0f - s));
-}
+OPFUSE_FN float sigmoid_backward(float dy, float x) { return dy * sigmoid_slope(sigmoid(x)); }
 
-// 2u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that the tanh form 0.5 x (1 + tanh(u)) is x sigmoid(2u).
-OPFUSE_FN float gelu_argument(float x) { return 1.5957691216057308f * (x + 0.044715f * (x * x * x)); }
+// sigmoid(2u) with 2u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that the tanh form 0.5 x (1 + tanh(u)) is x sigmoid(2u). The factors
+// are -2 sqrt(2/pi) log2(e), and 0.044715 times that.
+OPFUSE_FN float gelu_sigmoid(float x) { return logistic(x * fmaf(x * x, -0.1029432395800235f, -2.302208198144325f)); }
 
-OPFUSE_FN float gelu(float x) { return x * sigmoid(gelu_argument(x)); }
+OPFUSE_FN float gelu(float x) { return x * gelu_sigmoid(x); }
 
+// An x^2 that overflows never meets a 0.
 OPFUSE_FN float gelu_backward(float dy, float x) {
-    float s = sigmoid(gelu_argument(x));
-    float z = x * (s * (1.0f - s));
-    return dy * (s + (1.5957691216057308f * z + 0.21406444881780073f * (z * x * x)));
+    float s = gelu_sigmoid(x), z = x * sigmoid_slope(s);
+    return dy * fmaf(z * x * x, 0.21406444881780073f, fmaf(z, 1.5957691216057308f, s));
 }
 
-OPFUSE_FN float swish(float x, float alpha) { return x * sigmoid(alpha * x); }
+OPFUSE_FN float swish(float x, float alpha) { return x * logistic(x * (alpha * -LOG2_E)); }
 
 OPFUSE_FN float swish_backward(float dy, float x, float alpha) {
-    float s = sigmoid(alpha * x);
-    return dy * (s + alpha * (x * (s * (1.0f - s))));
+    float s = logistic(x * (alpha * -LOG2_E));
+    return dy * fmaf(alpha, x * sigmoid_slope(s), s);
 }
 
 OPFUSE_FN float relu(float x) { return x <= 0.0f ? 0.0f : x; }
@@ -91,7 +83,7 @@ OPFUSE_FN float situglu(float a, float b, float beta1, float beta2) {
 
 OPFUSE_FN float situglu_backward_a(float dy, float a, float b, float beta1, float beta2) {
     float s = sigmoid(a), t = tanhf(a / beta1);
-    float slope = (1.0f - t * t) * s + beta1 * t * (s * (1.0f - s));
+    float slope = (1.0f - t * t) * s + beta1 * t * sigmoid_slope(s);
     return dy * softcap(b, beta2) * slope;
 }
 

@@ -396,9 +396,9 @@ HOST_OPS = {**POINTWISE, "sigmoid": SIGMOID, **USERS_OWN}
 # Without exponentials: equal bit for bit.
 BITWISE = {"relu", "srelu", "reglu", "sreglu", "scaled_srelu", "softsign", "scaled_softsign", *ARITHMETIC}
 # Else, in units of 2^-23: values of the built-in ops within so many of their own magnitude, and twice as many as the argument
-# of their exponential is large, which scales the rounding errors of both; gradients, whose terms cancel, and the composed mish within
-# so many of the factors they are multiplied by.
-VALUE_ULPS, GRADIENT_ULPS = 5, 8
+# of their exponential is large, which scales the rounding errors of both; gradients, whose terms cancel, and the composed mish
+# within so many of the factors they are multiplied by. A sigmoid below 2^-126 has fewer digits.
+VALUE_ULPS, GRADIENT_ULPS = 5, 10
 
 ARGUMENT64 = {
     **dict.fromkeys(("gelu", "geglu"), gelu_argument64),
@@ -483,8 +483,8 @@ def test_cuda_expressions_on_the_host_equal_the_torch_definition(name, host_libr
         finite = wanted.isfinite() & got.isfinite()
         assert torch.equal(got[~finite].nan_to_num(), wanted[~finite].nan_to_num()), part
         relative = part == "forward" and name not in USERS_OWN
-        floor = torch.full_like(wanted, 2.0**-126) if relative else amplitude(p, part, tensors)
-        units = (got - wanted).double().abs() / (torch.maximum(wanted.abs(), floor).double() * 2.0**-23)
+        floor = 2.0**-126 * factors(p, tensors) if relative else amplitude(p, part, tensors)
+        units = (got - wanted).double().abs() / (torch.maximum(wanted.double().abs(), floor) * 2.0**-23)
         allowed = VALUE_ULPS + 2 * argument(p, tensors) if relative else torch.tensor(GRADIENT_ULPS)
         assert (units / allowed)[finite].max() <= 1, part
 
@@ -493,6 +493,11 @@ def argument(p: Pointwise, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """The magnitude of what an op takes the sigmoid of; below 89, or the sigmoid is 0."""
     x = tensors[p.inputs[0]].double().clamp(-1e3, 1e3).numpy()
     return torch.from_numpy(np.abs(ARGUMENT64.get(p.name, lambda x: x)(x))).clamp(max=89)
+
+
+def factors(p: Pointwise, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Product of the magnitudes, at least 1, of all that a value is made of."""
+    return math.prod(tensors[name].double().abs().clamp(min=1) for name in (*p.inputs, *p.operands))
 
 
 def amplitude(p: Pointwise, part: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

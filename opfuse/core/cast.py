@@ -12,7 +12,7 @@ import torch
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
 from opfuse.kernels.encoding import Encoded, Encoding
-from opfuse.recipes import DelayedScaling
+from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -62,9 +62,9 @@ class Cast:
     group: Any = None
 
     def __call__(self, x: Value) -> QuantizedStorage:
-        """Planes of ``x`` of shape (..., K); what is quantized already passes through."""
+        """Planes of ``x`` of shape (..., K). What is quantized already passes through, but a parameter is cast anew."""
         if isinstance(x, QuantizedTensor):
-            x = x.storage
+            x = x.detach().dequantize() if self.role in self.op.parameter_names else x.storage
         if isinstance(x, QuantizedStorage):
             return x
         storage = self._current(x.shape).quantize(x.to(self.op.compute_dtype(self.env, x)))
@@ -87,7 +87,7 @@ class Cast:
         return self.quantizer if self.state is None else self._delayed(self.state)
 
     def _delayed(self, state: DelayedScalingState) -> Quantizer:
-        recipe = cast(DelayedScaling, self.env.recipe)
+        recipe = cast(DelayedScaling, cast(Recipe, self.env.recipe).delayed_scaling(self.op.quantizer_role(self.role)))
         state.resize(recipe.amax_history_len)
         if self.role == GRADIENT:
             touch_backward(state, recipe, group=self.group)

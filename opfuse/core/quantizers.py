@@ -12,7 +12,7 @@ import torch
 from opfuse.errors import QuantizerError, describe
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
-from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
+from opfuse.tensors.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 Mode = Literal["forward", "backward"]
@@ -20,7 +20,7 @@ SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "
 """Tensor types of the slots of an op that gives their number only."""
 
 _LIKE = {"output": "input", "grad_input": "grad_output"}
-"""Tensor types that a recipe with a table has no entry for, and those that they are cast like."""
+"""Tensor types of results: those that a recipe with a table has no entry for, and those that they are cast like."""
 
 recorded: ContextVar[bool] = ContextVar("opfuse_recorded", default=False)
 """Whether the running forward pass of an op records gradients: inside an autograd.Function torch says no."""
@@ -79,12 +79,16 @@ class QuantizerSlotsMixin:
         roles = self.get_quantizer_roles(mode) or (None,) * count
         role = roles[index] or self.quantizer_role(SLOTS[mode][index % len(SLOTS[mode])])
         repeated = index >= len(SLOTS[mode]) or role in roles[:index]
-        quantizer, state = self.quantizer_of(role, recipe, slot=_numbered(role, index) if repeated else role)
-        if state is None or not isinstance(recipe, DelayedScaling):
+        quantizer, state = self.quantizer_of(role, recipe, slot=numbered(role, index) if repeated else role)
+        if role.tensor_type in _LIKE and isinstance(quantizer, (HybridQuantizer, IdentityQuantizer)):
+            where, cure = f"{self.label} {role.tensor_type}", "return a quantizer of one format for this role"
+            raise QuantizerError(describe(where, wanted="a format that a product can emit", got=repr(quantizer), cure=cure))
+        delayed = recipe.delayed_scaling(role)
+        if state is None or delayed is None:
             return quantizer
-        state.resize(recipe.amax_history_len)
+        state.resize(delayed.amax_history_len)
         made = state.quantizer(cast(Float8Quantizer, quantizer).fp8_dtype)
-        return _Delayed(made.scale, made.amax, made.fp8_dtype, slot=state, recipe=recipe, group=current_amax_group())
+        return _Delayed(made.scale, made.amax, made.fp8_dtype, slot=state, recipe=delayed, group=current_amax_group())
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
         """Accepted and ignored: quantizers are derived anew from the recipe of each call, and states outlive recipes."""
@@ -108,10 +112,11 @@ class QuantizerSlotsMixin:
         """The recipe's quantizer for ``role``, and, where scaling is delayed, the op's state for ``slot`` (None: ``role``)."""
         if not isinstance(recipe, CustomRecipe):
             role, slot = replace(role, tensor_type=_LIKE.get(role.tensor_type, role.tensor_type)), slot or role
-        if not isinstance(recipe, DelayedScaling):
+        delayed = recipe.delayed_scaling(role)
+        if delayed is None:
             return recipe.quantizer(role), None
         device = next((p.device for p in self.parameter_values() if p is not None), None)
-        state = self.quantizer_states.get(slot or role, length=recipe.amax_history_len, device=device)
+        state = self.quantizer_states.get(slot or role, length=delayed.amax_history_len, device=device)
         return recipe.quantizer(role, state=state), state
 
     def _declared(self, mode: str) -> tuple[str, ...]:
@@ -122,6 +127,6 @@ class QuantizerSlotsMixin:
         return tuple(sorted(names, key=lambda name: name != "input"))
 
 
-def _numbered(role: QuantizerRole, index: int) -> QuantizerRole:
+def numbered(role: QuantizerRole, index: int) -> QuantizerRole:
     """A role of its own for a slot whose role an earlier slot has: two tensors never share a state."""
     return replace(role, name=f"{role.name}[{index}]")

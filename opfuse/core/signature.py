@@ -69,6 +69,11 @@ class Env(NamedTuple):
         return self.recipe.backward_override if self.recipe is not None else None
 
     @property
+    def mixes(self) -> bool:
+        """Whether the recipe lets formats meet that do not."""
+        return self.recipe is not None and self.recipe.allow_mixed_emulation
+
+    @property
     def rounding(self) -> Literal["per_op", "single"]:
         """The recipe's rounding rule; ``per_op`` without a recipe."""
         return self.recipe.rounding if self.recipe is not None else "per_op"

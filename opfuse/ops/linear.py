@@ -107,7 +107,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             x=self._saved(ctx, x) if "weight" in ctx.needs else None,
             w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None,
         )
-        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype)
+        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype, mixed=ctx.env.mixes)
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
@@ -116,15 +116,17 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         """dx = dy W in the input's dtype or, to be rounded later, in ``out_dtype``; None if the input wants no gradient."""
         if "input" not in ctx.needs:
             return None
-        dy, dtype = self._gradient(ctx, dy), ctx.compute_dtype
-        return gemm("dgrad", dy, _operand(ctx.saved.w, dy), dtype=dtype, out_dtype=out_dtype).to(out_dtype or ctx.input_dtype)
+        dy, w = self._gradient(ctx, dy), ctx.saved.w
+        dx = gemm("dgrad", dy, _operand(w, dy), dtype=ctx.compute_dtype, out_dtype=out_dtype, mixed=ctx.env.mixes)
+        return dx.to(out_dtype or ctx.input_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
         """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""
         if "weight" not in ctx.needs:
             return None
         wide = None if scale is None else pointwise.compute_dtype(ctx.compute_dtype)
-        grad = gemm("wgrad", self._gradient(ctx, dy), ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide)
+        dy = self._gradient(ctx, dy)
+        grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, mixed=ctx.env.mixes)
         if scale is not None:
             grad = (grad * scale).to(ctx.compute_dtype)
         return grad.to(self.owner.weight.dtype)

@@ -67,8 +67,8 @@ def gemm(
         elif (reason := clash(name, *(plane.format for plane in planes))) is None:
             result = _quantized(name, *planes, out_dtype)
         elif mixed:
-            values = (plane.dequantize(torch.float32) for plane in planes)
-            result = _high_precision(name, *values, torch.float32).to(out_dtype)
+            one, other = (plane.dequantize(torch.float32) for plane in planes)
+            result = _high_precision(name, one, other, torch.float32).to(out_dtype)
         else:
             raise GemmError(reason)
     if name == "wgrad":

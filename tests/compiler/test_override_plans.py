@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import opfuse
+from benchmarks.memory import plane_bytes
 from opfuse import ops
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.registry import RuleSet
@@ -90,27 +91,6 @@ def saved_storages() -> Iterator[dict[int, int]]:
         yield found
 
 
-def padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def tiles(lines: int, blocks: int) -> int:
-    """Bytes of an array of one-byte scales, padded to tiles of 128 x 4."""
-    return padded(lines, 128) * padded(blocks, 4)
-
-
-def plane_bytes(name: str, rows: int, columns: int, *, rowwise: bool, square: bool) -> int:
-    """Data and scales of one plane by hand. square: blocks are as high as wide."""
-    lines, length = (rows, columns) if rowwise else (columns, rows)
-    blocks = -(-lines // 128) * padded(-(-length // 128), 4) if square else -(-length // 128) * padded(lines, 4)
-    return {
-        "fp8_current": lines * length + 4,
-        "fp8_block": lines * length + 4 * blocks,
-        "mxfp8": lines * length + tiles(lines, length // 32),
-        "nvfp4": lines * length // 2 + tiles(lines, -(-length // 16)) + 4,
-    }[name]
-
-
 @pytest.mark.row("B13")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
@@ -126,8 +106,9 @@ def test_b13_a_norm_before_a_product_is_held_once(norm, name, override):
     operands = rows * k * 2
     if override != "high_precision":
         rowwise = override == "dequantized"
-        operands = plane_bytes(name, rows, k, rowwise=rowwise, square=False)
-        operands += plane_bytes(name, n, k, rowwise=rowwise, square=name == "fp8_block")
+        operands = plane_bytes(name, rows, k, rowwise=rowwise, weight=False) + plane_bytes(
+            name, n, k, rowwise=rowwise, weight=True
+        )
     assert found == rows * k * 2 + statistics + operands
 
 

@@ -1,0 +1,274 @@
+"""Memory of training: every pipeline, recipe and override: ``python benchmarks/memory.py [--tokens M] [--hidden H] [--ffn F]``.
+
+Prints the bytes kept for the backward pass, counted through autograd's hooks by distinct storage and without inputs and
+parameters, beside what the formats say they must be, and as a part of bf16. On a GPU also the peak of a forward and backward
+pass above what was allocated before, beside the peak of torch's own modules in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import RecipeError
+from opfuse.recipes.policy import KEEP
+from opfuse.recipes.recipe import Recipe
+
+BF16, FP32 = 2, 4
+MIB = 2**20
+WORKSPACE = 32 * MIB
+"""Scratch memory that the products may have."""
+
+SLACK = 1.02
+KINDS = ("none", *(kind for kind in recipes.RECIPES if kind != "custom"))
+
+
+class Sizes(NamedTuple):
+    """Tokens, width of the model, width inside the block."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+
+
+SMALL, LARGE = Sizes(256, 128, 384), Sizes(8192, 4096, 14336)
+"""By default on a CPU, and on a GPU."""
+
+
+# -- what the formats say --------------------------------------------------------------------------------------------------
+
+
+def padded(n: int, multiple: int) -> int:
+    """The next multiple at or above n."""
+    return -(-n // multiple) * multiple
+
+
+def plane_bytes(kind: str, rows: int, columns: int, *, rowwise: bool, weight: bool) -> int:
+    """Data, scales and amax of one plane of a (rows, columns) matrix as the recipe ``kind`` casts it by default.
+
+    Scales run along the blocked dimension: fp32 over 128 (weights: 128 x 128), in rows of whole 16 bytes; E8M0 over 32 and E4M3
+    over 16, in tiles of 128 x 4.
+    """
+    lines, length = (rows, columns) if rowwise else (columns, rows)
+    blocks = -(-length // 128)
+    return {
+        "delayed": lines * length + FP32,
+        "fp8_current": lines * length + FP32,
+        "fp8_block": lines * length + FP32 * (-(-lines // 128) * padded(blocks, 4) if weight else blocks * padded(lines, 4)),
+        "mxfp8": lines * length + padded(lines, 128) * padded(-(-length // 32), 4),
+        "nvfp4": lines * length // 2 + padded(lines, 128) * padded(-(-length // 16), 4) + FP32,
+    }[kind]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one linear layer saves. made: its input is a tensor of the pipeline, and not the caller's."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    made: bool = True
+
+    def bytes(self, kind: str, override: str | None) -> int:
+        """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything."""
+        if kind == "none" or override == "high_precision":
+            return BF16 * self.tokens * self.inputs if self.made else 0
+        rowwise = override == "dequantized"
+        x = plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
+        return x + plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True)
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------------------
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of opfuse ops, the same in torch, its linear layers, and bytes that it saves whatever the recipe."""
+
+    fused: Callable[[Sizes], nn.Module]
+    eager: Callable[[Sizes], nn.Module]
+    linears: Callable[[Sizes], tuple[Operands, ...]]
+    always: Callable[[Sizes], int]
+
+
+PIPELINES = {
+    "A": Pipeline(
+        lambda s: ops.Sequential(ops.Linear(s.hidden, s.ffn), ops.GELU(), ops.Linear(s.ffn, s.hidden)),
+        lambda s: nn.Sequential(nn.Linear(s.hidden, s.ffn), nn.GELU("tanh"), nn.Linear(s.ffn, s.hidden)),
+        lambda s: (Operands(s.tokens, s.hidden, s.ffn, made=False), Operands(s.tokens, s.ffn, s.hidden)),
+        lambda s: BF16 * s.tokens * s.ffn,
+    ),
+    "B": Pipeline(
+        lambda s: ops.Sequential(
+            ops.RMSNorm(s.hidden),
+            ops.Linear(s.hidden, 2 * s.ffn, bias=False),
+            ops.SwiGLU(),
+            ops.Linear(s.ffn, s.hidden, bias=False),
+        ),
+        lambda s: nn.Sequential(
+            nn.RMSNorm(s.hidden),
+            nn.Linear(s.hidden, 2 * s.ffn, bias=False),
+            SwiGLU(),
+            nn.Linear(s.ffn, s.hidden, bias=False),
+        ),
+        lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn), Operands(s.tokens, s.ffn, s.hidden)),
+        lambda s: BF16 * s.tokens * 2 * s.ffn + FP32 * s.tokens,
+    ),
+}
+"""A = Linear, GELU, Linear with biases. B = RMSNorm, Linear to twice the width, SwiGLU, Linear."""
+
+
+def formula(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
+    """Bytes that pipeline ``name`` must save beside its input and its parameters."""
+    pipeline = PIPELINES[name]
+    return pipeline.always(sizes) + sum(layer.bytes(kind, override) for layer in pipeline.linears(sizes))
+
+
+def transient(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
+    """Bytes that a call may hold for a while beside what bf16 modules hold: casts, or dequantized operands, of one layer."""
+    if kind == "none":
+        return 0
+    layers = PIPELINES[name].linears(sizes)
+    if override == "dequantized":
+        return max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)
+    if override == "high_precision":
+        return max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
+    return max(2 * layer.tokens * layer.outputs for layer in layers)
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one pipeline under one recipe and override. peak, limit: on a GPU; limit from torch's peak in bf16."""
+
+    pipeline: str
+    kind: str
+    override: str | None
+    saved: int
+    formula: int
+    of_bf16: float
+    peak: int | None = None
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Pipeline, recipe, override."""
+        return ", ".join(filter(None, (self.pipeline, self.kind, self.override)))
+
+
+def saved_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
+    """Bytes of the distinct storages that a call saves, without those of the input and of parameters."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), active(recipe):
+        model(x)
+    others = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in others)
+
+
+def peak_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
+    """The most that is allocated in a forward and backward pass, above what is allocated before; gradients are there already."""
+    dy = torch.randn_like(x)
+    for _ in range(2):  # the first pass makes plans, kernels and gradients
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with active(recipe):
+            y = model(x)
+        y.backward(dy)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del y
+    return peak
+
+
+def active(recipe: Recipe | None) -> Any:
+    """The region of a recipe, or none."""
+    return nullcontext() if recipe is None else opfuse.autocast(recipe=recipe)
+
+
+def settings() -> Iterator[tuple[str, str | None, Recipe | None]]:
+    """Every recipe under every override that it takes, high precision first."""
+    yield "none", None, None
+    for kind in KINDS[1:]:
+        for override in KEEP:
+            try:
+                yield kind, override, recipes.recipe_of(kind, {"backward_override": override})
+            except RecipeError:
+                continue  # delayed scaling takes no override
+
+
+def measure(sizes: Sizes, device: str) -> Iterator[Row]:
+    """All rows of both pipelines."""
+    for name, pipeline in PIPELINES.items():
+        torch.manual_seed(0)
+        x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        eager = peak_bytes(pipeline.eager(sizes).to(device, torch.bfloat16), x, None) if device == "cuda" else None
+        model = pipeline.fused(sizes).to(device, torch.bfloat16)
+        plain = formula(name, sizes, "none", None)
+        for kind, override, recipe in settings():
+            want, saved = formula(name, sizes, kind, override), saved_bytes(model, x, recipe)
+            peak, limit = None, None
+            if eager is not None:
+                peak = peak_bytes(model, x, recipe)
+                limit = round(SLACK * (eager + want - plain + transient(name, sizes, kind, override))) + WORKSPACE
+            yield Row(name, kind, override, saved, want, saved / plain, peak, limit)
+
+
+def records(sizes: Sizes | None = None, device: str | None = None) -> Iterator[dict[str, Any]]:
+    """Figures for the record: saved bytes against the formula, as a part of bf16, and peaks where there is a GPU."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = sizes or (LARGE if device == "cuda" else SMALL)
+    for row in measure(sizes, device):
+        name = f"{row.name}, {sizes.tokens} tokens, {sizes.hidden}-{sizes.ffn}"
+        yield _record(f"{name}, saved", row.saved / MIB, "MiB", row.formula / MIB)
+        yield _record(f"{name}, saved", 100 * row.of_bf16, "% of bf16", None)
+        if row.peak is not None and row.limit is not None:
+            yield _record(f"{name}, peak", row.peak / MIB, "MiB", row.limit / MIB)
+
+
+def _record(name: str, value: float, unit: str, limit: float | None) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "limit": limit, "met": None if limit is None else value <= limit}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    default = LARGE if device == "cuda" else SMALL
+    for name, value in default._asdict().items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = Sizes(**vars(parser.parse_args()))
+    print(f"{sizes.tokens} tokens, hidden {sizes.hidden}, ffn {sizes.ffn}, bf16, {device}; MiB beside input and parameters")
+    print(f"{'pipeline, recipe, override':36s} {'saved':>10s} {'formula':>10s} {'of bf16':>8s} {'peak':>10s} {'limit':>10s}")
+    for row in measure(sizes, device):
+        figures = [f"{row.saved / MIB:10.3f} {row.formula / MIB:10.3f} {row.of_bf16:8.1%}"]
+        if row.peak is not None and row.limit is not None:
+            figures.append(f"{row.peak / MIB:10.1f} {row.limit / MIB:10.1f}{'' if row.peak <= row.limit else '  NOT MET'}")
+        mark = "" if row.saved == row.formula else "  NOT THE FORMULA"
+        print(f"{row.name:36s} {' '.join(figures)}{mark}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,18 +21,27 @@ BACKWARD = "backward"
 BOTH = frozenset((FORWARD, BACKWARD))
 
 QUANTIZE = "quantize"
+QUANTIZE_GROUPS = "quantize_groups"
+"""Kinds of quantize nodes: of a tensor as one, and of its groups of rows apart. Rules that end in a cast mean the first."""
 
 
 @dataclass(frozen=True)
 class CastSpec:
     """What an explicit quantize node does: the operand's role, and the quantizer with the planes that will be read.
 
-    state: the op's delayed-scaling state; None for a quantizer without state.
+    state: the op's delayed-scaling state; None for a quantizer without state. groups: how many groups of rows are cast apart,
+    each with a state of its own, of which ``state`` is then a tuple; 0: the tensor is cast as one.
     """
 
     role: str
     quantizer: Any
     state: Any = field(default=None, compare=False)
+    groups: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of its node."""
+        return QUANTIZE_GROUPS if self.groups else QUANTIZE
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,13 @@ class Node:
     @property
     def name(self) -> str:
         """How explanations call the node: ``3:gelu``, ``1:quantize[weight]``."""
-        role = f"[{self.spec.role}]" if isinstance(self.spec, CastSpec) else ""
+        role = f"[{self.spec.role}]" if self.is_cast else ""
         return f"{self.index}:{self.kind}{role}"
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is a quantize node."""
+        return isinstance(self.spec, CastSpec)
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -101,7 +115,7 @@ class Graph:
                     digraph.add_edge(producer[value], node.index, value=value)
         root: dict[int, int] = {}
         for node in nodes:
-            if node.kind == QUANTIZE and node.inputs and node.inputs != node.outputs:
+            if node.is_cast and node.inputs and node.inputs != node.outputs:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
         readers = {value: tuple(indices) for value, indices in consumers.items()}
         return cls(tuple(nodes), tuple(extra_inputs), tuple(outputs), frozenset(grads), producer, readers, root, digraph)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph, Node
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
@@ -75,7 +75,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
         needs = _needs(b, params, extra_values)
         casts = _casts(op, env, params, needs)
         if "input" in casts:
-            _cast_input(b, index, casts["input"])
+            _cast_input(b, index, casts["input"], extra_values)
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
         # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
         if not op.is_cast or (GRADIENT in casts and b.current == 0):
@@ -119,7 +119,8 @@ def _casts(op: BasicOperation, env: Env, params: Mapping[str, TensorSig | None],
     recipe = env.recipe
     if recipe is None:
         return {}
-    backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & params.keys() else ())
+    multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
+    backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
     casts = {}
     for role in op.quantized_roles():
         if role in params and params[role] is not None and params[role].quantized is not None:  # type: ignore[union-attr]
@@ -127,25 +128,28 @@ def _casts(op: BasicOperation, env: Env, params: Mapping[str, TensorSig | None],
         quantizer, state = op.make_quantizer(role, recipe)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
-            casts[role] = CastSpec(role, narrowed, state)
+            casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
     return casts
 
 
 def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
     value = b.new_value(grad=False)
-    b.add(kind=QUANTIZE, op=op, spec=spec, outputs=(value,), directions=frozenset((FORWARD,)), side=True)
+    b.add(kind=spec.kind, op=op, spec=spec, outputs=(value,), directions=frozenset((FORWARD,)), side=True)
     return spec.role, value
 
 
-def _cast_input(b: _Builder, op: int, spec: CastSpec) -> None:
-    earlier = b.casts.get(b.current)
+def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
+    """A node for the cast, unless one that was made earlier can do it. The first extra input says where groups end."""
+    earlier = None if spec.groups else b.casts.get(b.current)
     if earlier is not None:
         node = b.nodes[earlier]
         b.nodes[earlier] = replace(node, spec=_widened(node.spec, spec))
         return
     value = b.new_value(grad=b.current in b.grads)
-    node = b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(value,), directions=frozenset((FORWARD,)))
-    b.casts[value] = node.index
+    inputs = (b.current, *extra_values[:1]) if spec.groups else (b.current,)
+    node = b.add(kind=spec.kind, op=op, spec=spec, inputs=inputs, outputs=(value,), directions=frozenset((FORWARD,)))
+    if not spec.groups:
+        b.casts[value] = node.index
     b.copies[value] = b.current
     b.current = value
 
@@ -161,7 +165,7 @@ def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
         original = b.copies[original]
     if b.current in b.grads and original not in b.cast_gradients:
         b.cast_gradients.add(original)
-        b.add(kind=QUANTIZE, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
+        b.add(kind=spec.kind, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
 
 
 def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:

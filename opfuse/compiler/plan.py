@@ -5,15 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, CastSpec, Graph
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
 from opfuse.core.fused import FusedOperation
+from opfuse.core.grouped import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe
@@ -101,10 +102,18 @@ def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> dict[in
     group = current_amax_group()
     casts = {}
     for node in graph.nodes:
-        if node.kind == QUANTIZE:
-            spec, op = node.spec, ops[node.op]
-            casts[node.index] = Cast(spec.role, spec.quantizer, op, env, f"{op.label} {spec.role}", spec.state, group)
+        if node.is_cast:
+            casts[node.index] = _live_cast(node.spec, ops[node.op], env, group)
     return casts
+
+
+def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any) -> Cast:
+    where = f"{op.label} {spec.role}"
+    if not spec.groups:
+        return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
+    padded = bool(getattr(op.spec, "pad_splits", False))
+    states = tuple(spec.state or ())
+    return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded)
 
 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
@@ -125,7 +134,7 @@ def partition(graph: Graph, forward: Sequence[Group], backward: Sequence[Group])
     for group in (*forward, *backward):
         reach[group.nodes[0]] = max(reach[group.nodes[0]], group.nodes[-1])
     for node in graph.nodes:
-        if node.kind == QUANTIZE:
+        if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
     starts = [0] if reach else []

@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 
 from opfuse.compiler.cover import Group
-from opfuse.compiler.graph import BACKWARD, QUANTIZE, Node
+from opfuse.compiler.graph import BACKWARD, Node
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
+from opfuse.core.grouped import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import recorded
 from opfuse.errors import FusionError, PipelineError, describe
@@ -43,14 +44,14 @@ class Runner:
                 self._forward_fused(group.rule, group, values)
             elif group.opaque is not None:
                 self._forward_opaque(group, values)
-            elif nodes[group.nodes[0]].kind == QUANTIZE:
+            elif nodes[group.nodes[0]].is_cast:
                 self._forward_cast(nodes[group.nodes[0]], values)
             else:
                 self._forward_op(nodes[group.nodes[0]], values)
         return [values[value] for value in self.segment.outputs]
 
     def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
-        op: Any = self.plan.casts[node.index] if node.kind == QUANTIZE else self.ops[node.op]
+        op: Any = self.plan.casts[node.index] if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
         if node.inputs and node.inputs[0] in values:
             context._input_shape = values[node.inputs[0]].shape
@@ -63,7 +64,7 @@ class Runner:
     def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
         cast: Cast = self.plan.casts[node.index]
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        values[node.outputs[0]] = cast(source)
+        values[node.outputs[0]] = cast(source, *[values[value] for value in node.inputs[1:]])
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]
@@ -93,7 +94,7 @@ class Runner:
         nodes = self.plan.graph.nodes
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
-        takes_quantized = first.kind != QUANTIZE and self.ops[first.op].accepts_quantized
+        takes_quantized = not first.is_cast and self.ops[first.op].accepts_quantized
         made = {i: self._context(nodes[i], values) for i in group.nodes}
         output = _implementation(rule.forward)(x if takes_quantized else plain(x), **_bind(rule, group, made))
         _check_result(f"{rule.name} forward", output)
@@ -135,7 +136,7 @@ class Runner:
     def _op_nodes(self, group: Group) -> dict[int, Node]:
         """The nodes of the basic ops that a fused op stands for, by op; an explicit Quantize has none of its own."""
         nodes = (node for op in group.ops for node in self.plan.graph.by_op.get(op, ()))
-        return {node.op: node for node in nodes if node.kind != QUANTIZE}
+        return {node.op: node for node in nodes if not node.is_cast}
 
     def _contexts(self, group: Group, made: Mapping[int, Context]) -> list[Context]:
         """A context for each op of a fused op: those ``made``; one without a node only knows whether gradients pass it."""
@@ -153,7 +154,7 @@ class Runner:
     def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
         """The casts of one op that a user's fused op took over, by role."""
         nodes = [self.plan.graph.nodes[i] for i in group.nodes]
-        return {node.spec.role: self.plan.casts[node.index] for node in nodes if node.kind == QUANTIZE and node.op == op}
+        return {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast and node.op == op}
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -181,11 +182,20 @@ class Runner:
             self._backward_fused(group.rule, group, grads)
         elif group.opaque is not None:
             self._backward_opaque(group, grads)
-        elif last.kind == QUANTIZE:
-            value = last.outputs[0]
-            grads.put(value, self.plan.casts[last.index](cast(Value, grads.take(value))))
+        elif last.is_cast:
+            self._backward_cast(last, grads)
         else:
             self._backward_op(last, grads)
+
+    def _backward_cast(self, node: Node, grads: Gradients) -> None:
+        value = node.outputs[0]
+        made, dy = self.plan.casts[node.index], cast(Value, grads.take(value))
+        if isinstance(made, GroupedCast):
+            context = grads.contexts[self.plan.graph.producer[value]]
+            context.grad_output = plain(dy)
+            grads.put(value, made(context.grad_output, context.sizes))
+        else:
+            grads.put(value, made(dy))
 
     def _backward_op(self, node: Node, grads: Gradients) -> None:
         op = self.ops[node.op]
@@ -204,13 +214,13 @@ class Runner:
         nodes = self.plan.graph.nodes
         last = nodes[group.nodes[-1]]
         for index in group.nodes:
-            if nodes[index].kind != QUANTIZE:
+            if not nodes[index].is_cast:
                 grads.contexts[index].grad_extras = tuple(plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
         dy = grads.take(last.outputs[0])
-        accepts = last.kind != QUANTIZE and self.ops[last.op].accepts_quantized
+        accepts = not last.is_cast and self.ops[last.op].accepts_quantized
         # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
-        made = {i: grads.contexts[i] for place in group.binding for i in place if nodes[i].kind != QUANTIZE}
-        made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].kind == QUANTIZE}
+        made = {i: grads.contexts[i] for place in group.binding for i in place if not nodes[i].is_cast}
+        made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].is_cast}
         dx = _implementation(rule.backward)(dy if accepts else plain_or_none(dy), **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
             _check_result(f"{rule.name} backward", dx)
@@ -235,10 +245,10 @@ class Runner:
 
     def _finish(self, members: Sequence[Node], dx: Value | None, grads: Gradients) -> None:
         for node in members:
-            if node.kind != QUANTIZE:
+            if not node.is_cast:
                 grads.collect(node)
         first = members[0]
-        if first.kind == QUANTIZE:
+        if first.is_cast:
             grads.put(first.inputs[0], dx)
         else:
             _check_shape(grads.contexts.get(first.index), dx)

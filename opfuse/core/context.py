@@ -34,7 +34,8 @@ class Context:
 
     op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
     ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
-    dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs.
+    dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that
+    of its output, where ``op_backward`` gets a cast of it in groups.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
     """
 
@@ -46,6 +47,7 @@ class Context:
         self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
         self.dirty: list[torch.Tensor] = []
+        self.grad_output: torch.Tensor | None = None
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
@@ -73,10 +75,13 @@ class Context:
         """The dtype in which the op computes on ``x``."""
         return self.op.compute_dtype(self.env, x)
 
-    def cast(self, role: str, x: Value) -> Value:
-        """``x`` quantized for ``role`` where a user's fused op took over the op's cast; else ``x`` as it is."""
+    def cast(self, role: str, x: Value, *by: Any) -> Value:
+        """``x`` quantized for ``role`` where a user's fused op took over the op's cast; else ``x`` as it is.
+
+        by: what the cast reads besides, the rows of groups.
+        """
         cast = self.casts.get(role)
-        return x if cast is None else cast(x)
+        return x if cast is None else cast(x, *by)
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

@@ -212,6 +212,10 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         """``dtype`` itself; DtypeError, which names ``what`` of this op, unless ops compute in it."""
         return dtype if dtype in DTYPES else checked_dtype(f"{self.label} {what}", dtype)
 
+    def cast_groups(self, role: str) -> int:
+        """How many groups of rows of the operand are cast apart; 0: it is cast as one tensor."""
+        return 0
+
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""
         return self.quantizer_of(self.quantizer_role(role), recipe)

@@ -4,6 +4,7 @@ import torch
 
 from opfuse.formats import Element, Format
 from opfuse.tensors import quantizers
+from opfuse.tensors.grouped import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor, cast, rebuild
@@ -17,6 +18,7 @@ torch.serialization.add_safe_globals(
         rebuild,
         QuantizedStorage,
         Plane,
+        GroupedPlane,
         Format,
         Element,
         *(getattr(quantizers, name) for name in quantizers.__all__),

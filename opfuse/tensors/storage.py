@@ -58,6 +58,10 @@ class Plane:
             return self.data.reshape(self.shape).to(dtype)
         return dequantize(self.data, self.scale, self.amax, layout=self.layout, dtype=dtype)
 
+    def transposed(self) -> Plane:
+        """The columnwise plane of the same values in a per-tensor format: the rowwise bytes, transposed."""
+        return replace(self, usage=COLUMNWISE, data=self.data.t().contiguous())
+
     def with_swizzle(self, *, swizzled: bool) -> Plane:
         """The same values with scales in the tile layout or compact; itself if they are so, or if the format has no tiles."""
         if swizzled == self.swizzled or not self.layout.tiled or self.scale is None:
@@ -67,7 +71,10 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedStorage:
-    """A tensor of logical ``shape`` and nominal ``dtype`` as quantized planes; ``why`` says why a plane is missing."""
+    """A tensor of logical ``shape`` and nominal ``dtype`` as quantized planes; ``why`` says why a plane is missing.
+
+    A plane may hold more rows than the shape says: zeros that fill its last block.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -111,7 +118,7 @@ class QuantizedStorage:
         row = self.rowwise
         if usage in self.usages or row is None or row.format.family != "tensor":
             return self.plane(usage)
-        return replace(row, usage=COLUMNWISE, data=row.data.t().contiguous())
+        return row.transposed()
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """The same storage with only the planes of ``usages``."""
@@ -123,7 +130,10 @@ class QuantizedStorage:
         plane = self.plane(usage or (ROWWISE if self.rowwise is not None else COLUMNWISE))
         if plane.format.family == "identity" and plane.data.shape == self.shape:
             return plane.data.to(dtype or self.dtype)
-        return plane.dequantize(dtype or self.dtype).reshape(self.shape)
+        values = plane.dequantize(dtype or self.dtype)
+        if values.numel() != self.shape.numel():
+            values = values[: self.matrix_shape[0]]
+        return values.reshape(self.shape)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, rowwise first; what autograd saves and what a checkpoint holds."""

@@ -104,6 +104,33 @@ def dropout(x, params, extras):
     return torch.where(keep, x / 0.75, 0.0)
 
 
+class Grouped(torch.nn.Module):
+    """A grouped op whose groups are the first row, none, and the other rows."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x, *extras):
+        return self.op(x, self.splits(x), *extras)
+
+    @staticmethod
+    def splits(x):
+        rows = x[..., 0].numel()
+        return torch.tensor([min(rows, 1), 0, rows - min(rows, 1)])
+
+
+def grouped_linear(x, params, extras):
+    rows = x.reshape(-1, x.shape[-1])
+    kinds = [[p for name, p in params.items() if name.startswith(f"op.{kind}")] for kind in ("weight", "bias")]
+    weights, biases = (list(found[0]) if len(found) == 1 else found for found in kinds)
+    pieces = [piece @ w.T for piece, w in zip(rows.split(Grouped.splits(x).tolist()), weights)]
+    if biases:
+        factors = extras[0].reshape(-1, 1) if extras else torch.ones_like(rows[:, :1])
+        pieces = [piece + f * b for piece, b, f in zip(pieces, biases, factors.split([len(piece) for piece in pieces]))]
+    return torch.cat(pieces).reshape(*x.shape[:-1], -1)
+
+
 LIMIT = 1.25
 
 CASES: dict[str, list[Case]] = {
@@ -112,6 +139,17 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: ops.Linear(8, 5, bias=False), lambda x, p, e: x @ p["weight"].T),
     ],
     "basic_linear": [Case(lambda: ops.BasicLinear(8, 5), lambda x, p, e: x @ p["weight"].T)],
+    "grouped_linear": [
+        Case(lambda: Grouped(ops.GroupedLinear(3, 8, 5)), grouped_linear, roundings=2),
+        Case(lambda: Grouped(ops.GroupedLinear(3, 8, 5, bias=False, single_grouped_weight=True)), grouped_linear),
+        Case(lambda: Grouped(ops.GroupedLinear(3, 8, 5, scale_bias=True)), grouped_linear, extras=("row",), roundings=2),
+        Case(
+            lambda: Grouped(ops.GroupedLinear(3, 8, 5, scale_bias=True, single_grouped_bias=True, single_grouped_weight=True)),
+            grouped_linear,
+            extras=("row",),
+            roundings=2,
+        ),
+    ],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],
     "qgelu": [Case(ops.QGELU, unary(qgelu))],

@@ -1,0 +1,54 @@
+"""What a quantize node runs whose tensor is cast in groups of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from opfuse.core.cast import Cast
+from opfuse.core.context import Value, plain
+from opfuse.errors import ShapeError, describe
+from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, read_sizes, sizes_of
+from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage, matrix_shape
+from opfuse.tensors.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedCast(Cast):
+    """Quantizes each of ``groups`` groups of rows as a tensor of its own; what is quantized as one is cast again.
+
+    states: delayed-scaling states of the groups, or none. padded: rows of zeros fill the last blocks of a group.
+    """
+
+    groups: int = 1
+    states: tuple[DelayedScalingState, ...] = ()
+    padded: bool = False
+
+    def __call__(self, x: Value, splits: torch.Tensor | Sizes | None = None) -> QuantizedStorage:
+        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal; a tensor is read by the host."""
+        if isinstance(x, QuantizedStorage) and sizes_of(x) is not None:
+            return x
+        x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
+        rows = matrix_shape(x.shape)[0]
+        if isinstance(splits, torch.Tensor):
+            check_splits(splits, self.groups, where=self.op.label)
+            splits = read_sizes(splits)
+        sizes = splits or (rows // self.groups,) * self.groups
+        quantizer = self._grouped(check_sizes(sizes, rows, where=self.where))
+        quantizer.check(x.shape, where=self.where)
+        storage = quantizer.quantize(x.to(self.op.compute_dtype(self.env, x)))
+        return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
+
+    def _grouped(self, sizes: Sizes) -> Quantizer:
+        each = tuple(map(self._delayed, self.states)) or (self.quantizer,) * self.groups
+        usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
+        quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)
+        multiple = self.quantizer.formats[1].multiple if self.quantizer.columnwise and not self.padded else 1
+        if any(size % multiple for size in sizes):
+            wanted = f"groups with a multiple of {multiple} rows for columnwise {self.quantizer.formats[1]} data"
+            cure = f"build the op with pad_splits=True, pad each group to a multiple of {multiple}, or set a backward_override"
+            raise ShapeError(describe(self.where, wanted=wanted, got=f"splits {sizes}", cure=cure))
+        return quantizer

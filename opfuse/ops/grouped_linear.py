@@ -1,0 +1,347 @@
+"""Grouped linear layers: the experts of a mixture, each with a weight of its own for its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from opfuse.core.context import Context, Value
+from opfuse.core.operation import BasicOperation
+from opfuse.core.quantizers import Mode, numbered
+from opfuse.core.signature import Env, checked_dtype, checked_sizes
+from opfuse.errors import ShapeError, describe
+from opfuse.kernels import pointwise
+from opfuse.ops.state import QuantizerStateMixin
+from opfuse.recipes import QuantizerRole, Recipe, current_model_init
+from opfuse.recipes.policy import cast_quantizer, saved_operand
+from opfuse.tensors.gemm import Operand
+from opfuse.tensors.gemm_grouped import Groups, grouped_rows, grouped_wgrad, takes_device_splits
+from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, offsets, read_sizes, sizes_of
+from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage, matrix_shape
+from opfuse.tensors.tensor import QuantizedTensor
+
+_SINGLE = ("weight", "bias")
+"""Parameters that hold those of all groups."""
+
+
+@dataclass(frozen=True)
+class GroupedLinearSpec:
+    """Hyper-parameters of a grouped linear layer."""
+
+    num_groups: int
+    in_features: int
+    out_features: int
+    use_bias: bool = True
+    scale_bias: bool = False
+    single_grouped_weight: bool = False
+    single_grouped_bias: bool = False
+    pad_splits: bool = False
+
+
+class GroupedLinear(QuantizerStateMixin, BasicOperation):
+    """y_i = x_i W_i^T + b_i for each of ``num_groups`` groups i of consecutive rows of x (..., in_features).
+
+    Extra inputs: ``splits``, int64 or int32 (num_groups,), the rows of each group, which may be 0; with ``scale_bias`` also
+    ``scales``, one a row, and the bias added to a row is multiplied by its scale. Parameters: ``weight0`` … and ``bias0`` …, or
+    ``weight`` (num_groups, out_features, in_features) and ``bias`` (num_groups, out_features) where ``single_grouped_weight`` and
+    ``single_grouped_bias`` ask for one.
+
+    Each group is a :class:`~opfuse.ops.Linear` of its own: under a recipe its rows, its weight and its gradients are cast as
+    tensors of their own, with states of their own. What was quantized as one tensor is cast again group by group. pad_splits:
+    rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
+    without a backward override, such splits are a ShapeError.
+
+    ``splits`` may stay on a GPU. The host waits for them under a recipe, with a bias, and for other dtypes than bf16, once for
+    layers that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products whose splits only the
+    GPU knows are one launch, for which weights that are not single are stacked.
+    """
+
+    kind = "grouped_linear"
+    traits = frozenset(("gemm", "producer"))
+    accepts_quantized = True
+    forward_kwargs = ()
+    num_extra_inputs = 1
+    most_extra_inputs = 2
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scale_bias: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        pad_splits: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wanted, cure = "positive num_groups, in_features and out_features", "give all three as ints"
+        groups, inputs, outputs = checked_sizes(
+            "GroupedLinear", (num_groups, in_features, out_features), wanted=wanted, cure=cure
+        )
+        scaled = bool(bias and scale_bias)
+        if scaled:
+            self.__dict__["num_extra_inputs"] = 2
+        single = bool(single_grouped_weight), bool(bias and single_grouped_bias)
+        super().__init__(GroupedLinearSpec(groups, inputs, outputs, bool(bias), scaled, *single, bool(pad_splits)))
+        weights, biases = _names("weight", groups, single=single[0]), _names("bias", groups, single=single[1])
+        self.__dict__.update(weight_names=weights, bias_names=biases if bias else ())
+        self.__dict__["saves"] = ("x", *self.weight_names, *self.bias_names, "splits", "scales")
+        options = {"device": device, "dtype": checked_dtype("GroupedLinear", dtype or torch.get_default_dtype())}
+        for names, shape in ((self.weight_names, (outputs, inputs)), (self.bias_names, (outputs,))):
+            for name in names:
+                setattr(self, name, nn.Parameter(torch.empty((groups, *shape) if name in _SINGLE else shape, **options)))
+        self.reset_parameters()
+
+    # -- parameters ------------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Values as ``nn.Linear`` draws them, group by group, weights first; weights quantized in ``quantized_model_init``."""
+        if self.parameter_values()[0].is_meta:  # type: ignore[union-attr]
+            return
+        for name in self.weight_names:
+            self._reset_weight(name)
+        bound = 1 / math.sqrt(self.in_features)
+        with torch.no_grad():
+            for name in self.bias_names:
+                self.parameter(name).uniform_(-bound, bound)
+
+    def _reset_weight(self, name: str) -> None:
+        old = self.parameter(name)
+        weight = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+        for matrix in weight.view(-1, *weight.shape[-2:]):
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        init = current_model_init()
+        value = weight if init is None else self._quantized(name, weight, init.recipe)
+        made = nn.Parameter(value, requires_grad=old.requires_grad)
+        if init is not None and init.preserve_high_precision_init_val:
+            made.high_precision_init_val = weight.cpu()  # type: ignore[attr-defined]
+        setattr(self, name, made)
+
+    def _quantized(self, name: str, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
+        made = [self.quantizer_of(self.quantizer_role(name), recipe, slot=slot)[0] for slot in self._slots_of(name)]
+        quantizer = GroupedQuantizer(tuple(made)) if self.single_grouped_weight else made[0]
+        return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
+
+    def _find_slots(self) -> Any:
+        return tuple((name, self._parameters) for name in (*self.weight_names, *self.bias_names))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load also what was saved with weights or biases held the other way."""
+        for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
+            _regroup(state_dict, f"{prefix}{kind}", len(names), self.num_groups)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # -- quantization ----------------------------------------------------------------------------------------------------
+
+    def quantized_roles(self) -> tuple[str, ...]:
+        return ("input", *self.weight_names, "grad_output")
+
+    def cast_groups(self, role: str) -> int:
+        return self.num_groups if role in ("input", "weight", "grad_output") else 0
+
+    def quantizer_role(self, name: str) -> QuantizerRole:
+        role = super().quantizer_role(name)
+        return QuantizerRole(module_type="linear", tensor_type=role.tensor_type, name=role.name)
+
+    def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, Any]:
+        """The quantizer of a group's operand, and its delayed-scaling state; for an operand in groups, a tuple of states."""
+        made = [self.quantizer_of(self.quantizer_role(role), recipe, slot=slot) for slot in self._slots_of(role)]
+        states = tuple(state for _, state in made if state is not None)
+        return made[0][0], states if self.cast_groups(role) else next(iter(states), None)
+
+    def narrow_quantizer(
+        self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
+    ) -> Quantizer | None:
+        return cast_quantizer(quantizer, "weight" if role in self.weight_names else role, override, backward_gemms)
+
+    def num_quantizers(self, mode: Mode) -> int:
+        """An input and a weight for each group, in turn; backward a gradient for each."""
+        return self.num_groups * (2 if len(self._declared(mode)) > 1 else 1)
+
+    def get_quantizer_roles(self, mode: Mode) -> Sequence[QuantizerRole | None] | None:
+        names = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [self.quantizer_role(name) for name in names] * self.num_groups
+
+    def _slots_of(self, role: str) -> Iterator[QuantizerRole]:
+        """Where the states of an operand are kept, group by group: as :meth:`get_quantizer` finds them."""
+        place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
+        groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
+        base = self.quantizer_role(role)
+        return (numbered(base, place + step * i) if i else base for i in groups)
+
+    def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
+        super().compute_dtype(env, x)
+        return env.autocast or self.checked_dtype("weight", self.parameter(self.weight_names[0]).dtype)
+
+    # -- forward ---------------------------------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[Context], input_: Value, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> tuple[torch.Tensor, Any]:
+        ctx = basic_op_ctxs[0]
+        ctx.extras = tuple(basic_op_extra_inputs[0])
+        return self.produce(ctx, input_), [()]
+
+    def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The output, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
+        splits, scales = (*ctx.extras, None)[:2]
+        ctx.input_dtype, ctx.compute_dtype = x.dtype, ctx.dtype(x)
+        self._check_call(x, splits, scales)
+        x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
+        held = {name: self._held(ctx, name) for name in self.weight_names}
+        weights = self._operands(ctx, held.values(), x)
+        ctx.sizes = self._sizes(x, weights, splits)
+        y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), dtype=ctx.compute_dtype, out_dtype=out_dtype)
+        ctx.scales_dtype = None if scales is None else scales.dtype
+        self._save(ctx, x, held, splits, scales)
+        if self.use_bias:
+            self._add_biases(y.view(-1, self.out_features), scales, cast(Sizes, ctx.sizes))
+        return y
+
+    def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
+        if len(x.shape) < 1 or x.shape[-1] != self.in_features:
+            wanted, cure = f"shape (..., {self.in_features})", "check the preceding op's size"
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
+        check_splits(splits, self.num_groups, where=self.label)
+        if scales is not None and scales.numel() != matrix_shape(x.shape)[0]:
+            wanted, cure = f"shape {tuple(x.shape[:-1])}", "pass one scale for each row of the input"
+            raise ShapeError(describe(f"{self.label} scales", wanted=wanted, got=tuple(scales.shape), cure=cure))
+
+    def _held(self, ctx: Context, name: str) -> Value:
+        """A weight as it is multiplied: its quantized copy, or the parameter."""
+        weight = self.parameter(name)
+        if name in ctx.operands:
+            return ctx.operands[name]
+        return ctx.cast(name, weight)
+
+    def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> torch.Tensor | list[Operand]:
+        """The weight of each group as a product reads it beside ``other``; plain weights in one tensor stay in it."""
+        read = [_operand(weight, other, ctx.compute_dtype) for weight in held]
+        if not self.single_grouped_weight:
+            return read
+        (whole,) = read
+        if isinstance(whole, QuantizedStorage):
+            return list(groups_of(whole, (self.out_features,) * self.num_groups))
+        return whole
+
+    def _sizes(self, x: Value, weights: torch.Tensor | Sequence[Operand], splits: torch.Tensor) -> Sizes | None:
+        """Rows of each group; None where only the device knows them and need be."""
+        known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
+        known = known or known_sizes(splits)
+        if known is None and (self.use_bias or not takes_device_splits(x, weights, splits)):
+            known = read_sizes(splits)
+        return None if known is None else check_sizes(known, matrix_shape(x.shape)[0], where=self.label)
+
+    def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
+        wgrad = not ctx.needs.isdisjoint(self.weight_names)
+        dgrad, dscales = "input" in ctx.needs, "extra1" in ctx.needs
+        dbias = not ctx.needs.isdisjoint(self.bias_names)
+        ctx.save(
+            x=_saved(ctx, x) if wgrad else None,
+            **{name: _saved(ctx, weight) if dgrad else None for name, weight in held.items()},
+            **{name: self.parameter(name) if dscales else None for name in self.bias_names},
+            splits=splits if ctx.sizes is None and (wgrad or dgrad) else None,
+            scales=scales if dbias else None,
+        )
+
+    def _biases(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return list(values[0]) if self.single_grouped_bias else values
+
+    def _add_biases(self, y: torch.Tensor, scales: torch.Tensor | None, sizes: Sizes) -> None:
+        """Add to each row of ``y`` the bias of its group, times its scale; computed in fp32 and rounded once."""
+        wide = pointwise.compute_dtype(y.dtype)
+        biases = self._biases([self.parameter(name).detach() for name in self.bias_names])
+        factors = None if scales is None else scales.detach().reshape(-1, 1).to(wide)
+        for (start, end), bias in zip(offsets(sizes), biases):
+            term = bias.to(y.dtype).to(wide)
+            y[start:end] = y[start:end].to(wide) + (term if factors is None else factors[start:end] * term)
+
+    # -- backward --------------------------------------------------------------------------------------------------------
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[Context], grad_output: Value, *, basic_op_grad_extra_outputs: Any
+    ) -> tuple[Any, Any, Any]:
+        ctx = basic_op_ctxs[0]
+        plain = cast(torch.Tensor, ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output)
+        ctx.grad_output = None
+        dy = ctx.cast("grad_output", grad_output, ctx.sizes)
+        dy = dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
+        groups = Groups(ctx.sizes, ctx.saved.splits)
+        dx = self._input_gradient(ctx, dy, groups)
+        weights = self._weight_gradients(ctx, dy, groups)
+        biases, scales = self._bias_gradients(ctx, plain)
+        return dx, [(*weights, *biases)], [(None, scales)[: self.num_extra_inputs]]
+
+    def _input_gradient(self, ctx: Context, dy: Value, groups: Groups) -> torch.Tensor | None:
+        if "input" not in ctx.needs:
+            return None
+        weights = self._operands(ctx, [getattr(ctx.saved, name) for name in self.weight_names], dy)
+        return grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype).to(ctx.input_dtype)
+
+    def _weight_gradients(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
+        wanted = [i for i in range(self.num_groups) if self.weight_names[i % len(self.weight_names)] in ctx.needs]
+        if not wanted:
+            return [None] * len(self.weight_names)
+        grads = grouped_wgrad(dy, ctx.saved.x, groups, wanted=wanted, dtype=ctx.compute_dtype)
+        if self.single_grouped_weight:
+            grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
+        dtypes = [self.parameter(name).dtype for name in self.weight_names]
+        return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes)]
+
+    def _bias_gradients(self, ctx: Context, dy: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""
+        biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
+        dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
+        if not dbias and not dscales:
+            return biases, None
+        wide = pointwise.compute_dtype(dy.dtype)
+        pieces = [piece.to(wide) for piece in dy.reshape(-1, self.out_features).split(ctx.sizes)]
+        biases = self._bias_sums(ctx, pieces) if dbias else biases
+        return biases, self._scale_gradient(ctx, pieces, dy.shape[:-1]) if dscales else None
+
+    def _bias_sums(self, ctx: Context, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        if ctx.saved.scales is not None:
+            factors = ctx.saved.scales.reshape(-1, 1).to(pieces[0].dtype).split(ctx.sizes)
+            pieces = [piece * factor for piece, factor in zip(pieces, factors)]
+        sums = [piece.sum(0) for piece in pieces]
+        sums = [torch.stack(sums)] if self.single_grouped_bias else sums
+        return [total.to(self.parameter(name).dtype) for total, name in zip(sums, self.bias_names)]
+
+    def _scale_gradient(self, ctx: Context, pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        biases = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
+        grads = [(piece * bias.to(ctx.compute_dtype).to(piece.dtype)).sum(1) for piece, bias in zip(pieces, biases)]
+        return torch.cat(grads).reshape(shape).to(ctx.scales_dtype)
+
+
+def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:
+    return (kind,) if single else tuple(f"{kind}{i}" for i in range(groups))
+
+
+def _operand(weight: Any, other: Value, dtype: torch.dtype) -> Operand:
+    """A quantized parameter as a product reads it: its planes beside a quantized operand, its values beside a plain one."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.storage if isinstance(other, QuantizedStorage) else weight.dequantize(dtype)
+    return weight if isinstance(weight, QuantizedStorage) else weight.to(dtype)
+
+
+def _saved(ctx: Context, operand: Value) -> Any:
+    """What the backward products read of an operand: a quantized parameter itself, a cast's plane, or the tensor."""
+    return saved_operand(operand, ctx.env.backward_override) if isinstance(operand, QuantizedStorage) else operand
+
+
+def _regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:
+    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there."""
+    parts = [f"{name}{i}" for i in range(groups)]
+    if held == 1 and name not in state_dict and all(part in state_dict for part in parts):
+        state_dict[name] = torch.stack([state_dict.pop(part) for part in parts])
+    elif held == groups > 1 and name in state_dict:
+        state_dict.update(zip(parts, state_dict.pop(name)))

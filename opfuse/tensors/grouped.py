@@ -1,0 +1,150 @@
+"""A tensor whose groups of rows were quantized apart, as one record; and the sizes of such groups.
+
+A group may be followed by rows of zeros that fill its last blocks. Only its own planes know of them: the record's shape, and what
+it dequantizes to, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError, describe
+from opfuse.formats import USAGES
+from opfuse.tensors.storage import Plane, QuantizedStorage
+
+Sizes = tuple[int, ...]
+"""Rows of consecutive groups, padding not counted."""
+
+
+class GroupedPlane(Plane):
+    """One direction of a matrix whose groups of rows are planes of their own.
+
+    members: the plane of each group, of one format. sizes: rows of each group. There is no array of the whole: ``data``,
+    ``scale`` and ``amax`` are those of the members.
+    """
+
+    members: tuple[Plane, ...]
+    sizes: Sizes
+
+    def __init__(self, members: Sequence[Plane], sizes: Sizes) -> None:
+        first = members[0]
+        shape = sum(sizes), first.shape[1]
+        own = {"usage": first.usage, "format": first.format, "shape": shape, "swizzled": first.swizzled}
+        vars(self).update(own, members=tuple(members), sizes=tuple(sizes))
+
+    def _no_array(self) -> NoReturn:
+        cure = "read the planes of its groups, plane.members"
+        raise QuantizedTensorError(describe(f"{self!r}", wanted="one array", got=f"{len(self.members)} groups", cure=cure))
+
+    data = scale = amax = property(_no_array)  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"GroupedPlane({self.usage} {self.format}, sizes={self.sizes})"
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for member in self.members for tensor in member.tensors())
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> GroupedPlane:
+        source = iter(tensors)
+        return self._mapped(member.with_tensors(source) for member in self.members)
+
+    @property
+    def layout(self) -> Any:
+        """The layouts of the members."""
+        return tuple(member.layout for member in self.members)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The (M, K) matrix in ``dtype``, without padding."""
+        return torch.cat([member.dequantize(dtype)[:size] for member, size in zip(self.members, self.sizes)])
+
+    def transposed(self) -> GroupedPlane:
+        return self._mapped(member.transposed() for member in self.members)
+
+    def with_swizzle(self, *, swizzled: bool) -> GroupedPlane:
+        return self._mapped(member.with_swizzle(swizzled=swizzled) for member in self.members)
+
+    def _mapped(self, members: Iterable[Plane]) -> GroupedPlane:
+        return GroupedPlane(tuple(members), self.sizes)
+
+
+def sizes_of(storage: QuantizedStorage) -> Sizes | None:
+    """Rows of the groups that were cast apart; None if the record is cast as one."""
+    planes = (storage.plane(usage) for usage in storage.usages)
+    return next((plane.sizes for plane in planes if isinstance(plane, GroupedPlane)), None)
+
+
+def groups_of(storage: QuantizedStorage, sizes: Sizes) -> list[QuantizedStorage]:
+    """The record of each group: its members of grouped planes, and its rows of an identity plane."""
+    parts = {usage: _members(storage.plane(usage), sizes) for usage in storage.usages}
+    columns = storage.shape[-1]
+    return [
+        QuantizedStorage(torch.Size((size, columns)), storage.dtype, row, column, storage.why)
+        for size, row, column in zip(sizes, *(parts.get(usage, (None,) * len(sizes)) for usage in USAGES))
+    ]
+
+
+def _members(plane: Plane, sizes: Sizes) -> Sequence[Plane]:
+    if isinstance(plane, GroupedPlane):
+        return plane.members
+    pieces = plane.data.reshape(plane.shape).split(sizes)
+    return [Plane(plane.usage, plane.format, (size, plane.shape[1]), piece) for size, piece in zip(sizes, pieces)]
+
+
+def offsets(sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """First row and end of each group."""
+    start = 0
+    for size in sizes:
+        yield start, start + size
+        start += size
+
+
+_KNOWN = WeakTensorKeyDictionary()
+"""Sizes that the host has read: version of the tensor, and its values. Two layers with the same splits wait for them once."""
+
+
+def read_sizes(splits: torch.Tensor) -> Sizes:
+    """The values of an integer tensor. From a device, the host waits for them the first time.
+
+    UnsupportedError while a CUDA graph is captured, which would not see new values.
+    """
+    version = None if splits.is_inference() else splits._version
+    known = known_sizes(splits)
+    if known is not None:
+        return known
+    if splits.is_cuda and torch.cuda.is_current_stream_capturing():
+        where, wanted, got = "split sizes", "values that the host knows", "a device tensor during graph capture"
+        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure="pass them as a CPU tensor"))
+    sizes = tuple(map(int, splits.tolist()))
+    if splits.is_cuda and version is not None:
+        _KNOWN[splits] = version, sizes
+    return sizes
+
+
+def known_sizes(splits: torch.Tensor) -> Sizes | None:
+    """The values of ``splits`` if the host has them without waiting for a device."""
+    if not splits.is_cuda:
+        return tuple(map(int, splits.tolist()))
+    version, sizes = _KNOWN.get(splits, (None, None))
+    return sizes if version is not None and version == splits._version else None
+
+
+def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
+    """ShapeError or DtypeError unless ``splits`` is an integer tensor (groups,)."""
+    if splits.dtype not in (torch.int64, torch.int32):
+        cure = "pass splits.to(torch.int64)"
+        raise DtypeError(describe(f"{where} split sizes", wanted="int64 or int32", got=splits.dtype, cure=cure))
+    if tuple(splits.shape) != (groups,):
+        cure = "pass one number of rows for each group"
+        raise ShapeError(describe(f"{where} split sizes", wanted=f"shape ({groups},)", got=tuple(splits.shape), cure=cure))
+
+
+def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:
+    """``sizes`` themselves; ShapeError unless they are numbers of rows that add up to ``rows``."""
+    if any(size < 0 for size in sizes) or sum(sizes) != rows:
+        wanted, cure = f"numbers of rows with the sum {rows}", "count the rows of the input that belong to each group"
+        raise ShapeError(describe(f"{where} split sizes", wanted=wanted, got=f"{sizes} with the sum {sum(sizes)}", cure=cure))
+    return sizes

@@ -1,0 +1,97 @@
+"""A quantizer for tensors whose groups of rows are cast apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from opfuse.errors import QuantizerError, ShapeError, describe
+from opfuse.formats import IDENTITY, Format
+from opfuse.kernels.layouts import round_up
+from opfuse.tensors.grouped import GroupedPlane, Sizes, check_sizes
+from opfuse.tensors.quantizers.base import Quantizer
+from opfuse.tensors.storage import Plane, matrix_shape
+
+PADDING = 16
+"""Rows of a padded group are a multiple of this, which native products want, and of the block of their format."""
+
+
+@dataclass(frozen=True, repr=False)
+class GroupedQuantizer(Quantizer):
+    """Casts consecutive groups of rows, each with a quantizer of its own, into one record: no scale reaches over two groups.
+
+    quantizers: one for each group, of equal formats. sizes: rows of each group of a tensor of shape (..., K); None: as many in
+    each. padded: rows of zeros follow a group up to the next multiple of its blocks, and of :data:`PADDING`. High precision is
+    not cut into groups: such a plane is the caller's tensor itself.
+    """
+
+    quantizers: tuple[Quantizer, ...]
+    sizes: Sizes | None = None
+    padded: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.quantizers or any(q.formats != self.quantizers[0].formats for q in self.quantizers):
+            got, cure = [q.formats for q in self.quantizers], "give every group a quantizer of the same class and settings"
+            raise QuantizerError(describe("GroupedQuantizer", wanted="quantizers of equal formats", got=got, cure=cure))
+        usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        pinned = (replace(q, **usages, optimize_for_gemm=q.optimize_for_gemm or self.optimize_for_gemm) for q in self.quantizers)
+        object.__setattr__(self, "quantizers", tuple(pinned))
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return self.quantizers[0].formats
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return tuple(chain.from_iterable(q.state for q in self.quantizers))
+
+    @property
+    def multiple(self) -> int:
+        """What padded groups have a multiple of, in rows."""
+        return math.lcm(PADDING, *(fmt.multiple for fmt in self.formats)) if self.padded else 1
+
+    def check(self, shape: Sequence[int], *, where: str | None = None) -> None:
+        where = where or type(self).__name__
+        if not shape:
+            raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
+        columns = shape[-1]
+        for i, (quantizer, size) in enumerate(zip(self.quantizers, self._sizes(shape))):
+            quantizer.check((round_up(size, self.multiple), columns), where=f"{where}, group {i}")
+
+    def _sizes(self, shape: Sequence[int]) -> Sizes:
+        rows, groups = matrix_shape(shape)[0], len(self.quantizers)
+        return check_sizes(self.sizes or (rows // groups,) * groups, rows, where=type(self).__name__)
+
+    def _planes(self, x: torch.Tensor) -> list[Plane]:
+        sizes = self._sizes(x.shape)
+        pieces = [self._padded(piece) for piece in x.reshape(matrix_shape(x.shape)).split(sizes)]
+        made = [quantizer.quantize(piece) for quantizer, piece in zip(self.quantizers, pieces)]
+        return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
+
+    def _padded(self, piece: torch.Tensor) -> torch.Tensor:
+        missing = -len(piece) % self.multiple
+        return F.pad(piece, (0, 0, 0, missing)) if missing else piece
+
+    @staticmethod
+    def _joined(x: torch.Tensor, members: list[Plane], pieces: list[torch.Tensor], sizes: Sizes) -> Plane:
+        first = members[0]
+        if first.format.family != IDENTITY.family:
+            return GroupedPlane(members, sizes)
+        kept = all(member.data is piece for member, piece in zip(members, pieces))
+        data = x if kept else torch.cat([member.data[:size] for member, size in zip(members, sizes)])
+        return Plane(first.usage, first.format, matrix_shape(x.shape), data)
+
+    def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
+        x = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        sizes = self._sizes(shape)
+        pieces = [self._padded(piece) for piece in x.reshape(matrix_shape(shape)).split(sizes)]
+        made = [q.make_empty(piece.shape, dtype=dtype, device=device) for q, piece in zip(self.quantizers, pieces)]
+        return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        self.quantizers[0]._check_dtype(dtype)

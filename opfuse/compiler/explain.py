@@ -111,6 +111,7 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"  before   {' '.join(plan.ops)}"
         for side in SIDES:
             yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
+        yield from (f"  emulated {reason.partition('. Cure')[0]}" for reason in plan.graph.mixed)
         yield "  rules"
         yield from (f"    {outcome}" for outcome in plan.outcomes)
     if e.saved:
@@ -144,6 +145,7 @@ def _pipeline(plan: Plan) -> dict[str, Any]:
         "opaque": plan.opaque,
         "before": list(plan.ops),
         "nodes": [node.name for node in plan.graph.nodes],
+        "mixed": [reason.partition(". Cure")[0] for reason in plan.graph.mixed],
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{

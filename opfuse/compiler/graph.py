@@ -89,7 +89,8 @@ class Graph:
 
     root: value that a quantized copy is a copy of; their gradients are one.
     extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
-    digraph: node indices as vertices, one edge per value read, with attribute ``value``.
+    digraph: node indices as vertices, one edge per value read, with attribute ``value``. mixed: products of formats that do not
+    meet, which are emulated, and why they do not.
     """
 
     nodes: tuple[Node, ...]
@@ -100,9 +101,17 @@ class Graph:
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
     digraph: nx.MultiDiGraph = field(compare=False, repr=False)
+    mixed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], extra_inputs: Iterable[int], outputs: Iterable[int], grads: Iterable[int]) -> Graph:
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        extra_inputs: Iterable[int],
+        outputs: Iterable[int],
+        grads: Iterable[int],
+        mixed: Iterable[str] = (),
+    ) -> Graph:
         """Wire ``nodes`` up. grads: numbers of the values that a gradient flows into."""
         digraph = nx.MultiDiGraph()
         digraph.add_nodes_from(node.index for node in nodes)
@@ -118,7 +127,8 @@ class Graph:
             if node.is_cast and node.inputs and node.inputs != node.outputs:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
         readers = {value: tuple(indices) for value, indices in consumers.items()}
-        return cls(tuple(nodes), tuple(extra_inputs), tuple(outputs), frozenset(grads), producer, readers, root, digraph)
+        values = tuple(extra_inputs), tuple(outputs), frozenset(grads)
+        return cls(tuple(nodes), *values, producer, readers, root, digraph, tuple(mixed))
 
     def gradient_of(self, value: int) -> int:
         """The number under which the gradient of ``value`` is summed."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
+from opfuse.compiler.products import clashes, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import GemmError, PipelineError, describe
+from opfuse.recipes.policy import quantized_products
 
 TRANSPARENT = "transparent"
 """Trait of an op that returns its input itself, quantized or not."""
@@ -35,7 +37,7 @@ class _Builder:
     """The graph so far: the current main value, and which values carry gradients.
 
     casts: quantized values and the nodes that made them. copies: values that are a copy of another, quantized or not.
-    cast_gradients: values whose gradient is quantized.
+    cast_gradients: values whose gradient is quantized. mixed: products whose formats do not meet.
     """
 
     env: Env
@@ -50,6 +52,7 @@ class _Builder:
     channels: dict[str, int] = field(default_factory=dict)
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    mixed: list[str] = field(default_factory=list)
 
     def new_value(self, *, grad: bool) -> int:
         value, self.values = self.values, self.values + 1
@@ -73,7 +76,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
         params = {name: next(signatures) for name in op.parameter_names}
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
-        casts = _casts(op, env, params, needs)
+        casts = _casts(b, op, params, needs)
         if "input" in casts:
             _cast_input(b, index, casts["input"], extra_values)
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
@@ -94,7 +97,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
             _publish(b, op, node)
         if GRADIENT in casts:
             _cast_gradient(b, index, casts[GRADIENT])
-    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads)
+    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.mixed)
 
 
 def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -114,21 +117,32 @@ def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Se
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
-def _casts(op: BasicOperation, env: Env, params: Mapping[str, TensorSig | None], needs: frozenset[str]) -> dict[str, CastSpec]:
-    """The quantize nodes of one op, by role."""
-    recipe = env.recipe
+def _casts(
+    b: _Builder, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
+) -> dict[str, CastSpec]:
+    """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
+    recipe = b.env.recipe
     if recipe is None:
         return {}
     multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
-    casts = {}
+    products = quantized_products(recipe.backward_override, backward)
+    casts, stored = {}, {}
     for role in op.quantized_roles():
-        if role in params and params[role] is not None and params[role].quantized is not None:  # type: ignore[union-attr]
-            continue
+        signature = params.get(role)
+        if signature is not None and signature.quantized is not None:
+            found = stored_formats(op, role, recipe, products)
+            if found is not None:
+                stored[role] = found
+                continue
         quantizer, state = op.make_quantizer(role, recipe)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
             casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
+    for reason in clashes(op, casts, stored, products):
+        if not recipe.allow_mixed_emulation:
+            raise GemmError(reason)
+        b.mixed.append(reason)
     return casts
 
 

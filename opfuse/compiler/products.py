@@ -69,7 +69,7 @@ def _listed(formats: Formats) -> str:
 
 
 def clashes(
-    op: BasicOperation, casts: Mapping[str, CastSpec], stored: Mapping[str, Formats], gemms: Sequence[str]
+    op: BasicOperation, casts: Mapping[str, CastSpec], stored: Mapping[str, Formats], products: Sequence[str]
 ) -> Iterator[str]:
     """Why operands of ``op`` cannot meet, for each pair that cannot, out of its casts and its stored parameters."""
     if GEMM not in op.traits:

@@ -64,13 +64,17 @@ def _check_parametrized(op: BasicOperation) -> None:
 
 
 def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides."""
+    """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides.
+
+    Integers, such as split sizes, may stay on the CPU.
+    """
     named = [(f"{pipeline.label} extra input {i}", extra) for i, extra in enumerate(extras)]
+    counts = {id(extra) for extra in extras if not extra.is_floating_point() and extra.device.type == "cpu"}
     own = list(takewhile(lambda op: type(op).__module__.startswith("opfuse."), pipeline.ops))
     for op in own:
         named += [(f"{op.label} {name}", p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
     for where, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
-        if tensor.device != x.device:
+        if tensor.device != x.device and id(tensor) not in counts:
             cure = "move the module or the tensor with .to(device)"
             raise PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, cre
 from opfuse.config.findings import Problem, Refused, sentence, shown, similar
 from opfuse.config.models import Section
 from opfuse.core.operation import FusibleOperation
-from opfuse.errors import OpfuseError
+from opfuse.errors import OpfuseError, PipelineError, describe
 from opfuse.ops import OPS
 
 PLACEMENT = ("device", "dtype")
@@ -59,11 +59,11 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-def _channel_field(count: int) -> tuple[Any, Any]:
-    names = {"items": {"type": "string", "minLength": 1}, "type": "array", "minItems": count, "maxItems": count}
-    schema = {"anyOf": [{"type": "string", "minLength": 1}, names]} if count == 1 else names
+def _channel_field(least: int, most: int) -> tuple[Any, Any]:
+    names = {"items": {"type": "string", "minLength": 1}, "type": "array", "minItems": least, "maxItems": most}
+    schema = {"anyOf": [{"type": "string", "minLength": 1}, names]} if least == 1 else names
     name = Annotated[str, Field(min_length=1)]
-    kind = Annotated[list[name], Field(min_length=count, max_length=count), BeforeValidator(_as_list), WithJsonSchema(schema)]
+    kind = Annotated[list[name], Field(min_length=least, max_length=most), BeforeValidator(_as_list), WithJsonSchema(schema)]
     return kind, Field(None, json_schema_extra=_without_default)
 
 
@@ -76,7 +76,7 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
     for side in CHANNELS:
         count = getattr(cls, f"num_{side}s")
         if isinstance(count, int) and count:
-            fields[side] = _channel_field(count)
+            fields[side] = _channel_field(count, getattr(cls, f"most_{side}s", count))
     return create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **fields)
 
 
@@ -101,6 +101,9 @@ class Entry:
         placement = {"device": device, "dtype": dtype}
         taken = {name: placement[name] for name in PLACEMENT if name in parameters(cls)}
         op: Any = cls(**dict(self.arguments), **taken)
+        if self.extra_input and len(self.extra_input) != op.num_extra_inputs:
+            wanted, cure = f"{op.num_extra_inputs} channels", "name one for each"
+            raise PipelineError(describe("extra_input", wanted=wanted, got=len(self.extra_input), cure=cure))
         for i, name in enumerate(self.extra_input):
             op.set_extra_input_channel(i, name)
         for i, name in enumerate(self.extra_output):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,13 @@ _SIZES = ("in_features", "normalized_shape", "size")
 """Parameters that tell how many columns an op takes."""
 
 _RESHAPING = ("reshape",)
+
+
+class Tensor(NamedTuple):
+    """What is known of a tensor without data."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def trial(
@@ -42,18 +50,19 @@ def trial(
 
 def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
-    channels: dict[str, torch.Size] = {}
+    channels: dict[str, Tensor] = {}
     for i, entry in enumerate(entries):
         alone = replace(entry, extra_input=(), extra_output=())
         try:
-            outputs = _rehearse(alone, (shape, *(channels[name] for name in entry.extra_input)), recipe, dtype)
+            inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
+            outputs = _rehearse(alone, inputs, recipe, dtype)
         except (OpfuseError, RuntimeError) as error:
             message, cure = sentence(str(error))
             return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
         if outputs is None:
             return None
-        shape, *extras = outputs
-        channels |= dict(zip(entry.extra_output, extras))
+        shape = outputs[0].shape
+        channels |= dict(zip(entry.extra_output, outputs[1:]))
     return shape
 
 
@@ -69,16 +78,16 @@ def input_columns(entries: Sequence[Entry]) -> int | None:
 
 
 @lru_cache(maxsize=1024)
-def _rehearse(
-    entry: Entry, shapes: tuple[torch.Size, ...], recipe: Recipe | None, dtype: torch.dtype
-) -> tuple[torch.Size, ...] | None:
-    """Shapes of the outputs of one op alone, main first, whose backward pass has run as well; None if it takes more inputs."""
+def _rehearse(entry: Entry, given: tuple[Tensor, ...], recipe: Recipe | None, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    """The outputs of one op alone, main first, whose backward pass has run as well; None if it takes more inputs."""
     op = entry.build(dtype=dtype, device="meta")
-    if op.num_extra_inputs >= len(shapes):
+    if op.num_extra_inputs >= len(given):
         return None
-    inputs = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) * 1 for shape in shapes]
+    inputs = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in given]
+    inputs = [x.requires_grad_() * 1 if x.is_floating_point() else x for x in inputs]
     with autocast(enabled=recipe is not None, recipe=recipe):
         result = op(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
-    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-    return tuple(output.shape for output in outputs)
+    differentiable = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(differentiable, [torch.empty_like(output) for output in differentiable])
+    return tuple(Tensor(output.shape, output.dtype) for output in outputs)

@@ -35,7 +35,7 @@ class GroupedCast(Cast):
         rows = matrix_shape(x.shape)[0]
         if isinstance(splits, torch.Tensor):
             check_splits(splits, self.groups, where=self.op.label)
-            splits = read_sizes(splits)
+            splits = read_sizes(splits, rows)
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where))
         quantizer.check(x.shape, where=self.where)

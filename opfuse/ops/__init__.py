@@ -35,6 +35,7 @@ from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from opfuse.ops.pointwise import AddExtraInput, Bias, ConstantScale, Dropout, PointwiseOperation
+from opfuse.ops.routing import TokenCombine, TokenDispatch
 from opfuse.ops.sequential import Sequential
 from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
 
@@ -43,7 +44,8 @@ OPS: dict[str, type[FusibleOperation]] = {
     for cls in (
         *(BasicLinear, Bias, GELU, QGELU, ReLU, SReLU, SiLU, GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
         *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
-        *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization, GroupedLinear),
+        *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
+        *(GroupedLinear, TokenDispatch, TokenCombine),
     )
 } | {"basic_linear": BasicLinear, "linear": Linear}
 """Built-in ops by the name that configurations use."""

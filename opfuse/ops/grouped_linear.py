@@ -235,11 +235,12 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
     def _sizes(self, x: Value, weights: torch.Tensor | Sequence[Operand], splits: torch.Tensor) -> Sizes | None:
         """Rows of each group; None where only the device knows them and need be."""
+        rows = matrix_shape(x.shape)[0]
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
-        known = known or known_sizes(splits)
+        known = known or known_sizes(splits, rows)
         if known is None and (self.use_bias or not takes_device_splits(x, weights, splits)):
-            known = read_sizes(splits)
-        return None if known is None else check_sizes(known, matrix_shape(x.shape)[0], where=self.label)
+            known = read_sizes(splits, rows)
+        return None if known is None else check_sizes(known, rows, where=self.label)
 
     def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
         wgrad = not ctx.needs.isdisjoint(self.weight_names)

@@ -106,13 +106,14 @@ _KNOWN = WeakTensorKeyDictionary()
 """Sizes that the host has read: version of the tensor, and its values. Two layers with the same splits wait for them once."""
 
 
-def read_sizes(splits: torch.Tensor) -> Sizes:
+def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
     """The values of an integer tensor. From a device, the host waits for them the first time.
 
-    UnsupportedError while a CUDA graph is captured, which would not see new values.
+    One without data, on the meta device, stands for groups of equally many of the ``rows``. UnsupportedError while a CUDA graph
+    is captured, which would not see new values.
     """
     version = None if splits.is_inference() else splits._version
-    known = known_sizes(splits)
+    known = known_sizes(splits, rows)
     if known is not None:
         return known
     if splits.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -124,8 +125,10 @@ def read_sizes(splits: torch.Tensor) -> Sizes:
     return sizes
 
 
-def known_sizes(splits: torch.Tensor) -> Sizes | None:
-    """The values of ``splits`` if the host has them without waiting for a device."""
+def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
+    """The values of ``splits``, as :func:`read_sizes` gives them, if the host has them without waiting for a device."""
+    if splits.is_meta:
+        return tuple(map(len, torch.empty(rows, device="meta").tensor_split(len(splits))))
     if not splits.is_cuda:
         return tuple(map(int, splits.tolist()))
     version, sizes = _KNOWN.get(splits, (None, None))

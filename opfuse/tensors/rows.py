@@ -16,6 +16,7 @@ import torch
 
 from opfuse.formats import ROWWISE, USAGES
 from opfuse.kernels.layouts import ceil_div, load_scale, store_scale
+from opfuse.tensors.grouped import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 
@@ -80,8 +81,10 @@ def join_rows(piece: QuantizedStorage, parts: Sequence[torch.Tensor], shape: Seq
 
 
 def shares_scale(storage: QuantizedStorage) -> bool:
-    """Whether all rows share a scale or an amax, so that pieces that were quantized apart do not make one tensor."""
+    """Whether rows share a scale or an amax beyond their block, so that pieces quantized apart do not make one tensor."""
     planes = [storage.plane(usage) for usage in storage.usages]
+    if any(isinstance(plane, GroupedPlane) for plane in planes):
+        return True
     return any(p.format.family == "tensor" or (p.amax is not None and not _amax_by_row(p)) for p in planes)
 
 
@@ -91,8 +94,10 @@ def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callab
 
 
 def _has_rows(storage: QuantizedStorage) -> bool:
-    """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view)."""
-    return len(storage.shape) > 1 and all(storage.plane(usage).shape == storage.matrix_shape for usage in storage.usages)
+    """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view), and in one array."""
+    planes = [storage.plane(usage) for usage in storage.usages]
+    whole = all(plane.shape == storage.matrix_shape and not isinstance(plane, GroupedPlane) for plane in planes)
+    return len(storage.shape) > 1 and whole
 
 
 def _rows_per_block(plane: Plane) -> int:

@@ -131,6 +131,36 @@ def grouped_linear(x, params, extras):
     return torch.cat(pieces).reshape(*x.shape[:-1], -1)
 
 
+class Routed(torch.nn.Module):
+    """A router that keeps its integers to itself; or, with ``combine``, routes back what it routed."""
+
+    def __init__(self, top_k, combine=False):
+        super().__init__()
+        self.op = ops.TokenDispatch(4, 8, top_k=top_k)
+        self.combine = ops.TokenCombine() if combine else None
+
+    def forward(self, x):
+        rows, splits, probabilities, places = self.op(x.reshape(-1, 8))
+        assert splits.sum() == len(rows)
+        if self.combine is None:
+            return rows, probabilities
+        return self.combine(rows * probabilities[:, None], places).reshape(x.shape)
+
+
+def routed(top_k, combine=False):
+    def formula(x, params, extras):
+        tokens = x.reshape(-1, x.shape[-1])
+        p = torch.softmax(tokens @ params["op.weight"].T, -1)
+        chosen = p.argsort(dim=-1, descending=True)[:, :top_k]
+        if combine:
+            return (tokens * p.gather(1, chosen).sum(1, keepdim=True)).reshape(x.shape)
+        pairs = [(token, group) for group in range(4) for token in range(len(tokens)) if group in chosen[token]]
+        token, group = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64) for i in (0, 1))
+        return tokens[token], p[token, group]
+
+    return formula
+
+
 LIMIT = 1.25
 
 CASES: dict[str, list[Case]] = {
@@ -150,6 +180,8 @@ CASES: dict[str, list[Case]] = {
             roundings=2,
         ),
     ],
+    "token_dispatch": [Case(lambda k=k: Routed(k), routed(k)) for k in (1, 2)],
+    "token_combine": [Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3)],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],
     "qgelu": [Case(ops.QGELU, unary(qgelu))],

@@ -1,0 +1,149 @@
+"""Tokens to experts and back: what stands before and behind grouped layers in a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.context import Context
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import checked_dtype, checked_sizes
+from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.kernels import pointwise
+
+
+@dataclass(frozen=True)
+class TokenDispatchSpec:
+    """Hyper-parameters of a router."""
+
+    num_groups: int
+    features: int
+    top_k: int = 1
+
+
+class TokenDispatch(BasicOperation):
+    """Rows of x (tokens, features) once for each of the ``top_k`` groups that a learned gate chooses for them, group by group.
+
+    p = softmax(x W^T) with ``weight`` W (num_groups, features), in fp32; the largest ``top_k`` of a token are its groups. The
+    output is (tokens * top_k, features), by group, then by token. Extra outputs: split sizes, int64 (num_groups,); the p of each
+    row, in the dtype of x; and the place of each token's rows in the output, int64 (tokens, top_k), for :class:`TokenCombine`.
+    The gradient flows through the rows and through p.
+    """
+
+    saves = ("x", "weight", "probabilities", "chosen", "places")
+    forward_kwargs = ()
+    num_extra_outputs = 3
+
+    def __init__(
+        self, num_groups: int, features: int, *, top_k: int = 1, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        wanted, cure = "positive num_groups, features and top_k", "give all three as ints"
+        groups, size, top = checked_sizes("TokenDispatch", (num_groups, features, top_k), wanted=wanted, cure=cure)
+        if top > groups:
+            cure = "choose as many groups as there are, or fewer"
+            raise SpecError(describe("TokenDispatch top_k", wanted=f"at most num_groups={groups}", got=top, cure=cure))
+        super().__init__(TokenDispatchSpec(groups, size, top))
+        dtype = checked_dtype("TokenDispatch", dtype or torch.get_default_dtype())
+        self.weight = nn.Parameter(torch.empty(groups, size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Values as ``nn.Linear`` draws them."""
+        if not self.weight.is_meta:
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
+        ctx, weight = basic_op_ctxs[0], self.weight
+        _check_rows(self.label, input_, self.features)
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype(input_))
+        wide = pointwise.compute_dtype(x.dtype)
+        probabilities = (x.to(wide) @ weight.to(wide).t()).softmax(-1)
+        picked, chosen = probabilities.topk(self.top_k)
+        # A stable sort keeps the tokens of a group in order.
+        order = chosen.flatten().argsort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view_as(chosen)
+        splits = torch.nn.functional.one_hot(chosen.flatten(), self.num_groups).sum(0)
+        trains, routed = "weight" in ctx.needs, "input" in ctx.needs
+        ctx.save(
+            x=x if trains else None,
+            weight=weight if routed else None,
+            probabilities=probabilities if ctx.needs else None,
+            chosen=chosen if ctx.needs else None,
+            places=places if ctx.needs else None,
+        )
+        rows = x.index_select(0, order // self.top_k)
+        return rows, [(splits, picked.flatten().index_select(0, order).to(x.dtype), places)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any
+    ) -> tuple[Any, Any, Any]:
+        ctx = basic_op_ctxs[0]
+        saved, wide = ctx.saved, ctx.saved.probabilities.dtype
+        _, d_picked, _ = basic_op_grad_extra_outputs[0]
+        dx = None if grad_output is None else _gathered(grad_output, saved.places, wide)
+        d_weight = None
+        if d_picked is not None:
+            chosen = torch.zeros_like(saved.probabilities).scatter_(1, saved.chosen, d_picked.to(wide)[saved.places])
+            p = saved.probabilities
+            d_logits = p * (chosen - (p * chosen).sum(-1, keepdim=True))
+            d_weight = d_logits.t() @ saved.x.to(wide) if "weight" in ctx.needs else None
+            if "input" in ctx.needs:
+                gate = d_logits @ saved.weight.to(wide)
+                dx = gate if dx is None else dx + gate
+        dx = None if dx is None or "input" not in ctx.needs else dx.to(ctx.input_dtype)
+        return dx, [(None if d_weight is None else d_weight.to(self.weight.dtype),)], [()]
+
+
+@dataclass(frozen=True)
+class TokenCombineSpec:
+    """Hyper-parameters of a sum over groups: none."""
+
+
+class TokenCombine(BasicOperation):
+    """y (tokens, features): the sum of the rows that belong to each token, in fp32, rounded once.
+
+    Extra input: ``places``, int64 (tokens, top_k), which :class:`TokenDispatch` gives out.
+    """
+
+    saves = ("places",)
+    forward_kwargs = ()
+    num_extra_inputs = 1
+
+    def __init__(self) -> None:
+        super().__init__(TokenCombineSpec())
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[Context], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> tuple[torch.Tensor, Any]:
+        (ctx,), ((places,),) = basic_op_ctxs, basic_op_extra_inputs
+        _check_rows(self.label, input_, None)
+        if len(input_) != places.numel():
+            wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype(input_))
+        ctx.save(places=places if "input" in ctx.needs else None)
+        return _gathered(x, places, pointwise.compute_dtype(x.dtype)).to(x.dtype), [()]
+
+    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
+        ctx = basic_op_ctxs[0]
+        if "input" not in ctx.needs:
+            return None, [()], [(None,)]
+        places = ctx.saved.places
+        dx = grad_output.new_empty(places.numel(), grad_output.shape[-1])
+        dx[places.flatten()] = grad_output.repeat_interleave(places.shape[1], 0)
+        return dx.to(ctx.input_dtype), [()], [(None,)]
+
+
+def _gathered(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of each token summed in ``dtype``: (tokens, features)."""
+    return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[-1]).sum(1, dtype=dtype)
+
+
+def _check_rows(label: str, x: torch.Tensor, features: int | None) -> None:
+    """ShapeError unless ``x`` is a matrix, of ``features`` columns where these are given."""
+    if x.ndim != 2 or features not in (None, x.shape[-1]):
+        wanted = "shape (rows, features)" if features is None else f"shape (tokens, {features})"
+        raise ShapeError(describe(f"{label} input", wanted=wanted, got=tuple(x.shape), cure="flatten the leading dimensions"))

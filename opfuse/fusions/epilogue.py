@@ -37,13 +37,15 @@ def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize:
     """GEMM or norm, any run of elementwise ops, and the cast."""
     if quantize is None:
         return produce_and_chain(x, producer, chain)
+    if not chain and "norm" in producer.op.traits:
+        return norm_quantize(x, norm=producer, quantize=quantize)
     result = _produce(x, producer, chain)
     return run_chain_cast(result, chain, quantize.op, **_flow(x, producer)) if chain else quantize.op(result)
 
 
 def norm_quantize(x: Value, *, norm: Context, quantize: Context) -> Any:
     """A normalisation and the cast for the product that reads it."""
-    return quantize.op(produce_and_chain(x, norm, ()))
+    return norm.op.produce_cast(norm, x, quantize.op)
 
 
 def linear_add(x: Value, *, linear: Context, bias: Context | None, add: Context) -> torch.Tensor:

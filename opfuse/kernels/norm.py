@@ -12,6 +12,7 @@ length alone: the result of a row is the same in any batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,6 +41,10 @@ class Statistics(NamedTuple):
 
     rstd: Tensor
     mean: Tensor | None = None
+
+    def each(self, f: Callable[[Tensor], Tensor]) -> Statistics:
+        """``f`` of both."""
+        return Statistics(f(self.rstd), None if self.mean is None else f(self.mean))
 
 
 class Gradients(NamedTuple):
@@ -100,70 +105,53 @@ class Norm:
 def norm_forward(x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Statistics]:
     """y, and the statistics that the backward pass reads."""
     rows = _rows(x, norm, x)
-    mean = divide(row_sums(rows), rows.shape[1]) if norm.is_centered else None
+    mean = _averaged(norm, rows) if norm.is_centered else None
     centered = rows if mean is None else rows - mean
-    square = row_sums(centered.square())
-    if norm.kind != "l2_normalization":
-        square = divide(square, rows.shape[1])
-    rstd = reciprocal((square + norm.eps).sqrt())
+    rstd = reciprocal((_averaged(norm, centered.square()) + norm.eps).sqrt())
     y = centered * rstd
     if norm.weight is not None:
         y = y * _gamma(norm, y.dtype)
     if norm.bias is not None:
         y = y + norm.bias.flatten()
     shape = norm.leading(x)
-    statistics = Statistics(rstd.reshape(shape), None if mean is None else mean.reshape(shape))
+    statistics = Statistics(rstd, mean).each(lambda t: t.reshape(shape))
     return y.to(dtype or x.dtype).reshape(x.shape), statistics
 
 
-def norm_backward(dy: Tensor, x: Tensor, norm: Norm, statistics: Statistics, *, dtype: torch.dtype | None = None) -> Gradients:
-    """The gradients of :func:`norm_forward`."""
-    gradients = _backward(dy, x, norm, statistics)
-    return gradients._replace(x=gradients.x.to(dtype or x.dtype))
-
-
-def norm_backward_add(
+def norm_backward(
     dy: Tensor,
-    d_extra: Tensor,
     x: Tensor,
     norm: Norm,
     statistics: Statistics,
     *,
+    extra: Tensor | None = None,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """As :func:`norm_backward`, with dx + d_extra: the gradient of an input that is normalised and also used elsewhere.
+    """The gradients of :func:`norm_forward`.
 
-    rounding: "per_op" rounds dx to ``dtype`` before the sum, as the two ops one by one; "single" rounds the sum only.
+    extra: what is added to dx, the gradient that an input gets elsewhere. rounding: "per_op" rounds dx to ``dtype`` before that
+    sum, as the two ops one by one; "single" rounds the sum only.
     """
     dtype = dtype or x.dtype
-    norm.check_gradient("d_extra", d_extra, x)
-    gradients = _backward(dy, x, norm, statistics)
-    wide = gradients.x.dtype
-    dx = gradients.x.to(boundary_dtype(rounding, dtype, wide)).to(wide)
-    return gradients._replace(x=(dx + d_extra.to(wide)).to(dtype))
-
-
-def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
-    """That of :func:`norm_backward`, which needs neither the input nor its statistics."""
-    return _summed(_rows(dy, norm, dy), norm.bias)
-
-
-def _backward(dy: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> Gradients:
-    """dx before its rounding, and the gradients of the parameters."""
     norm.check_gradient("dy", dy, x)
     rows, grad = _rows(x, norm, x), _rows(dy, norm, x)
     rstd = statistics.rstd.reshape(-1, 1)
     normal = (rows if statistics.mean is None else rows - statistics.mean.reshape(-1, 1)) * rstd
     scaled = grad if norm.weight is None else grad * _gamma(norm, grad.dtype)
-    along = row_sums(scaled * normal)
-    if norm.kind != "l2_normalization":
-        along = divide(along, rows.shape[1])
-    dx = scaled - normal * along
+    dx = scaled - normal * _averaged(norm, scaled * normal)
     if norm.is_centered:
-        dx = dx - divide(row_sums(scaled), rows.shape[1])
-    weight, bias = _summed(grad * normal, norm.weight), _summed(grad, norm.bias)
-    return Gradients((rstd * dx).reshape(x.shape), weight, bias)
+        dx = dx - _averaged(norm, scaled)
+    dx = (rstd * dx).reshape(x.shape)
+    if extra is not None:
+        norm.check_gradient("extra gradient", extra, x)
+        dx = dx.to(boundary_dtype(rounding, dtype, dx.dtype)).to(rows.dtype) + extra.to(rows.dtype)
+    return Gradients(dx.to(dtype), _summed(grad * normal, norm.weight), _summed(grad, norm.bias))
+
+
+def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
+    """That of :func:`norm_backward`, which needs neither the input nor its statistics."""
+    return _summed(_rows(dy, norm, dy), norm.bias)
 
 
 # -- sums of one order -------------------------------------------------------------------------------------------------------
@@ -224,6 +212,12 @@ def _power_of_two(n: int) -> int:
 
 def _rows(values: Tensor, norm: Norm, x: Tensor) -> Tensor:
     return values.reshape(norm.matrix(x)).to(compute_dtype(x.dtype))
+
+
+def _averaged(norm: Norm, rows: Tensor) -> Tensor:
+    """Means of rows; for an L2 normalisation, sums."""
+    sums = row_sums(rows)
+    return sums if norm.kind == "l2_normalization" else divide(sums, rows.shape[1])
 
 
 def _gamma(norm: Norm, dtype: torch.dtype) -> Tensor:

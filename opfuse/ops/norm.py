@@ -6,26 +6,21 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import checked_sizes
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels.epilogue import Rounding
-from opfuse.kernels.norm import (
-    Gradients,
-    Norm,
-    NormKind,
-    Statistics,
-    bias_gradient,
-    norm_backward,
-    norm_backward_add,
-    norm_forward,
-)
+from opfuse.kernels.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
+from opfuse.kernels.norm_cast import norm_cast
+from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.tensors.storage import QuantizedStorage
 
 
 class _Normalization(BasicOperation):
@@ -33,8 +28,8 @@ class _Normalization(BasicOperation):
 
     traits = frozenset(("norm", "producer"))
     forward_kwargs = ()
-    kind: NormKind  # type: ignore[misc]
-    saves: tuple[str, ...]  # type: ignore[misc]
+    kind: ClassVar[NormKind]  # type: ignore[misc]
+    saves: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
@@ -49,12 +44,23 @@ class _Normalization(BasicOperation):
         self._save(ctx, x, statistics)
         return y
 
+    def produce_cast(self, ctx: Context, x: torch.Tensor, cast: Cast) -> QuantizedStorage:
+        """The cast of the normalised input, by the kernel that makes it where there is one for the cast."""
+        self._check_input(x)
+        dtype = ctx.dtype(x)
+        fused = cast.fused(x.shape, dtype)
+        if fused is None:
+            return cast(self.produce(ctx, x))
+        encoded, statistics = norm_cast(x, self._norm(), fused.encoding, dtype=dtype)
+        self._save(ctx, x, statistics)
+        return fused.storage(encoded)
+
     def backward_add(
         self, ctx: Context, dy: torch.Tensor, d_extra: torch.Tensor, *, rounding: Rounding
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of an input that is normalised and also used elsewhere, and those of the parameters."""
         norm, statistics = self._norm(ctx), _statistics(ctx)
-        return self._filed(norm_backward_add(dy, d_extra, ctx.saved.x, norm, statistics, rounding=rounding))
+        return self._filed(norm_backward(dy, ctx.saved.x, norm, statistics, extra=d_extra, rounding=rounding))
 
     @abstractmethod
     def _norm(self, ctx: Context | None = None) -> Norm:

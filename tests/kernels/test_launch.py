@@ -20,6 +20,9 @@ MOST_REGISTERS = {
     "chain_forward.cu": {"chain_forward": 64},
     "chain_backward.cu": {"chain_backward": 160, "row_sums": 32, "column_sums": 32},
     "chain_block.cu": {"chain_block": 255},
+    "norm_backward.cu": {"norm_backward": 255, "norm_sums": 40},
+    "norm_cast.cu": {"norm_cast": 128},
+    "norm_forward.cu": {"norm_forward": 128},
     "chain_tensor.cu": {"chain_tensor": 128, "row_sums": 32, "column_sums": 32},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""

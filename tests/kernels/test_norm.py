@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opfuse.errors import RecipeError, ShapeError
-from opfuse.kernels.norm import Norm, Statistics, norm_backward, norm_backward_add, norm_forward
+from opfuse.kernels.norm import Norm, Statistics, norm_backward, norm_forward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [((5, 16), (16,)), ((2, 3, 4, 6), (4, 6)), ((1, 7), (7,)), ((9,), (9,)), ((0, 8), (8,)), ((3, 2, 5), (3, 2, 5))]
@@ -29,7 +29,7 @@ def rms_norm_backward(dy, x, weight, rstd, *, dtype=None, **options):
 
 
 def rms_norm_backward_add(dy, d_extra, x, weight, rstd, *, rounding="per_op"):
-    gradients = norm_backward_add(dy, d_extra, x, Norm("rms_norm", weight), Statistics(rstd), rounding=rounding)
+    gradients = norm_backward(dy, x, Norm("rms_norm", weight), Statistics(rstd), extra=d_extra, rounding=rounding)
     return gradients.x, gradients.weight
 
 
@@ -293,7 +293,7 @@ X, W = torch.zeros(3, 4), torch.zeros(4)
         (lambda: rms_norm(X, torch.tensor(1.0)), ShapeError, "at least one"),
         (lambda: layer_norm(X, W, torch.zeros(3)), ShapeError, "layer_norm bias"),
         (lambda: rms_norm_backward(torch.zeros(3, 5), X, W, torch.ones(3)), ShapeError, "rms_norm dy"),
-        (lambda: rms_norm_backward_add(X, torch.zeros(2, 4), X, W, torch.ones(3)), ShapeError, "d_extra"),
+        (lambda: rms_norm_backward_add(X, torch.zeros(2, 4), X, W, torch.ones(3)), ShapeError, "extra gradient"),
         (lambda: rms_norm_backward_add(X, X, X, W, torch.ones(3), rounding="twice"), RecipeError, "'per_op'"),
         (lambda: l2_normalization(torch.tensor(1.0)), ShapeError, "l2_normalization x"),
     ],

@@ -1,0 +1,164 @@
+// norm_backward: the gradients of a normalisation, from one read of dy and x.
+//
+// x, dy, extra   [rows, columns] of IN, GRAD and EXTRA, contiguous; rstd, mean: what the forward pass stored
+// dx             [rows, columns] of IO. ADD = 1: with extra added to dx as it is rounded; ADD = 2: before it is
+// parts          fp32 [blocks of norm_backward, SUMS, columns rounded up to eight]: sums of the rows of a block
+// d_weight, d_bias  [columns] of WEIGHT
+// Order          block b has teams of threads b TEAMS ..., each the rows that are equal to it modulo all BLOCKS TEAMS; they are added
+//                in turn, then by halves what teams have, and what blocks have: nothing is added atomically
+// Grid           norm_backward: at most BLOCKS blocks of 256 threads, with SUMS PACKS 8 KiB of shared memory;
+//                norm_sums: one for each 32 sums
+// Defined by     opfuse/kernels/norm.py, norm_backward and norm_backward_add
+#include "norm.cuh"
+
+constexpr int BLOCKS = 256, SUMS = int(WEIGHTED) + int(CENTERED), ROW_SUMS = 1 + int(CENTERED);
+
+struct Parameters {
+    Norm norm;
+    const GRAD* dy;
+    const EXTRA* extra;
+    IO* dx;
+    float* parts;
+    WEIGHT *d_weight, *d_bias;
+    u32 blocks, pitch;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+// ------------------------------------------------------------------------------------------------------- gradients of parameters
+
+// Four of the sums that a thread has, of the halves of its packs: in shared memory, or where packs are too many for it in parts.
+OPFUSE_FN float4* own_sums(const Parameters& parameters, float4* shared, const Row& at, int sum, int u, int half) {
+    if constexpr (PACKS)
+        return shared + ((sum * PACKS + u) * 2 + half) * THREADS + threadIdx.x;
+    else
+        return reinterpret_cast<float4*>(parameters.parts + ((long long)blockIdx.x * SUMS + sum) * parameters.pitch + at.column(u)) + half;
+}
+
+OPFUSE_FN void add_to(float4* sums, const float* v) {
+    float4 s = *sums;
+    *sums = make_float4(s.x + v[0], s.y + v[1], s.z + v[2], s.w + v[3]);
+}
+
+// The sums of the teams of a block, to its part.
+OPFUSE_FN void store_part(const Parameters& parameters, const float4* shared) {
+    if constexpr (PACKS == 0) return;
+    __syncthreads();
+    float4* part = reinterpret_cast<float4*>(parameters.parts + (long long)blockIdx.x * SUMS * parameters.pitch);
+#pragma unroll 1
+    for (int k = threadIdx.x; k < SUMS * PACKS * 2 * TEAM; k += THREADS) {
+        int lane = k % TEAM, half = k / TEAM % 2, u = k / (2 * TEAM) % SOME(PACKS), sum = k / (2 * TEAM * SOME(PACKS));
+        float v[4][TEAMS];
+#pragma unroll
+        for (int team = 0; team < TEAMS; ++team) {
+            float4 four = shared[k / TEAM * THREADS + team * TEAM + lane];
+            v[0][team] = four.x, v[1][team] = four.y, v[2][team] = four.z, v[3][team] = four.w;
+        }
+        int column = (lane + u * TEAM) * 8 + half * 4;
+        if (column < parameters.pitch)
+            part[(sum * parameters.pitch + column) / 4] = make_float4(by_halves(v[0]), by_halves(v[1]), by_halves(v[2]), by_halves(v[3]));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) norm_sums(const __grid_constant__ Parameters parameters) {
+    constexpr int ADDERS = 32, EACH = THREADS / ADDERS, LOADS = BLOCKS / EACH;
+    __shared__ float of_thread[EACH][ADDERS];
+    int first = threadIdx.x / ADDERS, own = threadIdx.x % ADDERS;
+    long long index = (long long)blockIdx.x * ADDERS + own, size = (long long)SUMS * parameters.pitch;
+    float v[LOADS];
+#pragma unroll
+    for (int k = 0; k < LOADS; ++k) {
+        int block = first + k * EACH;
+        v[k] = index < size && block < parameters.blocks ? parameters.parts[block * size + index] : 0.0f;
+    }
+    of_thread[first][own] = by_halves(v);
+    __syncthreads();
+    if (first > 0 || index >= size) return;
+    float sum[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) sum[k] = of_thread[k][own];
+    float total = by_halves(sum) + 0.0f;  // where all is -0
+    long long column = index % parameters.pitch;
+    if (column < parameters.norm.columns) (index < parameters.pitch ? parameters.d_weight : parameters.d_bias)[column] = from_fp32<WEIGHT>(total);
+}
+
+// --------------------------------------------------------------------------------------------------------- gradient of the input
+
+// What an element of dy is in the sums of its row: that of the normalised value, before gamma.
+OPFUSE_FN float scaled(const Pack<GRAD, 8>& dy, const Pack<WEIGHT, 8>& weight, int i) {
+    return WEIGHTED ? value(dy, i) * gamma(weight, i) : value(dy, i);
+}
+
+OPFUSE_FN Pack<WEIGHT, 8> load_weight(const Norm& p, const Row& at, int u) {
+    if constexpr (WEIGHTED)
+        return load_pack(p.weight, at, u);
+    else
+        return {};
+}
+
+// Sums of a row: of scaled dy times the normalised value, and of scaled dy. Adds the row to those of the thread's columns.
+OPFUSE_FN void add_row(const Parameters& parameters, const Row& at, const Moments& m, const Packs<IN>& x, const Packs<GRAD>& dy,
+                       float (&along)[ROW_SUMS], int slot, float4* shared) {
+    const Norm& p = parameters.norm;
+    row_sums(along, p, slot, [&](int u, float (&v)[ROW_SUMS][8]) {
+        Pack<WEIGHT, 8> weight = load_weight(p, at, u);
+        Pack<IN, 8> pack = x[u];
+        Pack<GRAD, 8> grad = dy[u];
+        float of_weight[8], of_bias[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float y = normal(pack, i, m), s = scaled(grad, weight, i);
+            v[0][i] = s * y;
+            if (CENTERED) v[ROW_SUMS - 1][i] = s;
+            of_weight[i] = value(grad, i) * y, of_bias[i] = value(grad, i);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (PACKS == 0 && at.count(u) <= 0) continue;
+            if (WEIGHTED) add_to(own_sums(parameters, shared, at, 0, u, half), of_weight + half * 4);
+            if (CENTERED) add_to(own_sums(parameters, shared, at, 1, u, half), of_bias + half * 4);
+        }
+    });
+#pragma unroll
+    for (int s = 0; s < ROW_SUMS; ++s) along[s] = averaged(p, along[s]);
+}
+
+// Pack u of dx.
+OPFUSE_FN Pack<IO, 8> input_gradient(const Parameters& parameters, const Row& at, const Moments& m, int u, const Pack<IN, 8>& x,
+                                     const Pack<GRAD, 8>& dy, const Pack<EXTRA, 8>& extra, const float (&along)[ROW_SUMS]) {
+    Pack<WEIGHT, 8> weight = load_weight(parameters.norm, at, u);
+    auto dx = [&](int i) {
+        float d = scaled(dy, weight, i) - normal(x, i, m) * along[0];
+        if (CENTERED) d -= along[ROW_SUMS - 1];
+        return m.rstd * d;
+    };
+    if constexpr (ADD == 2) return pack_of<IO, 8>([&](int i) { return dx(i) + value(extra, i); });
+    Pack<IO, 8> rounded_dx = pack_of<IO, 8>(dx);
+    if constexpr (ADD == 0) return rounded_dx;
+    return pack_of<IO, 8>([&](int i) { return value(rounded_dx, i) + value(extra, i); });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_backward(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(16) float4 shared[];
+    const Norm& p = parameters.norm;
+    Row first = row_of_block(p, blockIdx.x);
+    each_pack(p, [&](int u) {
+#pragma unroll
+        for (int k = 0; k < 2 * SUMS; ++k)
+            if (PACKS || first.column(u) < parameters.pitch) *own_sums(parameters, shared, first, k / 2, u, k % 2) = {};
+    });
+    int slot = 0;
+#pragma unroll 1
+    for (long long block = blockIdx.x; block * TEAMS < p.rows; block += BLOCKS, slot ^= 1) {
+        Row at = row_of_block(p, block);
+        Packs<IN> x(p, p.x, at);
+        Packs<GRAD> dy(p, parameters.dy, at);
+        Packs<EXTRA> extra(p, parameters.extra, ADD ? at : Row{at.row, 0, at.lane});
+        Moments m = load_moments(p, at);
+        float along[ROW_SUMS];
+        add_row(parameters, at, m, x, dy, along, slot, shared);
+        each_pack(p, [&](int u) {
+            store_pack(parameters.dx + at.row * p.columns, input_gradient(parameters, at, m, u, x[u], dy[u], extra[u], along), at, u);
+        });
+    }
+    store_part(parameters, shared);
+}

@@ -1,0 +1,165 @@
+"""Normalisations that end in a cast: by rows in the same kernel, by columns in the one that casts a chain of elementwise ops.
+
+A row's codes need its statistics, which need all of it; so the kernel that has a row casts it by rows. What is cast by columns,
+or in squares, is read twice: for the statistics, then in tiles, where the rest of a normalisation is an elementwise op. Where
+the amax of the result decides its scale, the kernel that stores the result finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from opfuse.formats import ROWWISE
+from opfuse.kernels import chain_cast, norm_cases
+from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.kernels.epilogue import Rounding, Stage
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout
+from opfuse.kernels.norm import Norm, NormKind, Statistics
+from opfuse.kernels.norm_call import NORM, Call, call_of
+from opfuse.kernels.norm_rows import norm_forward, run_forward
+from opfuse.kernels.pointwise import OperandKind, Pointwise
+from opfuse.kernels.registry import BITWISE, Kernel, Launcher, kernel
+from opfuse.kernels.scalars import FLT_MAX
+from opfuse.kernels.variants import C_TYPES, variant_of
+
+Target = tuple[str, tuple[int | float, ...], Tensor]
+"""How the target of a cast is packed, its fields, and the decode scale that the kernel stores."""
+
+
+def norm_then_cast(
+    x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
+) -> tuple[list[Encoded], Statistics]:
+    """The cast of :func:`norm_forward`'s y, and the statistics."""
+    y, statistics = norm_forward(x, norm, dtype=dtype)
+    return encode(y), statistics
+
+
+@kernel("norm_cast.cu", reference=norm_then_cast, tolerance=BITWISE, cases=norm_cases.CAST)
+def norm_cast(
+    launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
+) -> tuple[list[Encoded], Statistics]:
+    """One read of ``x`` for codes by rows, two for others."""
+    dtype = dtype or x.dtype
+    call = call_of(x, norm, None, [dtype])
+    if call is None:
+        return norm_then_cast(x, norm, encode, dtype=dtype)
+    if isinstance(encode, Measured):
+        return _measured(launch, call, encode, dtype)
+    if call.matrix == encode.layouts[0].shape:
+        if type(encode) in _TARGETS and _is_by_rows(encode):
+            return _by_rows(launch, call, encode, dtype), call.statistics
+        if type(encode) in chain_cast.FORWARD:
+            return _by_tiles(launch, call, encode, dtype), call.statistics
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    run_forward(launch, call, y)
+    return encode(y), call.statistics
+
+
+def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype) -> tuple[list[Encoded], Statistics]:
+    y = torch.empty(call.x.shape, dtype=dtype, device=call.x.device)
+    amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
+    run_forward(launch, call, y, amax)
+    return encode.given(y, amax), call.statistics
+
+
+# -- by rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_by_rows(encode: Encoding) -> bool:
+    """Whether all that a row's codes and scales depend on is the row; of a per-tensor cast, what its codes do."""
+    (layout, *others) = encode.layouts
+    rows = encode.rows if isinstance(encode, Microscaled) else 1 if layout.format.family == "tensor" else layout.block[0]
+    return not others and layout.usage == ROWWISE and rows == 1
+
+
+def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
+    (layout,) = encode.layouts
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
+    packing, target, scale = _TARGETS[type(encode)](encode, layout, dtype, data)
+    parameters = struct.Struct(f"{NORM}P{packing}0q")
+    held = call.held()
+    variant = variant_of(
+        "norm_cast.cu",
+        parameters,
+        **call.defines(held, data),
+        IO=C_TYPES[dtype],
+        OUT=layout.element.name.upper(),
+        CAST=type(encode).__name__,
+        SWIZZLED=layout.swizzled,
+        RESIDENT=call.resident(held, data),
+    )
+    fields = (*call.fields(), data.data_ptr(), *target)
+    launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
+    return [(data, scale)]
+
+
+def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
+    return "PPP", (encode.scale.data_ptr(), encode.amax.data_ptr(), decode_scale.data_ptr()), decode_scale
+
+
+def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
+    inf_value = min(torch.finfo(dtype).max, FLT_MAX)
+    return "PqffII", (scale.data_ptr(), scale.shape[1], encode.eps, inf_value, encode.pow2, 0), scale
+
+
+def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
+    scale = new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=data.device)
+    return "PII", (scale.data_ptr(), encode.rounding == "ceil", 0), scale
+
+
+_TARGETS: Mapping[type, Callable[..., Target]] = {Recording: _recording, Blocks: _blocks, Microscaled: _microscaled}
+"""The casts by rows, by the type of the encoding."""
+
+# -- by tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
+    run_forward(launch, call, None)
+    x = call.x.view(call.matrix)
+    rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
+    cast_chain = cast("Kernel[Any, Any]", chain_cast.FORWARD[type(encode)])
+    stage = stage_of(call.norm, call.statistics)
+    encoded, _, _ = cast_chain.run(launch, x, [stage], encode, rounding=rounding, dtype=dtype)
+    return encoded
+
+
+def stage_of(norm: Norm, statistics: Statistics) -> Stage:
+    """What is left of the normalisation of a matrix when its statistics are known: an elementwise op."""
+    tensors = {"weight": norm.weight, "bias": norm.bias, **statistics._asdict()}
+    operands = {name: tensor.flatten() for name, tensor in tensors.items() if tensor is not None}
+    return Stage(_stage_math(norm.kind, norm.zero_centered_gamma), operands)
+
+
+@functools.cache
+def _stage_math(kind: NormKind, zero_centered: bool) -> Pointwise:
+    """(x - mean) * rstd * gamma + bias, as far as the kind has them; its gradient takes statistics for constants."""
+    operands: dict[str, OperandKind] = {"rstd": "column"}
+    normal, gamma, bias = "x * rstd", "", ""
+    if kind != "l2_normalization":
+        operands["weight"] = "row"
+        gamma = " * (1.0f + weight)" if zero_centered else " * weight"
+    if kind == "layer_norm":
+        operands |= {"mean": "column", "bias": "row"}
+        normal, bias = "(x - mean) * rstd", " + bias"
+
+    def factor(weight: Tensor) -> Tensor:
+        return 1 + weight if zero_centered else weight
+
+    def value(x: Tensor, *, rstd: Tensor, **given: Tensor) -> Tensor:
+        y = (x - given["mean"] if "mean" in given else x) * rstd
+        y = y * factor(given["weight"]) if "weight" in given else y
+        return y + given["bias"] if "bias" in given else y
+
+    def grad(dy: Tensor, x: Tensor, *, rstd: Tensor, **given: Tensor) -> tuple[Tensor]:
+        return ((dy * factor(given["weight"]) if "weight" in given else dy) * rstd,)
+
+    return Pointwise(kind, f"{normal}{gamma}{bias}", (f"dy{gamma} * rstd",), value, grad, operands=operands)

@@ -1,0 +1,117 @@
+"""The normalisations as the library calls them: kernels for CUDA tensors, whose results are those of norm.py bit for bit.
+
+A kernel is compiled for the types, the kind and how many columns a thread has. What a kernel cannot take goes to the torch
+definition, which runs it or says what is wrong: other dtypes than fp32, bf16, fp16, parameters of two dtypes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opfuse.kernels import norm as definition
+from opfuse.kernels import norm_cases
+from opfuse.kernels.epilogue import Rounding
+from opfuse.kernels.launch import Grid
+from opfuse.kernels.layouts import ceil_div, round_up
+from opfuse.kernels.norm import BLOCKS, EIGHT, Gradients, Norm, Statistics
+from opfuse.kernels.norm_call import NORM, THREADS, Call, call_of
+from opfuse.kernels.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.variants import C_TYPES, variant_of
+
+_FORWARD = struct.Struct(NORM + "PP")
+_BACKWARD = struct.Struct(NORM + "6PII")
+
+_ADDERS = 32  # sums of a block that adds up parts
+_SUM_BYTES = 8192  # of shared memory for the sums of an eight of columns of every thread
+_MOST_SHARED = 1 << 16  # bytes, which every device has
+_ADD = {"per_op": 1, "single": 2}
+
+
+@kernel("norm_forward.cu", reference=definition.norm_forward, tolerance=BITWISE, cases=norm_cases.FORWARD)
+def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Statistics]:
+    """One read of ``x``."""
+    call = call_of(x, norm, None, [dtype or x.dtype])
+    if call is None:
+        return definition.norm_forward(x, norm, dtype=dtype)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    run_forward(launch, call, y)
+    return y, call.statistics
+
+
+def run_forward(launch: Launcher, call: Call, y: Tensor | None, amax: Tensor | None = None) -> None:
+    """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them."""
+    held, made = call.held(), [] if y is None else [y]
+    variant = variant_of(
+        "norm_forward.cu",
+        _FORWARD,
+        **call.defines(held, *made),
+        IO=C_TYPES[call.x.dtype if y is None else y.dtype],
+        STORES=y is not None,
+        MEASURES=amax is not None,
+        RESIDENT=call.resident(held, *made),
+    )
+    fields = (*call.fields(), *(0 if t is None else t.data_ptr() for t in (y, amax)))
+    launch(variant, "norm_forward", call.grid, _FORWARD, *fields, device=call.x.get_device())
+
+
+class _Tensors(NamedTuple):
+    """What a backward kernel reads beside the call, and what it makes."""
+
+    dy: Tensor
+    extra: Tensor | None
+    dx: Tensor
+    parts: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@kernel("norm_backward.cu", reference=definition.norm_backward, tolerance=BITWISE, cases=norm_cases.BACKWARD)
+def norm_backward(
+    launch: Launcher,
+    dy: Tensor,
+    x: Tensor,
+    norm: Norm,
+    statistics: Statistics,
+    *,
+    extra: Tensor | None = None,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    """One read of ``dy``, ``x`` and ``extra``; the gradients of parameters are summed in two passes of fixed order."""
+    dtype, others = dtype or x.dtype, [dy] if extra is None else [dy, extra]
+    call = call_of(x, norm, statistics, [dtype], *others)
+    if call is None or rounding not in _ADD or any(t.shape != x.shape for t in others):
+        return definition.norm_backward(dy, x, norm, statistics, extra=extra, rounding=rounding, dtype=dtype)
+    parameters = call.parameters
+    weight, bias = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (norm.weight, norm.bias))
+    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+    blocks, pitch = min(BLOCKS, call.grid.blocks), round_up(call.matrix[1], EIGHT)
+    parts = torch.empty((blocks, len(parameters), pitch), dtype=torch.float32, device=x.device)
+    made = _Tensors(dy.contiguous(), None if extra is None else extra.contiguous(), dx, parts, weight, bias)
+    _run_backward(launch, call, made, _ADD[rounding] if extra is not None else 0)
+    return Gradients(dx, weight, bias)
+
+
+def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, add: int) -> None:
+    blocks, sums, pitch = tensors.parts.shape
+    full = [tensors.dy, tensors.dx, *([] if tensors.extra is None else [tensors.extra])]
+    held = call.held(tensors.dy) if sums * call.packs * _SUM_BYTES <= _MOST_SHARED else 0
+    variant = variant_of(
+        "norm_backward.cu",
+        _BACKWARD,
+        **call.defines(held, *full),
+        GRAD=C_TYPES[tensors.dy.dtype],
+        EXTRA=C_TYPES[full[-1].dtype],
+        IO=C_TYPES[tensors.dx.dtype],
+        ADD=add,
+        RESIDENT=2 if call.is_light(held, *full) else 1,
+    )
+    fields = (*call.fields(), *(0 if t is None else t.data_ptr() for t in tensors), blocks, pitch)
+    device = call.x.get_device()
+    launch(variant, "norm_backward", Grid(blocks, THREADS, sums * held * _SUM_BYTES), _BACKWARD, *fields, device=device)
+    if sums:
+        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD, *fields, device=device)

@@ -33,7 +33,7 @@ class DelayedScalingRequest(QuantizerRequest):
         object.__setattr__(self, "recipe", DelayedScaling(**fields))
 
 
-Answer = Quantizer | QuantizerRequest
+Answer = Quantizer | DelayedScalingRequest
 QFactory = Callable[[QuantizerRole], Answer]
 
 
@@ -103,7 +103,8 @@ class CustomRecipe(Recipe):
         made = self.qfactory(role)
         if not isinstance(made, Answer):
             cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
-            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted="a Quantizer", got=repr(made), cure=cure))
+            wanted = "a Quantizer or a DelayedScalingRequest"
+            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(made), cure=cure))
         return self._answers.setdefault(role, made)
 
     def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
@@ -118,13 +119,7 @@ class CustomRecipe(Recipe):
 
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
         answer = self._answer(role)
-        if isinstance(answer, Quantizer):
-            return answer
-        if not isinstance(answer, DelayedScalingRequest):
-            cure = "return a quantizer, or a DelayedScalingRequest"
-            where = f"CustomRecipe.qfactory({role})"
-            raise RecipeError(describe(where, wanted="a request that ops can serve", got=repr(answer), cure=cure))
-        return answer.recipe.quantizer(role, state=state)
+        return answer if isinstance(answer, Quantizer) else answer.recipe.quantizer(role, state=state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomRecipe:
         return self

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from opfuse.errors import RecipeError, ShapeError
+from opfuse.kernels import epilogue, norm, norm_cases, norm_cast
 from opfuse.kernels.norm import Norm, Statistics, norm_backward, norm_forward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+CPU = torch.device("cpu")
 SHAPES = [((5, 16), (16,)), ((2, 3, 4, 6), (4, 6)), ((1, 7), (7,)), ((9,), (9,)), ((0, 8), (8,)), ((3, 2, 5), (3, 2, 5))]
 
 
@@ -303,3 +305,87 @@ def test_errors_are_typed(call, error, says):
         call()
     assert says in str(caught.value)
     assert "Cure" in str(caught.value)
+
+
+# -- sums ------------------------------------------------------------------------------------------------------------------
+
+
+def tree(values):
+    """Halves added until one is left, with Python's own loop; the shorter list is filled with zeros."""
+    size = 1 << max(len(values) - 1, 0).bit_length()
+    values = list(values) + [0.0] * (size - len(values))
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [fp32(a + b) for a, b in zip(values[:half], values[half:])]
+    return values[0]
+
+
+def in_turn(values):
+    total = 0.0
+    for value in values:
+        total = fp32(total + value)
+    return total
+
+
+def fp32(value):
+    """One rounding: sums of two fp32 numbers are exact in fp64, or rounded far below fp32's last place."""
+    return torch.tensor(value, dtype=FP64).float().item()
+
+
+@pytest.mark.parametrize("columns", [1, 8, 67, 256, 300, 2048, 5000])
+def test_row_sums_have_the_documented_order(columns):
+    (row,) = values = draw(1, columns, dtype=FP32)
+    chunks = [in_turn(row[c].item() for c in range(place, columns, norm.CHUNK)) for place in range(min(columns, norm.CHUNK))]
+    chunks += [0.0] * (norm.CHUNK - len(chunks))
+    eights = [tree(chunks[i : i + 8]) for i in range(0, norm.CHUNK, 8)]
+    assert norm.row_sums(values).item() == tree([tree(eights[lane::32]) for lane in range(32)])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (9, 3), (4100, 2), (3, 1032), (600, 1032)])
+def test_column_sums_have_the_documented_order(rows, columns):
+    values = draw(rows, columns, dtype=FP32)
+    teams = 8 if columns <= norm.WARP_COLUMNS else 1
+    first = values[:, 0].tolist()
+    own = [in_turn(first[place :: norm.BLOCKS * teams]) for place in range(norm.BLOCKS * teams)]
+    assert norm.column_sums(values)[0].item() == tree([tree(own[b * teams : (b + 1) * teams]) for b in range(norm.BLOCKS)])
+
+
+def test_sums_of_negative_zeros_are_positive():
+    values = torch.full((4, 24), -0.0)
+    for sums in (norm.row_sums(values), norm.column_sums(values)):
+        assert not sums.signbit().any()
+
+
+@pytest.mark.parametrize("columns", [40, 1000, 5000])
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "l2_normalization"])
+def test_a_row_is_the_same_in_any_batch(kind, columns):
+    """y, statistics and dx of a row depend on the row alone."""
+    case = norm_cases.Rows(kind, (23, columns))
+    (dy, x, value, statistics), _ = case.backward(None, CPU)
+    y, _ = norm_forward(x, value)
+    dx = norm_backward(dy, x, value, statistics).x
+    for rows in (slice(0, 1), slice(3, 10)):
+        part, of_part = norm_forward(x[rows], value)
+        assert torch.equal(part, y[rows])
+        assert torch.equal(of_part.rstd, statistics.rstd[rows])
+        assert torch.equal(norm_backward(dy[rows], x[rows], value, of_part).x, dx[rows])
+
+
+# -- as an elementwise op ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "l2_normalization"])
+def test_r4_what_statistics_leave_is_an_elementwise_op(kind, zero_centered):
+    """By tiles, a normalisation is a stage of a chain: the same bits, and the gradient with constant statistics."""
+    case = norm_cases.Rows(kind, (9, 200), zero_centered=zero_centered)
+    (x, value), _ = case.forward(CPU)
+    y, statistics = norm_forward(x, value)
+    stage = norm_cast.stage_of(value, statistics)
+    assert torch.equal(epilogue.forward_chain(x, [stage])[0], y)
+    wide, operands = x.double().requires_grad_(), {name: t.double() for name, t in stage.operands.items()}
+    columns = {name: t.unsqueeze(-1) if stage.math.operands[name] == "column" else t for name, t in operands.items()}
+    result = stage.math.value(wide, **columns)
+    dy = draw(9, 200)
+    (wanted,) = torch.autograd.grad(result, wide, dy)
+    torch.testing.assert_close(stage.math.grad(dy, wide, **columns)[0], wanted)

@@ -32,6 +32,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "run": Entry("opfuse.cli.run:run", "Train the pipeline of a configuration, and report what fused."),
+    "study": Entry("opfuse.cli.study:study", "Compare gradients along a training run with the exact ones."),
     "explain": Entry("opfuse.cli.explain:explain", "Show what fuses, what does not, and why."),
     "check": Entry("opfuse.cli.check:check", "Find what is wrong in configurations."),
     "schema": Entry("opfuse.cli.schema:schema", "Print the JSON schema of configurations."),

@@ -1,9 +1,11 @@
 """Training a byte-level language model around a configuration's pipeline, on text that every Python carries."""
 
 from opfuse.train.comparison import Comparison, OnStep, compare
+from opfuse.train.exact import exact_gradients
 from opfuse.train.loop import Curve, Step, evaluate, fit
 from opfuse.train.model import ByteModel
 from opfuse.train.report import bits, fused, to_dict, write_plot, write_report
+from opfuse.train.study import Study, study_overrides
 
 __all__ = [
     "ByteModel",
@@ -11,11 +13,14 @@ __all__ = [
     "Curve",
     "OnStep",
     "Step",
+    "Study",
     "bits",
     "compare",
     "evaluate",
+    "exact_gradients",
     "fit",
     "fused",
+    "study_overrides",
     "to_dict",
     "write_plot",
     "write_report",

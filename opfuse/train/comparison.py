@@ -70,10 +70,10 @@ def compare(
     ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device.
     """
     settings = overridden(config.train, steps=steps, seed=seed)
-    data = _data(config)
+    data = data_of(config)
     place = usable(device)
     text = corpus(data.kind, validation_fraction=data.validation_fraction)
-    initial = _initial(config, data, settings.seed, place)
+    initial = initial_model(config, data, settings.seed, place)
     held_out = spread_batches(
         text.validation,
         context=data.context,
@@ -95,14 +95,14 @@ def _labels(config: Config) -> tuple[str, str]:
     return (plain if config.recipe is None else config.recipe.kind), plain
 
 
-def _data(config: Config) -> PydocTopics:
+def data_of(config: Config) -> PydocTopics:
     if config.data is None:
         cure = "add `data: {kind: pydoc_topics}` to the file"
         raise ConfigError(describe(config.path, wanted="data to train on", got="no data section", cure=cure))
     return config.data
 
 
-def _initial(config: Config, data: PydocTopics, seed: int, device: torch.device) -> ByteModel:
+def initial_model(config: Config, data: PydocTopics, seed: int, device: torch.device) -> ByteModel:
     """The model before its first step. Drawn on the CPU, so that it is the same on every device."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

@@ -1,0 +1,62 @@
+"""``opfuse study``: measurements along a training run that answer one question."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.run import reporter
+from opfuse.config import load
+from opfuse.train.study import POINTS, Study, study_overrides
+from opfuse.train.study_report import HEAD, dtype_of, rows, summary, to_dict, write_study
+
+WIDTH = 110
+"""Characters that the table needs."""
+
+
+class Subject(enum.StrEnum):
+    """What is studied."""
+
+    overrides = "overrides"
+
+
+def study(
+    subject: Annotated[Subject, typer.Argument(help="overrides: how far gradients are from the exact ones.", show_default=False)],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
+    *,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
+    points: Annotated[int, typer.Option(min=1, help="Points of the run at which gradients are compared.")] = POINTS,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Where table and plot go.", show_default="runs/NAME")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the gradients of every recipe and backward override along a training run with the exact ones."""
+    chosen = load(config)
+    with reporter() as on_step:
+        found = study_overrides(chosen, steps=steps, seed=seed, points=points, device=device, on_step=on_step)
+    written = write_study(found, out or Path("runs") / found.name)
+    if len(written) == 2:
+        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+    if as_json:
+        echo_json(to_dict(found))
+        return
+    took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
+    echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")
+    Console(highlight=False, width=max(WIDTH, Console().width)).print(table(found))
+    echo(f"wrote    {', '.join(map(str, written))}")
+
+
+def table(found: Study) -> Table:
+    """The means over the steps."""
+    head = [cell.format(dtype=dtype_of(found)) for cell in HEAD]
+    drawn = Table(*head, box=None, pad_edge=False)
+    for row in rows(summary(found)):
+        drawn.add_row(*(cell.strip("`") for cell in row))
+    return drawn

@@ -1,0 +1,188 @@
+"""How far gradients are from what they stand for: every recipe under every backward override, at points of a training run."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
+
+import torch
+
+from opfuse.config import Config, Train
+from opfuse.errors import RecipeError
+from opfuse.recipes import Recipe, recipe_of
+from opfuse.recipes.policy import KEEP
+from opfuse.train.comparison import OnStep, data_of, initial_model, overridden, usable
+from opfuse.train.data import Batch, corpus, random_batches, spread_batches
+from opfuse.train.exact import exact_gradients
+from opfuse.train.loop import Curve, Step, fit, loss, region
+from opfuse.train.model import ByteModel
+
+KINDS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+"""Recipes that take a backward override."""
+
+POINTS = 6
+"""Points of the training run at which gradients are compared."""
+
+CEILING = 300.0
+"""dB that stand for no difference at all."""
+
+NARROWED = {"nvfp4": {"disable_rht": True}}
+"""Fields of a recipe outside bfloat16, which its rotation needs."""
+
+
+class Agreement(NamedTuple):
+    """Of a gradient with another one, over all parameters: signal to noise in dB, and the cosine of the angle between them."""
+
+    sqnr: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One gradient at one point. kind None: no recipe. step: updates before it. dtype: of the pipeline.
+
+    exact: agreement with the exact gradient of the forward pass that ran. plain: with the gradient without a recipe, None for
+    that gradient itself.
+    """
+
+    step: int
+    dtype: str
+    kind: str | None
+    override: str | None
+    exact: Agreement
+    plain: Agreement | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """What was measured, and the run along which it was."""
+
+    config: Config
+    settings: Train
+    device: torch.device
+    measurements: tuple[Measurement, ...]
+    curve: Curve
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The configuration's file name without its suffix."""
+        return PurePath(self.config.path).stem
+
+
+def study_overrides(
+    config: Config,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    points: int = POINTS,
+    device: str | torch.device = "cpu",
+    on_step: OnStep = lambda label, step: None,
+) -> Study:
+    """Train the configuration's model under its recipe, and at ``points`` steps, first and last among them, compare gradients.
+
+    At each point, on one new batch, in evaluation mode, in the pipeline's dtype and in fp32: the gradient under every recipe
+    of :data:`KINDS` and every override, beside the exact one of the forward pass and beside the one without a recipe. The
+    configuration's own recipe keeps its fields, others have their defaults. steps, seed: instead of the configuration's.
+
+    ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device,
+    or for an op with quantized operands that is no linear layer.
+    """
+    settings = overridden(config.train, steps=steps, seed=seed)
+    settings = overridden(settings, eval_every=settings.steps)
+    data, place = data_of(config), usable(device)
+    text = corpus(data.kind, validation_fraction=data.validation_fraction)
+    model = initial_model(config, data, settings.seed, place)
+    sizes = {"context": data.context, "batch_size": settings.batch_size}
+    batches = random_batches(text.train, **sizes, seed=settings.seed)
+    others = random_batches(text.train, **sizes, seed=settings.seed + 1)
+    chosen = sorted({round(i * settings.steps / max(points - 1, 1)) for i in range(points)})
+    found: list[Measurement] = []
+    start = time.perf_counter()
+
+    def measure(step: int, last_loss: float) -> None:
+        if step in chosen:
+            found.extend(measured(model, next(others).to(place), config, step=step, seed=settings.seed))
+            on_step("gradients", Step(chosen.index(step) + 1, len(chosen), last_loss, None))
+
+    def trained(step: Step) -> None:
+        on_step("training", step)
+        measure(step.number, step.loss)
+
+    measure(0, math.log(data.classes))
+    held_out = spread_batches(text.validation, **sizes, count=1)
+    curve = fit(model, batches, held_out, settings, recipe=config.recipe, on_step=trained)
+    return Study(config, settings, place, tuple(found), curve, time.perf_counter() - start)
+
+
+def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed: int) -> Iterator[Measurement]:
+    """Every measurement of one point. The model stays as it is."""
+    for dtype in dict.fromkeys((config.dtype, torch.float32)):
+        name = str(dtype).removeprefix("torch.")
+        twin = copy.deepcopy(model).eval()
+        twin.pipeline.to(dtype)
+        twin.dtype = dtype
+        plain = gradients(twin, batch, None, seed=seed + step)
+        yield Measurement(step, name, None, None, agreement(plain, exact_gradients(twin, batch, None)), None)
+        for kind in KINDS:
+            exact = None
+            for override, recipe in _settings(config, kind, dtype):
+                exact = exact or exact_gradients(twin, batch, recipe)
+                got = gradients(twin, batch, recipe, seed=seed + step)
+                yield Measurement(step, name, kind, override, agreement(got, exact), agreement(got, plain))
+
+
+def _settings(config: Config, kind: str, dtype: torch.dtype) -> Iterator[tuple[str | None, Recipe]]:
+    """The recipe of ``kind`` under each override that it takes; the forward pass is the same under all of them."""
+    fields = NARROWED.get(kind, {}) if dtype != torch.bfloat16 else {}
+    own = config.recipe if config.recipe is not None and config.recipe.kind == kind else recipe_of(kind, {})
+    for override in KEEP:
+        try:
+            recipe = own.replace(backward_override=override, **fields)
+            recipe.check_trainable()
+        except RecipeError:
+            continue
+        yield override, recipe
+
+
+def gradients(model: ByteModel, batch: Batch, recipe: Recipe | None, *, seed: int) -> list[torch.Tensor]:
+    """Gradients of the loss for all parameters, as training under ``recipe`` computes them; ``seed`` is for random rounding."""
+    device = batch.context.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with region(recipe):
+            value = loss(model, batch)
+        return list(torch.autograd.grad(value, list(model.parameters())))
+
+
+def agreement(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Agreement:
+    """Of two gradients of the same parameters, in fp64: |wanted|^2 / |got - wanted|^2 in dB, at most CEILING; and the cosine."""
+    left, right = (torch.cat([grad.double().flatten() for grad in grads]) for grads in (got, wanted))
+    noise, size = float((left - right).norm()), float(right.norm())
+    sqnr = CEILING if noise == 0 else min(20 * math.log10(max(size / noise, 10**-15)), CEILING)
+    return Agreement(sqnr, float(torch.dot(left, right)) / max(float(left.norm()) * size, torch.finfo(torch.float64).tiny))
+
+
+def mean(found: Sequence[Agreement]) -> Agreement:
+    """The mean of each figure over the points."""
+    return Agreement(*(math.fsum(figures) / len(found) for figures in zip(*found)))
+
+
+Key = tuple[str | None, str | None]
+"""Recipe and override."""
+
+
+def over_steps(
+    found: Sequence[Measurement], dtype: str, of: Callable[[Measurement], Agreement | None]
+) -> dict[Key, list[Agreement]]:
+    """One figure of every recipe and override in the order of the steps, where there is one."""
+    series: dict[Key, list[Agreement]] = {}
+    for one in found:
+        if one.dtype == dtype and (figure := of(one)) is not None:
+            series.setdefault((one.kind, one.override), []).append(figure)
+    return series

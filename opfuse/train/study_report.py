@@ -1,0 +1,155 @@
+"""What a study found: as plain values, as a Markdown table, as a plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opfuse
+from opfuse.train.study import KINDS, Agreement, Key, Measurement, Study, mean, over_steps
+
+FULL = "float32"
+"""The dtype in which nothing but the casts of a recipe rounds visibly."""
+
+HEAD = ("recipe", "backward_override", "exact gradient, {dtype}", "exact gradient, float32", "without a recipe", "cosine with it")
+
+
+def to_dict(study: Study) -> dict[str, Any]:
+    """The study as values that JSON has: every measurement, and the means over the steps. SQNR in dB."""
+    return {
+        "name": study.name,
+        "config": study.config.path,
+        "recipe": "none" if study.config.recipe is None else study.config.recipe.kind,
+        "dtype": dtype_of(study),
+        "device": str(study.device),
+        "steps": study.settings.steps,
+        "seed": study.settings.seed,
+        "points": sorted({one.step for one in study.measurements}),
+        "loss_first": study.curve.losses[0],
+        "loss_last": study.curve.last,
+        "summary": summary(study),
+        "measurements": [_plain(one) for one in study.measurements],
+        "seconds": study.seconds,
+        "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def dtype_of(study: Study) -> str:
+    """The name of the pipeline's dtype."""
+    return str(study.config.dtype).removeprefix("torch.")
+
+
+def _plain(one: Measurement) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "dtype": one.dtype,
+        "recipe": one.kind,
+        "backward_override": one.override,
+        "exact": one.exact._asdict(),
+        "plain": None if one.plain is None else one.plain._asdict(),
+    }
+
+
+def summary(study: Study) -> list[dict[str, Any]]:
+    """A row for no recipe, then for each recipe and override: means over the steps, in the pipeline's dtype and in fp32."""
+    dtype = dtype_of(study)
+    exact, full = (_means(study, each, lambda one: one.exact) for each in (dtype, FULL))
+    plain = _means(study, dtype, lambda one: one.plain)
+    return [
+        {
+            "recipe": kind,
+            "backward_override": override,
+            "exact": exact[kind, override]._asdict(),
+            "exact_float32": full[kind, override]._asdict(),
+            "plain": plain[kind, override]._asdict() if (kind, override) in plain else None,
+        }
+        for kind, override in exact
+    ]
+
+
+def _means(study: Study, dtype: str, of: Callable[[Measurement], Agreement | None]) -> dict[Key, Agreement]:
+    return {key: mean(found) for key, found in over_steps(study.measurements, dtype, of).items()}
+
+
+def rows(summary: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The cells of the table: SQNR in dB, and the cosine with the gradient without a recipe."""
+    return [
+        (
+            f"`{row['recipe']}`" if row["recipe"] else "none",
+            f"`{row['backward_override']}`" if row["recipe"] else "",
+            f"{row['exact']['sqnr']:.1f}",
+            f"{row['exact_float32']['sqnr']:.1f}",
+            f"{row['plain']['sqnr']:.1f}" if row["plain"] else "",
+            f"{row['plain']['cosine']:.5f}" if row["plain"] else "",
+        )
+        for row in summary
+    ]
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The table of a study as :func:`to_dict` gives it."""
+    head = [cell.format(dtype=found["dtype"]) for cell in HEAD]
+    lines = [head, ["---"] * len(head), *rows(found["summary"])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_study(study: Study, directory: Path) -> list[Path]:
+    """Write ``overrides.json``, ``overrides.md`` and, with matplotlib, ``overrides.png`` into ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found = to_dict(study)
+    values, table, plot = (directory / f"overrides.{suffix}" for suffix in ("json", "md", "png"))
+    values.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    table.write_text(f"{_title(found)}\n\n{markdown(found)}\n")
+    if find_spec("matplotlib") is None:
+        return [values, table]
+    _plot(study, plot)
+    return [values, table, plot]
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    points = ", ".join(map(str, found["points"]))
+    return (
+        f"Gradients of `{found['name']}` on {found['device']}: means over points after {points} updates. SQNR in dB, against\n"
+        "the exact gradient of the forward pass that ran, straight through every rounding, and against the gradient without a\n"
+        "recipe."
+    )
+
+
+# -- plot ----------------------------------------------------------------------------------------------------------------
+
+STYLES: dict[str | None, str] = {None: "-", "dequantized": "--", "high_precision": ":"}
+COLORS: dict[str | None, dict[str, Any]] = {
+    kind: {"color": f"C{i}", "linewidth": 4 - 2.5 * i / len(KINDS)} for i, kind in enumerate(KINDS)
+}
+"""Earlier recipes have broader lines, so that equal figures show under each other."""
+
+
+def _plot(study: Study, path: Path) -> None:
+    """SQNR over the steps: against the exact gradient in both dtypes, and against the gradient without a recipe."""
+    from matplotlib.figure import Figure
+
+    dtype = dtype_of(study)
+    panels: Sequence[tuple[str, str, Callable[[Measurement], Agreement | None]]] = (
+        (f"exact gradient, {dtype}", dtype, lambda one: one.exact),
+        ("exact gradient, float32", FULL, lambda one: one.exact),
+        (f"gradient without a recipe, {dtype}", dtype, lambda one: one.plain),
+    )
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    steps = sorted({one.step for one in study.measurements})
+    for axes, (title, of_dtype, of) in zip(figure.subplots(1, len(panels)), panels):
+        series = over_steps(study.measurements, of_dtype, of)
+        for (kind, override), found in series.items():
+            style: dict[str, Any] = {"linestyle": STYLES[override], **COLORS.get(kind, {"color": "gray"})}
+            label = f"{kind}, {override}" if kind else "no recipe"
+            axes.plot(steps, [figures.sqnr for figures in found], marker="o", markersize=3, label=label, **style)
+        axes.set(title=title, xlabel="step")
+    figure.axes[0].set_ylabel("SQNR, dB")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -184,6 +184,11 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
+    def forward(self, x: torch.Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
+        """Run this op alone; split sizes may then be a list as well."""
+        given = (torch.tensor(e, dtype=torch.int64) if isinstance(e, (list, tuple)) else e for e in extra_inputs)
+        return super().forward(x, *given, **kwargs)
+
     def fuser_forward(
         self, basic_op_ctxs: list[Context], input_: Value, *, basic_op_extra_inputs: Any, **_: Any
     ) -> tuple[torch.Tensor, Any]:
@@ -200,7 +205,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         held = {name: self._held(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
         ctx.sizes = self._sizes(x, weights, splits)
-        y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), dtype=ctx.compute_dtype, out_dtype=out_dtype)
+        options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, "mixed": ctx.env.mixes}
+        y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
         ctx.scales_dtype = None if scales is None else scales.dtype
         self._save(ctx, x, held, splits, scales)
         if self.use_bias:
@@ -263,7 +269,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         biases = self._biases([self.parameter(name).detach() for name in self.bias_names])
         factors = None if scales is None else scales.detach().reshape(-1, 1).to(wide)
         for (start, end), bias in zip(offsets(sizes), biases):
-            term = bias.to(y.dtype).to(wide)
+            term = bias.to(wide)
             y[start:end] = y[start:end].to(wide) + (term if factors is None else factors[start:end] * term)
 
     # -- backward --------------------------------------------------------------------------------------------------------
@@ -286,13 +292,14 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         if "input" not in ctx.needs:
             return None
         weights = self._operands(ctx, [getattr(ctx.saved, name) for name in self.weight_names], dy)
-        return grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype).to(ctx.input_dtype)
+        dx = grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype, mixed=ctx.env.mixes)
+        return dx.to(ctx.input_dtype)
 
     def _weight_gradients(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
         wanted = [i for i in range(self.num_groups) if self.weight_names[i % len(self.weight_names)] in ctx.needs]
         if not wanted:
             return [None] * len(self.weight_names)
-        grads = grouped_wgrad(dy, ctx.saved.x, groups, wanted=wanted, dtype=ctx.compute_dtype)
+        grads = grouped_wgrad(dy, ctx.saved.x, groups, wanted=wanted, dtype=ctx.compute_dtype, mixed=ctx.env.mixes)
         if self.single_grouped_weight:
             grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
         dtypes = [self.parameter(name).dtype for name in self.weight_names]
@@ -319,7 +326,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
     def _scale_gradient(self, ctx: Context, pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
         biases = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
-        grads = [(piece * bias.to(ctx.compute_dtype).to(piece.dtype)).sum(1) for piece, bias in zip(pieces, biases)]
+        grads = [(piece * bias.to(piece.dtype)).sum(1) for piece, bias in zip(pieces, biases)]
         return torch.cat(grads).reshape(shape).to(ctx.scales_dtype)
 
 

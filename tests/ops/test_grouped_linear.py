@@ -1,0 +1,664 @@
+"""GroupedLinear: each group is a linear layer of its own, under every recipe and override, for any split of the rows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import errors, ops, recipes
+from opfuse.compiler.fuser import recorded_plans
+from opfuse.compiler.graph import BACKWARD
+from opfuse.recipes import QuantizerRole
+from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from opfuse.tensors.storage import QuantizedStorage
+from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, randn, recipe_for, same, saved_values
+
+BF16 = torch.bfloat16
+K, N = 64, 96
+EVEN, NONE, RAGGED = (64, 0, 32, 32), (0, 0, 0), (1, 31, 0, 96)
+SPLITS = (EVEN, NONE, RAGGED)
+ACTIVE = OVERRIDES[1:]
+FORMS = ({}, {"single_grouped_weight": True, "single_grouped_bias": True})
+every_form = pytest.mark.parametrize("form", FORMS, ids=["apart", "single"])
+every_split = pytest.mark.parametrize("splits", SPLITS, ids=str)
+
+
+def recipe_of(name: str, override: str | None) -> recipes.Recipe | None:
+    """A recipe of the harness whose casts are all deterministic."""
+    return recipe_for(name, override, **({"disable_stochastic_rounding": True} if name == "nvfp4" else {}))
+
+
+def needs_whole_blocks(name: str, override: str | None) -> bool:
+    """Whether the recipe makes columnwise data that is blocked along rows."""
+    return name in ("mxfp8", "nvfp4") and override is None
+
+
+def grouped(groups: int, dtype: torch.dtype = BF16, **options: object) -> ops.GroupedLinear:
+    torch.manual_seed(3)
+    return ops.GroupedLinear(groups, K, N, dtype=dtype, **options)
+
+
+def weights_of(op: ops.GroupedLinear) -> list[torch.Tensor]:
+    return list(op.weight) if op.single_grouped_weight else [getattr(op, name) for name in op.weight_names]
+
+
+def biases_of(op: ops.GroupedLinear) -> list[torch.Tensor]:
+    return list(op.bias) if op.single_grouped_bias else [getattr(op, name) for name in op.bias_names]
+
+
+def step(op, x, splits, recipe, *, scales=None, plans=None) -> dict[str, torch.Tensor]:
+    """Output and all gradients of one step."""
+    x = x.detach().clone().requires_grad_()
+    extras = [] if scales is None else [scales.detach().clone().requires_grad_()]
+    op.zero_grad(set_to_none=True)
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), recorded_plans() as ran:
+        y = op(x, torch.tensor(splits), *extras)
+    y.backward(randn(*y.shape, seed=100, dtype=y.dtype))
+    if plans is not None:
+        plans += ran
+    grads = {f"grad of {name}": p.grad for name, p in op.named_parameters()}
+    scale = {f"grad of extra {i}": extra.grad for i, extra in enumerate(extras)}
+    return {"output": y.detach(), "grad of input": x.grad, **grads, **scale}
+
+
+def linears(op: ops.GroupedLinear, x, splits, recipe, layers=None) -> dict[str, torch.Tensor]:
+    """The same step by one Linear a group."""
+    if layers is None:
+        layers = layers_of(op)
+    x = x.detach().clone().requires_grad_()
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        y = torch.cat([layer(piece) for layer, piece in zip(layers, x.split(splits))])
+    y.backward(randn(*y.shape, seed=100, dtype=y.dtype))
+    found = {"output": y.detach(), "grad of input": x.grad}
+    for kind, single in (("weight", op.single_grouped_weight), ("bias", op.single_grouped_bias)):
+        grads = [getattr(layer, kind).grad for layer in layers if getattr(layer, kind) is not None]
+        named = {f"grad of {kind}{i}": grad for i, grad in enumerate(grads)}
+        found |= {f"grad of {kind}": torch.stack(grads)} if single else named
+    return found
+
+
+def layers_of(op: ops.GroupedLinear) -> list[ops.Linear]:
+    """A Linear for each group, with the same parameters."""
+    layers = [ops.Linear(K, N, bias=op.use_bias, dtype=weights_of(op)[0].dtype) for _ in range(op.num_groups)]
+    with torch.no_grad():
+        for i, layer in enumerate(layers):
+            layer.weight.copy_(weights_of(op)[i])
+            if op.use_bias:
+                layer.bias.copy_(biases_of(op)[i])
+    return layers
+
+
+def different(left, right) -> list[str]:
+    return sorted(name for name in {*left, *right} if name not in left or name not in right or not same(left[name], right[name]))
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("B24", "B25")
+@every_form
+@every_split
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_b24_b25_every_group_is_a_linear_of_its_own(name, override, splits, form):
+    op, x = grouped(len(splits), **form), randn(sum(splits), K)
+    recipe = recipe_of(name, override)
+    if splits == RAGGED and needs_whole_blocks(name, override):
+        with opfuse.autocast(recipe=recipe), pytest.raises(errors.ShapeError, match="pad_splits=True"):
+            op(x, torch.tensor(splits))
+        return
+    assert different(step(op, x, splits, recipe), linears(op, x, splits, recipe)) == []
+
+
+@pytest.mark.row("B24")
+@every_form
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_b24_the_weight_gradient_of_an_empty_group_is_exactly_zero(name, override, form):
+    op = grouped(4, **form)
+    found = step(op, randn(128, K), EVEN, recipe_of(name, override))
+    weight, bias = (found[f"grad of {kind}"][1] if form else found[f"grad of {kind}1"] for kind in ("weight", "bias"))
+    assert same(weight, torch.zeros(N, K, dtype=BF16))
+    assert same(bias, torch.zeros(N, dtype=BF16))
+    assert found["output"].abs().sum() > 0
+
+
+def test_delayed_scaling_keeps_a_state_for_each_tensor_of_each_group():
+    op, x = grouped(4), randn(128, K)
+    layers, recipe = layers_of(op), recipes.DelayedScaling(amax_history_len=4)
+    for i in range(3):
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+        assert different(step(op, x * (1 + i), EVEN, recipe), linears(op, x * (1 + i), EVEN, recipe, layers)) == []
+    assert len(op.quantizer_states) == 3 * 4
+    scales = {key: float(value) for key, value in op.get_extra_state().items() if key.endswith("/scale")}
+    wanted = [float(v) for layer in layers for key, v in layer.get_extra_state().items() if key.endswith("/scale")]
+    assert sorted(scales.values()) == sorted(wanted)
+    other = grouped(4)
+    other.load_state_dict(op.state_dict())
+    assert different(step(op, x, EVEN, recipe), step(other, x, EVEN, recipe)) == []
+
+
+def test_states_of_casts_are_those_of_the_slots():
+    op, recipe = grouped(2), recipes.DelayedScaling(amax_history_len=4)
+    step(op, randn(64, K), (32, 32), recipe)
+    made = len(op.quantizer_states)
+    assert [op.num_quantizers(mode) for mode in ("forward", "backward")] == [4, 2]
+    assert [role.tensor_type for role in op.get_quantizer_roles("forward")] == ["input", "weight"] * 2
+    with opfuse.autocast(recipe=recipe):
+        slots = [op.get_quantizer(mode, i) for mode, n in (("forward", 4), ("backward", 2)) for i in range(n)]
+    assert len(op.quantizer_states) == made == len({id(slot.scale) for slot in slots})
+
+
+@pytest.mark.row("B25", "B05")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@every_split
+def test_b25_b05_high_precision_gradients_are_those_without_a_recipe(splits, name):
+    op, x = grouped(len(splits), scale_bias=True), randn(sum(splits), K)
+    scales = randn(sum(splits), seed=5)
+    overridden, plain = (step(op, x, splits, r, scales=scales) for r in (recipe_of(name, "high_precision"), None))
+    assert set(different(overridden, plain)) <= {"output"}
+    if sum(splits):
+        assert not same(overridden["output"], plain["output"])
+
+
+def rowwise(recipe, tensor_type: str, tensor: torch.Tensor) -> torch.Tensor:
+    quantizer = recipe.quantizer(QuantizerRole(tensor_type=tensor_type)).wanting(rowwise=True, columnwise=False)
+    return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+
+
+@pytest.mark.row("B25", "B24", "B06")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@every_split
+def test_b25_b06_dequantized_gradients_are_the_chain_rule_group_by_group(splits, name):
+    op, x = grouped(len(splits), scale_bias=True), randn(sum(splits), K)
+    scales, recipe = randn(sum(splits), seed=5), recipe_of(name, "dequantized")
+    found = step(op, x, splits, recipe, scales=scales)
+    dy = randn(sum(splits), N, seed=100)
+    pieces = zip(*(t.split(splits) for t in (dy, x, scales)))
+    dx, ds = [], []
+    for i, (dy_i, x_i, s_i) in enumerate(pieces):
+        wq, xq = rowwise(recipe, "weight", getattr(op, f"weight{i}")), rowwise(recipe, "input", x_i)
+        dx.append(dy_i @ wq)
+        ds.append((dy_i.float() * getattr(op, f"bias{i}").float()).sum(1).to(BF16))
+        assert same(found[f"grad of weight{i}"], dy_i.t() @ xq)
+        assert same(found[f"grad of bias{i}"], (dy_i.float() * s_i.float()[:, None]).sum(0).to(BF16))
+    assert same(found["grad of input"], torch.cat(dx))
+    assert same(found["grad of extra 0"], torch.cat(ds))
+
+
+@every_form
+def test_scaled_bias_is_the_bias_times_the_scale_of_the_row(form):
+    op, x, s = grouped(4, scale_bias=True, **form), randn(128, K), randn(128, seed=5)
+    y = step(op, x, EVEN, None, scales=s)["output"]
+    pieces = zip(x.split(EVEN), s.split(EVEN), weights_of(op), biases_of(op))
+    wanted = [((x_i @ w.t()).float() + s_i.float()[:, None] * b.float()).to(BF16) for x_i, s_i, w, b in pieces]
+    assert same(y, torch.cat(wanted).detach())
+
+
+@pytest.mark.row("B25", "B07")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@every_split
+def test_b25_b07_forward_is_the_same_under_every_override(splits, name):
+    op, x = grouped(len(splits)), randn(sum(splits), K)
+    overrides = ACTIVE if splits == RAGGED else OVERRIDES
+    outputs = [step(op, x, splits, recipe_of(name, override))["output"] for override in overrides]
+    assert all(same(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("leading", [(128,), (4, 32), (2, 2, 32)], ids=str)
+@pytest.mark.parametrize(("name", "override"), [("none", None), ("mxfp8", None), ("fp8_current", "dequantized")])
+def test_leading_dimensions_are_rows(leading, name, override):
+    op, x, recipe = grouped(4, scale_bias=True), randn(128, K), recipe_of(name, override)
+    scales = randn(128, seed=5)
+    flat = step(op, x, EVEN, recipe, scales=scales)
+    found = step(op, x.reshape(*leading, K), EVEN, recipe, scales=scales.reshape(leading))
+    assert found["output"].shape == (*leading, N)
+    assert [key for key in flat if not same(found[key], flat[key].reshape(found[key].shape))] == []
+
+
+# -- planes, saved state -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("B25", "B08", "B09")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@pytest.mark.parametrize("override", OVERRIDES)
+@every_form
+def test_b25_b08_b09_no_columnwise_plane_and_no_gradient_is_cast_under_an_override(form, override, name, monkeypatch):
+    calls = []
+    quantize = Quantizer.quantize
+
+    def spy(self, x):
+        if not isinstance(self, (IdentityQuantizer, HybridQuantizer, ops.grouped_linear.GroupedQuantizer)):
+            calls.append(self.columnwise)
+        return quantize(self, x)
+
+    monkeypatch.setattr(Quantizer, "quantize", spy)
+    plans = []
+    step(grouped(4, **form), randn(128, K), EVEN, recipe_of(name, override), plans=plans)
+    assert len(calls) == (12 if override is None else 8)
+    assert any(calls) is (override is None)
+    backward = [node for plan in plans for node in plan.graph.nodes if node.directions == {BACKWARD}]
+    assert bool(backward) is (override is None)
+
+
+@pytest.mark.row("B25", "B10")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@pytest.mark.parametrize("splits", [EVEN, RAGGED], ids=str)
+@every_form
+def test_b25_b10_high_precision_saves_the_callers_tensor(form, splits, name):
+    op, x = grouped(4, **form), randn(128, K).requires_grad_()
+    with opfuse.autocast(recipe=recipe_of(name, "high_precision")), saved_values() as saved:
+        op(x, torch.tensor(splits))
+    assert saved["0.x"] is x
+    assert all(saved[f"0.{weight}"] is getattr(op, weight) for weight in op.weight_names)
+
+
+SNAPSHOT = {None: ("columnwise",), "dequantized": ("rowwise",)}
+
+
+@pytest.mark.row("B25", "B11")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@pytest.mark.parametrize("override", SNAPSHOT)
+@every_form
+def test_b25_b11_saved_operands(form, override, name):
+    op, x = grouped(4, **form), randn(128, K).requires_grad_()
+    with opfuse.autocast(recipe=recipe_of(name, override)), saved_values() as saved:
+        op(x, torch.tensor(EVEN))
+    for key in ("0.x", *(f"0.{weight}" for weight in op.weight_names)):
+        assert isinstance(saved[key], QuantizedStorage)
+        assert saved[key].usages == SNAPSHOT[override]
+    assert isinstance(saved["0.x"].plane(*SNAPSHOT[override]), GroupedPlane)
+    assert [member.shape[0] for member in saved["0.x"].plane(*SNAPSHOT[override]).members] == list(EVEN)
+
+
+@pytest.mark.row("B25", "B12")
+@pytest.mark.parametrize(("x_grad", "w_grad", "s_grad"), [(True, True, True), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("name", "override"), [("none", None), *((name, o) for name in ("fp8_block", "mxfp8") for o in OVERRIDES)]
+)
+def test_b25_b12_nothing_is_saved_that_no_gradient_needs(name, override, x_grad, w_grad, s_grad):
+    op, x = grouped(2, scale_bias=True), randn(64, K).requires_grad_(bool(x_grad))
+    scales = randn(64, seed=5).requires_grad_(bool(s_grad))
+    for parameter in op.parameters():
+        parameter.requires_grad_(False)
+    op.weight1.requires_grad_(bool(w_grad))
+    recipe = recipe_of(name, override)
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), saved_values() as saved:
+        y = op(x, torch.tensor((32, 32)), scales)
+    kept = {key.removeprefix("0.") for key, value in saved.items() if value is not None}
+    wanted = {"x"} if w_grad else set()
+    assert kept == wanted | ({"weight0", "weight1"} if x_grad else set()) | ({"bias0", "bias1"} if s_grad else set())
+    if y.requires_grad:
+        y.sum().backward()
+        assert (op.weight0.grad, op.weight1.grad is None) == (None, not w_grad)
+
+
+def test_only_biases_that_train_save_the_scales_and_make_no_columnwise_plane():
+    op = grouped(4, scale_bias=True)
+    for weight in weights_of(op):
+        weight.requires_grad_(False)
+    scales = randn(128, seed=5)
+    with opfuse.autocast(recipe=recipe_of("mxfp8", None)), saved_values() as saved:
+        y = op(randn(128, K), torch.tensor(RAGGED), scales)
+    assert {key for key, value in saved.items() if value is not None} == {"0.scales"}
+    y.backward(dy := randn(128, N, seed=100))
+    wanted = [(dy.float() * scales.float()[:, None])[a:b].sum(0).to(BF16) for a, b in ((0, 1), (1, 32), (32, 32), (32, 128))]
+    assert [same(bias.grad, want) for bias, want in zip(biases_of(op), wanted)] == [True] * 4
+
+
+# -- padding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("B24", "B28")
+@every_form
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "delayed"])
+def test_b24_b28_padded_splits_are_linears_over_padded_rows(name, form):
+    op, x, recipe = grouped(4, pad_splits=True, **form), randn(128, K), recipe_of(name, None)
+    found = step(op, x, RAGGED, recipe)
+    sizes = [32, 32, 0, 96]
+    fill = lambda t: torch.cat([torch.nn.functional.pad(p, (0, 0, 0, n - len(p))) for p, n in zip(t.split(RAGGED), sizes)])  # noqa: E731
+    cut = lambda t: torch.cat([p[:n] for p, n in zip(t.split(sizes), RAGGED)])  # noqa: E731
+    layers, wide = layers_of(op), fill(x).requires_grad_()
+    with opfuse.autocast(recipe=recipe):
+        y = torch.cat([layer(piece) for layer, piece in zip(layers, wide.split(sizes))])
+    y.backward(fill(randn(128, N, seed=100)))
+    assert same(found["output"], cut(y.detach()))
+    assert same(found["grad of input"], cut(wide.grad))
+    for i, layer in enumerate(layers):
+        assert same(found["grad of weight"][i] if form else found[f"grad of weight{i}"], layer.weight.grad)
+        assert same(found["grad of bias"][i] if form else found[f"grad of bias{i}"], layer.bias.grad)
+
+
+@pytest.mark.parametrize("override", ACTIVE)
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+def test_padding_changes_nothing_under_an_override(name, override):
+    x, recipe = randn(128, K), recipe_of(name, override)
+    padded, plain = (step(grouped(4, pad_splits=pad), x, RAGGED, recipe) for pad in (True, False))
+    assert different(padded, plain) == []
+
+
+@pytest.mark.row("B24", "B27")
+@pytest.mark.parametrize(("name", "multiple"), [("mxfp8", 32), ("nvfp4", 16)])
+def test_b24_b27_ragged_splits_are_refused_with_the_cure(name, multiple):
+    op, x = grouped(4), randn(128, K)
+    with opfuse.autocast(recipe=recipe_of(name, None)), pytest.raises(errors.ShapeError) as caught:
+        op(x, torch.tensor(RAGGED))
+    for text in (
+        "GroupedLinear",
+        "input",
+        str(RAGGED),
+        f"multiple of {multiple} rows",
+        name,
+        "pad_splits=True",
+        "backward_override",
+    ):
+        assert text in str(caught.value)
+    with opfuse.autocast(recipe=recipe_of(name, None)), torch.no_grad():
+        assert op(x, torch.tensor(RAGGED)).shape == (128, N)
+
+
+# -- usages of stored weights --------------------------------------------------------------------------------------------
+
+
+def stored(recipe: recipes.Recipe, **form: object) -> ops.GroupedLinear:
+    with opfuse.quantized_model_init(recipe=recipe):
+        return grouped(4, **form)
+
+
+@pytest.mark.row("U04")
+@every_form
+@pytest.mark.parametrize("stages", [["train", "infer"] * 2, ["infer", "train"] * 2], ids=["train first", "infer first"])
+@pytest.mark.parametrize(("name", "override"), [case for case in CASES if case[0] != "none"])
+def test_u04_training_and_inference_alternate_on_stored_weights(name, override, stages, form):
+    recipe, x = recipe_of(name, override), randn(128, K)
+    op = stored(recipe, **form)
+    assert all(isinstance(op.parameter(weight), QuantizedTensor) for weight in op.weight_names)
+    before = [tensor.clone() for weight in op.weight_names for tensor in op.parameter(weight).storage.tensors()]
+    steps = []
+    for stage in stages:
+        if stage == "train":
+            steps.append(step(op, x, EVEN, recipe))
+        else:
+            with torch.no_grad(), opfuse.autocast(recipe=recipe):
+                op(x, torch.tensor(EVEN))
+    after = [tensor for weight in op.weight_names for tensor in op.parameter(weight).storage.tensors()]
+    assert all(same(a, b) for a, b in zip(before, after, strict=True))
+    if name != "delayed":  # whose scales move
+        fresh = step(stored(recipe, **form), x, EVEN, recipe)
+        assert [different(found, fresh) for found in steps] == [[], []]
+
+
+@pytest.mark.row("U04")
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_u04_weights_stored_as_one_compute_as_those_stored_apart(override, name):
+    recipe, x = recipe_of(name, override), randn(128, K)
+    single, apart = (step(stored(recipe, **form), x, EVEN, recipe) for form in FORMS[::-1])
+    for i in range(4):
+        assert same(single["grad of weight"][i], apart[f"grad of weight{i}"])
+    assert same(single["output"], apart["output"])
+    assert same(single["grad of input"], apart["grad of input"])
+
+
+@pytest.mark.row("U04", "H17")
+@pytest.mark.parametrize("name", [*HAS_OVERRIDE, "delayed"])
+def test_u04_an_optimizer_step_rewrites_a_weight_stored_as_one(name):
+    recipe, x = recipe_of(name, None), randn(128, K)
+    op = stored(recipe, single_grouped_weight=True)
+    optimizer = torch.optim.SGD(op.parameters(), lr=0.5)
+    before = op.weight.dequantize().detach().clone()
+    step(op, x, EVEN, recipe)
+    grad = op.weight.grad.clone()
+    optimizer.step()
+    member = op.weight.quantizer.quantizers[0]
+    moved = (before - 0.5 * grad).unbind()
+    if name != "delayed":
+        wanted = torch.stack([member.quantize(matrix).dequantize() for matrix in moved])
+        assert same(op.weight.dequantize().detach(), wanted)
+    assert not same(op.weight.dequantize().detach()[0], before[0])
+    assert same(op.weight.dequantize().detach()[1], before[1])  # no rows, no gradient
+    step(op, x, EVEN, recipe)
+
+
+@pytest.mark.row("U04", "U02")
+def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
+    recipe = recipe_of("mxfp8", None)
+    op = stored(recipe, single_grouped_weight=True)
+    torch.save(op.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = stored(recipe, single_grouped_weight=True)
+    with torch.no_grad():
+        other.weight.zero_()
+    other.load_state_dict(state)
+    x = randn(128, K)
+    wanted = step(op, x, EVEN, recipe)
+    for each in (other, copy.deepcopy(op)):
+        assert different(step(each, x, EVEN, recipe), wanted) == []
+    assert type(op.weight[0]) is torch.Tensor
+    assert same(op.weight[2], op.weight.dequantize()[2].detach())
+    with pytest.raises(errors.QuantizedTensorError, match="members"):
+        _ = op.weight.rowwise.data
+
+
+def test_a_per_tensor_weight_stored_as_one_derives_its_columnwise_plane():
+    recipe = recipe_of("fp8_current", None)
+    op, x = stored(recipe, single_grouped_weight=True), randn(128, K)
+    wanted = step(op, x, EVEN, recipe)
+    op.weight.update_usage(columnwise_usage=False)
+    op.weight.update_usage(columnwise_usage=True)
+    assert different(step(op, x, EVEN, recipe), wanted) == []
+
+
+# -- dtypes, names, keys -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("H15")
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", ["none", *HAS_OVERRIDE])
+def test_h15_casting_after_the_split_is_casting_group_by_group_in_the_compute_dtype(name, override):
+    recipe, x = recipe_of(name, override), randn(128, K, dtype=torch.float32)
+    op = grouped(4, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = step(op, x, EVEN, recipe), linears(op, x, EVEN, recipe)
+        whole = step(grouped(1, torch.float32), x, (128,), recipe)
+    assert found["output"].dtype == BF16
+    assert found["grad of input"].dtype == torch.float32
+    assert different(found, wanted) == []
+    single = ops.Linear(K, N)
+    single.load_state_dict({"weight": op.weight0, "bias": grouped(1, torch.float32).bias0}, strict=False)
+    with torch.autocast("cpu", torch.bfloat16), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        assert same(single(x).detach(), whole["output"])
+
+
+def test_names_are_those_of_te_ops():
+    assert list(grouped(2).state_dict()) == ["weight0", "weight1", "bias0", "bias1", "_extra_state"]
+    assert list(grouped(2, single_grouped_weight=True, bias=False).state_dict()) == ["weight", "_extra_state"]
+    assert (grouped(2).num_extra_inputs, grouped(2, scale_bias=True).num_extra_inputs) == (1, 2)
+    assert grouped(2, bias=False, scale_bias=True).num_extra_inputs == 1
+    assert {role.module_type for role in grouped(2).get_quantizer_roles("forward")} == {"linear"}
+
+
+def test_a_state_loads_whichever_way_weights_are_held():
+    apart, single = (grouped(3, **form) for form in FORMS)
+    for p in apart.parameters():
+        torch.nn.init.normal_(p)
+    single.load_state_dict(apart.state_dict())
+    assert same(single.weight.detach(), torch.stack(weights_of(apart)).detach())
+    back = grouped(3)
+    back.load_state_dict(single.state_dict())
+    assert [same(a.detach(), b.detach()) for a, b in zip(back.parameters(), apart.parameters())] == [True] * 6
+    plain = {name: value for name, value in apart.state_dict().items() if name != "_extra_state"}
+    back.load_state_dict(plain)
+
+
+def test_equal_seeds_draw_equal_weights_whichever_way_they_are_held():
+    apart, single = (grouped(3, **form) for form in FORMS)
+    assert same(single.weight.detach(), torch.stack(weights_of(apart)).detach())
+
+
+@pytest.mark.row("X01")
+def test_x01_splits_are_data_and_the_number_of_groups_is_not():
+    model, x = ops.Sequential(grouped(4)), randn(128, K)
+    with opfuse.autocast(recipe=recipe_of("mxfp8", "dequantized")):
+        outputs = [model(x, torch.tensor(splits)) for splits in (EVEN, RAGGED, (0, 0, 0, 128))]
+    info = model.cache_info()
+    assert (info.plans, info.hits, info.misses) == (1, 2, 1)
+    assert not same(outputs[0].detach(), outputs[1].detach())
+    fusers = [ops.Sequential(grouped(n)).runs()[0] for n in (4, 5, 4)]
+    assert len({fuser.structure for fuser in fusers}) == 2
+    assert len({ops.Sequential(grouped(4, pad_splits=pad)).runs()[0].structure for pad in (False, True)}) == 2
+
+
+def test_splits_may_be_a_list_or_int32_and_changed_in_place():
+    op, x = grouped(4), randn(128, K)
+    wanted = op(x, torch.tensor(EVEN))
+    assert same(op(x, list(EVEN)), wanted)
+    splits = torch.tensor(EVEN, dtype=torch.int32)
+    assert same(op(x, splits), wanted)
+    splits.copy_(torch.tensor(RAGGED))
+    assert same(op(x, splits), op(x, torch.tensor(RAGGED)))
+
+
+ERRORS = {
+    "sum": (torch.tensor([64, 0, 32, 33]), errors.ShapeError, "the sum 128"),
+    "negative": (torch.tensor([64, -32, 64, 32]), errors.ShapeError, "numbers of rows"),
+    "groups": (torch.tensor([64, 64]), errors.ShapeError, r"shape \(4,\)"),
+    "dtype": (torch.tensor([64.0, 0, 32, 32]), errors.DtypeError, "int64 or int32"),
+}
+
+
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_splits_that_do_not_fit_are_refused(wrong, recipe):
+    splits, error, text = ERRORS[wrong]
+    made = recipe_of(recipe, None)
+    with opfuse.autocast(enabled=made is not None, recipe=made), pytest.raises(error, match=text) as caught:
+        grouped(4)(randn(128, K), splits)
+    assert "GroupedLinear" in str(caught.value)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    with pytest.raises(errors.SpecError, match="num_groups"):
+        ops.GroupedLinear(0, 8, 8)
+    with pytest.raises(errors.ShapeError, match=r"\(\.\.\., 64\)"):
+        grouped(2)(randn(4, 63), torch.tensor([2, 2]))
+    with pytest.raises(errors.ShapeError, match="one scale for each row"):
+        grouped(2, scale_bias=True)(randn(4, K), torch.tensor([2, 2]), randn(3))
+    with pytest.raises(errors.PipelineError, match="2 extra inputs"):
+        grouped(2, scale_bias=True)(randn(4, K), torch.tensor([2, 2]))
+    with pytest.raises(errors.SpecError, match="at most num_groups=4"):
+        ops.TokenDispatch(4, 8, top_k=5)
+    with pytest.raises(errors.ShapeError, match="flatten"):
+        ops.TokenDispatch(4, 8)(torch.ones(2, 3, 8))
+    with pytest.raises(errors.ShapeError, match="places"):
+        ops.TokenCombine()(torch.ones(3, 8), torch.tensor([[0], [1]]))
+
+
+# -- in pipelines --------------------------------------------------------------------------------------------------------
+
+
+class Block(ops.FusedOperation):
+    """Ops that a user runs together."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return super().fuser_forward(basic_op_ctxs, input_, **given)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return super().fuser_backward(basic_op_ctxs, grad_output, **given)
+
+
+@every_form
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_a_fused_op_of_the_user_casts_groups_as_the_pipeline_does(name, override, form):
+    x, scales, recipe = randn(128, K), randn(128, seed=5), recipe_of(name, override)
+    plain = step(grouped(4, scale_bias=True, **form), x, EVEN, recipe, scales=scales)
+    fused = step(Block([grouped(4, scale_bias=True, **form)]), x, EVEN, recipe, scales=scales)
+    renamed = {key.replace("basic_ops.0.", ""): value for key, value in fused.items()}
+    assert different(renamed, plain) == []
+
+
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+def test_what_was_quantized_as_one_tensor_is_cast_again_group_by_group(name):
+    op, x, recipe = grouped(4), randn(128, K), recipe_of(name, None)
+    quantizer = recipe.quantizer(QuantizerRole()).wanting(rowwise=True, columnwise=False)
+    with opfuse.autocast(recipe=recipe):
+        found = ops.Sequential(ops.Quantize(), op)(x, torch.tensor(EVEN))
+        wanted = op(quantizer.quantize(x).dequantize(), torch.tensor(EVEN))
+        given = op(quantizer(x), torch.tensor(EVEN))
+    assert same(found.detach(), wanted.detach())
+    assert same(given.detach(), wanted.detach())
+
+
+def moe(dtype: torch.dtype, groups: int = 4, top_k: int = 2, **options: object) -> ops.Sequential:
+    torch.manual_seed(4)
+    dispatch, combine = ops.TokenDispatch(groups, K, top_k=top_k, dtype=dtype), ops.TokenCombine()
+    first, second = (ops.GroupedLinear(groups, *sizes, bias=False, dtype=dtype, **options) for sizes in ((K, 2 * N), (N, K)))
+    act = ops.ScaledSwiGLU()
+    for i, name in enumerate(("splits", "probabilities", "places")):
+        dispatch.set_extra_output_channel(i, name, output_to_caller=False)
+    for op, name in ((first, "splits"), (act, "probabilities"), (second, "splits"), (combine, "places")):
+        op.set_extra_input_channel(0, name)
+    return ops.Sequential(dispatch, first, act, second, combine)
+
+
+def dense(model: ops.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """The mixture token by token, every expert for every token."""
+    dispatch, first, _, second, _ = model
+    p = torch.softmax(x @ dispatch.weight.t(), -1)
+    kept = torch.zeros_like(p).scatter(1, p.topk(dispatch.top_k).indices, 1.0) * p
+    y = torch.zeros_like(x)
+    for i in range(dispatch.num_groups):
+        a, b = (x @ getattr(first, f"weight{i}").t()).chunk(2, -1)
+        y = y + kept[:, i, None] * ((a * torch.sigmoid(a) * b) @ getattr(second, f"weight{i}").t())
+    return y
+
+
+def test_a_mixture_of_experts_is_its_dense_formula():
+    model, x = moe(torch.float64), torch.randn(37, K, dtype=torch.float64, requires_grad=True)
+    wanted, found = dense(model, x), model(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(wanted)
+    parameters = (x, *model.parameters())
+    for got, want in zip(torch.autograd.grad(found, parameters, dy), torch.autograd.grad(wanted, parameters, dy), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
+    model, x = moe(BF16, pad_splits=True), randn(96, K).requires_grad_()
+    recipe = recipe_of(name, override)
+    exact = dense(copy.deepcopy(model).double(), x.detach().double()).detach()
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), recorded_plans() as plans:
+        y = model(x)
+    y.backward(randn(*y.shape, seed=100))
+    assert float((y.detach().double() - exact).norm() / exact.norm()) < (0.3 if name == "nvfp4" else 0.1)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (x, *model.parameters()))
+    assert "epilogue" in plans[0].fusions
+
+
+def test_channels_of_splits_are_as_good_as_splits_of_the_caller():
+    model, x = moe(BF16), randn(96, K)
+    dispatch, first, _, second, _ = model
+    alone = [ops.GroupedLinear(4, op.in_features, op.out_features, bias=False, dtype=BF16) for op in (first, second)]
+    for op, source in zip(alone, (first, second)):
+        op.load_state_dict(source.state_dict())
+    router = ops.TokenDispatch(4, K, top_k=2, dtype=BF16)
+    router.load_state_dict(dispatch.state_dict())
+    rows, splits, p, places = router(x)
+    parts = ops.Sequential(alone[0], ops.ScaledSwiGLU(), alone[1])
+    assert same(ops.TokenCombine()(parts(rows, splits, p, splits), places).detach(), model(x).detach())
+
+
+@pytest.mark.row("B31")
+def test_b31_bytes_saved_are_told_for_every_override():
+    op, x = grouped(4, bias=False), randn(128, K).requires_grad_()
+    with opfuse.autocast(recipe=recipe_of("mxfp8", None)):
+        found = opfuse.saved(op, x, torch.tensor(EVEN))
+    values = {value.name: value for value in found.values}
+    assert values["x"].usages == ("columnwise",)
+    assert values["x"].bytes > 128 * K
+    assert found.by_override["high_precision"].own == 0

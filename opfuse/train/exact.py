@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ def exact_gradients(model: ByteModel, batch: Batch, recipe: Recipe | None) -> li
         columns = model.embedding(batch.context).flatten(1).to(model.dtype)
     flow = _flow(columns, exact.embedding(batch.context).flatten(1))
     channels: dict[str | None, Flow] = {}
-    for op, seen_op, exact_op in zip(model.pipeline, seen.pipeline, exact.pipeline):
+    for op, seen_op, exact_op in zip(_ops(model), _ops(seen), _ops(exact)):
         extras = [channels[channel.name] for basic in op.basic_ops for channel in basic.extra_input_channels]
         with torch.no_grad(), region(recipe):
             made = _tuple(seen_op(flow.seen, *(extra.seen.clone() for extra in extras)))
@@ -55,10 +56,14 @@ def exact_gradients(model: ByteModel, batch: Batch, recipe: Recipe | None) -> li
     return list(torch.autograd.grad(value, list(exact.parameters())))
 
 
+def _ops(model: ByteModel) -> tuple[FusibleOperation, ...]:
+    return tuple(cast(Iterable[FusibleOperation], model.pipeline))
+
+
 def _apart(model: ByteModel) -> ByteModel:
     """A copy whose ops run one by one: extra tensors are given to each and returned by it."""
     model = copy.deepcopy(model).eval()
-    for op in model.pipeline:
+    for op in _ops(model):
         for basic in op.basic_ops:
             for i in range(basic.num_extra_inputs):
                 basic.set_extra_input_channel(i, None)
@@ -93,13 +98,17 @@ def _cast(product: BasicLinear, role: str, value: torch.Tensor, recipe: Recipe) 
     if not isinstance(value, QuantizedTensor):
         quantizer, _ = product.make_quantizer(role, recipe)
         value = quantizer.wanting(rowwise=True, columnwise=False)(value)
-    return value.dequantize(dtype=torch.float32)
+    return _values(value)
 
 
 def _flow(seen: torch.Tensor, exact: torch.Tensor) -> Flow:
     """``exact`` with the values of ``seen`` and the gradient of what it was."""
-    values = seen.dequantize(dtype=torch.float32) if isinstance(seen, QuantizedTensor) else seen
-    return Flow(seen, exact + (values.double() - exact).detach())
+    return Flow(seen, exact + (_values(seen).double() - exact).detach())
+
+
+def _values(seen: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor: fp32 if it is quantized."""
+    return seen.dequantize(dtype=torch.float32) if isinstance(seen, QuantizedTensor) else seen
 
 
 def _tuple(result: Any) -> tuple[torch.Tensor, ...]:

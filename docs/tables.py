@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,12 @@ from opfuse.formats import E4M3, NVFP4, Format, fp8_block, fp8_tensor, mxfp8
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.policy import KEEP
+from opfuse.train.study_report import markdown
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+STUDY = ROOT / "benchmarks" / "results" / "overrides_cpu.json"
+"""What `opfuse study overrides configs/quickstart.yaml` wrote, without the single measurements."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -72,12 +77,17 @@ def _rule_row(rule: Fusion) -> list[str]:
     return [f"`{rule.name}`", rule.direction, f"`{pattern}`", _summary(rule.doc)]
 
 
+def study() -> str:
+    """Gradients beside the exact ones, as recorded."""
+    return markdown(json.loads(STUDY.read_text(encoding="utf-8")))
+
+
 def _summary(doc: str | None) -> str:
     first = " ".join((doc or "").strip().split("\n\n")[0].split())
     return re.sub(r":\w+:`", "`", first).replace("``", "`")
 
 
-TABLES = {"support": support, "formats": formats, "overrides": overrides, "ops": ops, "rules": rules}
+TABLES = {"support": support, "formats": formats, "overrides": overrides, "ops": ops, "rules": rules, "study": study}
 
 
 def rendered(text: str) -> str:

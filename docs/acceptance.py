@@ -133,8 +133,8 @@ SECTIONS: dict[str, Mapping[str, str]] = {
 }
 ROWS = {row: promise for section in SECTIONS.values() for row, promise in section.items()}
 
-LATER = frozenset(row for row in ROWS if row[0] in "UH") | {"B24", "B25", "D10", "X03"}
-"""Rows that may still be without a test."""
+LATER = frozenset(("D10", "H18", "H19", "H27", "H35"))
+"""Rows that may still be without a test: shards and masters of quantized weights beyond FSDP2, and what is to be measured."""
 
 HEAD = """# Acceptance
 

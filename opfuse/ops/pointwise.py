@@ -34,8 +34,11 @@ class PointwiseOperation(BasicOperation):
     math: ClassVar[Pointwise]
     sources: ClassVar[Mapping[str, str]] = {}
 
+    _reads: ClassVar[dict[frozenset[str], frozenset[str]]]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._reads = {}
         declared: Pointwise | None = getattr(cls, "math", None)
         if declared is not None:
             cls.saves = ("x", *declared.operands)
@@ -75,10 +78,11 @@ class PointwiseOperation(BasicOperation):
 
     def reads(self, ctx: Context) -> frozenset[str]:
         """The inputs and operands of the math whose values the gradients that this call wants read."""
-        wanted = [name for name, source in self.sources.items() if source in ctx.needs]
-        if "input" in ctx.needs:
-            wanted += self.math.inputs
-        return frozenset().union(*(self.math.reads.get(name, ()) for name in wanted))
+        if ctx.needs not in self._reads:
+            wanted = [name for name, source in self.sources.items() if source in ctx.needs]
+            wanted += self.math.inputs if "input" in ctx.needs else ()
+            self._reads[ctx.needs] = frozenset().union(*(self.math.reads.get(name, ()) for name in wanted))
+        return self._reads[ctx.needs]
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""

@@ -59,7 +59,7 @@ def test_h20_gathered_shards_decode_to_the_shards(kind):
     assert isinstance(whole, QuantizedTensor) == (kind not in SHARED_SCALE)
 
 
-@pytest.mark.row("H20")
+@pytest.mark.row("H20", "H22")
 @pytest.mark.parametrize("kind", [*REDUCING, *sorted(set(QUANTIZERS) - set(SHARED_SCALE))])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_h20_gathered_shards_are_the_whole_bit_for_bit(kind, ranks):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, CastSpec, Graph
-from opfuse.compiler.lower import Inputs, lower
+from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
 from opfuse.core.fused import FusedOperation
@@ -153,10 +153,17 @@ def partition(graph: Graph, forward: Sequence[Group], backward: Sequence[Group])
 
 
 def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
+    """From a cast to the last reader of what it made, or of a copy of it."""
     node = graph.nodes[index]
     if node.directions == {BACKWARD}:
         return graph.producer.get(node.outputs[0], index), index
-    return index, max(graph.consumers.get(node.outputs[0], (index,)))
+    last, made = index, [node.outputs[0]]
+    for value in made:
+        for reader in graph.consumers.get(value, ()):
+            last = max(last, reader)
+            if TRANSPARENT in graph.nodes[reader].traits:
+                made.append(graph.nodes[reader].outputs[0])
+    return index, last
 
 
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:

@@ -19,6 +19,7 @@ from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Q
 from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
 from tests.compiler.pipelines import BLOCKS, pipeline
 
+EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=pytest.mark.slow)])
 SOURCES = {"dequantized": "rowwise_dequantized", "high_precision": "original"}
 OPTIONS = {
     "fp8_current": st.fixed_dictionaries(
@@ -70,9 +71,10 @@ def check(model: torch.nn.Module, tensors: list[torch.Tensor], recipe: Recipe, *
 
 
 @pytest.mark.row("X04", "X05")
+@EXAMPLES
 @pytest.mark.parametrize("rounding", ["per_op", "single"])
 @pytest.mark.parametrize("override", SOURCES)
-def test_x04_x05_linear(override, rounding):
+def test_x04_x05_linear(override, rounding, examples):
     @given(
         recipe=recipes(override, rounding),
         leading=st.lists(st.integers(0, 9), min_size=1, max_size=3),
@@ -80,7 +82,7 @@ def test_x04_x05_linear(override, rounding):
         dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
         grads=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     def law(recipe, leading, sizes, dtype, grads):
         k, n = sizes
         model = to(ops.Sequential(ops.Linear(k, n)), dtype)
@@ -91,8 +93,9 @@ def test_x04_x05_linear(override, rounding):
 
 
 @pytest.mark.row("X04", "X05")
+@EXAMPLES
 @pytest.mark.parametrize("override", SOURCES)
-def test_x04_x05_pipelines(override):
+def test_x04_x05_pipelines(override, examples):
     """Under "per_op" only: rules may fuse gradients in different places on the two sides, which then round at other places."""
 
     @given(
@@ -101,7 +104,7 @@ def test_x04_x05_pipelines(override):
         dtype=st.sampled_from((torch.bfloat16, torch.float32)),
         frozen=st.sets(st.integers(0, 7)),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     def law(recipe, blocks, dtype, frozen):
         made = pipeline(blocks)
         model = made.model(dtype)

@@ -141,6 +141,9 @@ class Sequential(nn.Module):
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
+        if self.__dict__["_runs"] is None and torch.compiler.is_compiling():
+            make = torch.compiler.disable(Sequential.runs)  # type: ignore[no-untyped-call]
+            return cast(tuple[nn.Module | OperationFuser, ...], make(self))
         if self.__dict__["_runs"] is None:
             parts: list[nn.Module | Run] = []
             for name, module in self._modules.items():

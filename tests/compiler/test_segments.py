@@ -49,7 +49,9 @@ def test_quantized_values_stay_inside_a_segment():
     assert cut(planned(*block(), recipe=MXFP8BlockScaling())) == [["rms_norm"], product, ["bias"], ["gelu"]]
     two = planned(ops.Linear(64, 64, bias=False), ops.Linear(64, 64, bias=False), recipe=MXFP8BlockScaling())
     assert cut(two) == [product, product]
-    tapped = planned(ops.Quantize(), ops.Identity(), ops.Identity(), ops.MakeExtraOutput(), ops.GELU(), recipe=MXFP8BlockScaling())
+    tapped = planned(
+        ops.Quantize(), ops.Identity(), ops.Identity(), ops.MakeExtraOutput(), ops.GELU(), recipe=MXFP8BlockScaling()
+    )
     assert cut(tapped) == [["quantize[input]", "identity", "identity", "make_extra_output"], ["gelu"]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, SupportsIndex, cast
@@ -141,22 +142,24 @@ class Sequential(nn.Module):
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
-        if self.__dict__["_runs"] is None and torch.compiler.is_compiling():
-            make = torch.compiler.disable(Sequential.runs)  # type: ignore[no-untyped-call]
-            return cast(tuple[nn.Module | OperationFuser, ...], make(self))
         if self.__dict__["_runs"] is None:
-            parts: list[nn.Module | Run] = []
-            for name, module in self._modules.items():
-                if not isinstance(module, FusibleOperation):
-                    parts.append(cast(nn.Module, module))
-                elif parts and isinstance(parts[-1], list):
-                    parts[-1].append((name, module))
-                else:
-                    parts.append([(name, module)])
-            runs = [part for part in parts if isinstance(part, list)]
-            check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
-            self.__dict__["_runs"] = tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
+            # Torch's tracer, if it is there at all, must not follow the making of pipelines.
+            make = torch.compiler.disable(Sequential._make_runs) if "torch._dynamo" in sys.modules else Sequential._make_runs
+            self.__dict__["_runs"] = make(self)
         return cast(tuple[nn.Module | OperationFuser, ...], self.__dict__["_runs"])
+
+    def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
+        parts: list[nn.Module | Run] = []
+        for name, module in self._modules.items():
+            if not isinstance(module, FusibleOperation):
+                parts.append(cast(nn.Module, module))
+            elif parts and isinstance(parts[-1], list):
+                parts[-1].append((name, module))
+            else:
+                parts.append([(name, module)])
+        runs = [part for part in parts if isinstance(part, list)]
+        check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
+        return tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
 
     def _pipeline(self, run: Run, runs: Sequence[Run]) -> OperationFuser:
         others = [other for other in runs if other is not run]

@@ -1,4 +1,4 @@
-"""Measures on a GPU what benchmarks/casts.py and chains.py can, and writes the record: ``python benchmarks/record.py FILE``.
+"""Measures on a GPU what benchmarks/casts.py and epilogues.py can, and writes the record: ``python benchmarks/record.py FILE``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import casts
-import chains
+import epilogues
 import torch
 
 import opfuse
@@ -46,7 +46,7 @@ LIMITS = {
 
 def records() -> Iterator[dict[str, Any]]:
     """All figures, the largest shape first."""
-    for script, measure, word in (("casts.py", casts.measure, "cast"), ("chains.py", chains.measure, "chain")):
+    for script, measure, word in (("casts.py", casts.measure, "cast"), ("epilogues.py", epilogues.measure, "chain")):
         for shape in casts.SHAPES:
             for row in measure(shape):
                 limit = LIMITS.get(str(row[word])) if shape == casts.SHAPES[0] else None

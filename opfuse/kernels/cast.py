@@ -100,15 +100,16 @@ def cast_mx(
     """One read of ``x``; ``rows`` is 1 or 32, and the layouts agree on whether scales are swizzled."""
     x = x.contiguous()
     height, width = x.shape
-    planes = {layout.usage: _new_encoded(x, layout) for layout in layouts}
-    tiled = rows != 1 or COLUMNWISE in planes or width % _MX_BLOCK != 0
+    planes, fields = new_mx(layouts, x, rounding)
+    usages = {layout.usage for layout in layouts}
+    tiled = rows != 1 or COLUMNWISE in usages or width % _MX_BLOCK != 0
     variant = variant_of(
         "cast_mx.cu",
         _CAST_MX,
         IN=C_TYPES[x.dtype],
         OUT=layouts[0].element.name.upper(),
-        ROWWISE=ROWWISE in planes,
-        COLUMNWISE=COLUMNWISE in planes,
+        ROWWISE=ROWWISE in usages,
+        COLUMNWISE=COLUMNWISE in usages,
         SQUARE=rows != 1,
         SWIZZLED=layouts[0].swizzled,
         ALIGNED=on_bytes(x, _VECTOR) and not (tiled and width % _EIGHT),
@@ -117,9 +118,15 @@ def cast_mx(
     if tiled:
         tile_rows, tile_columns, threads = _MX_TILES[layouts[0].swizzled]
         entry, grid = "cast_tile", Grid(ceil_div(height, tile_rows) * ceil_div(width, tile_columns), threads)
-    outputs = [address for usage in USAGES for address in _addresses(planes.get(usage))]
-    launch(variant, entry, grid, _CAST_MX, x.data_ptr(), *outputs, height, width, _MX_BIAS[rounding], device=x.get_device())
-    return [planes[layout.usage] for layout in layouts]
+    launch(variant, entry, grid, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tuple[list[quantize.Encoded], tuple[int, ...]]:
+    """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
+    planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
+    addresses = (address for usage in USAGES for address in _addresses(planes.get(usage)))
+    return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, _MX_BIAS[rounding])
 
 
 def _addresses(plane: quantize.Encoded | None) -> tuple[int, int]:
@@ -127,7 +134,7 @@ def _addresses(plane: quantize.Encoded | None) -> tuple[int, int]:
     return (0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr())
 
 
-def _new_encoded(x: torch.Tensor, layout: Layout) -> quantize.Encoded:
+def new_encoded(x: torch.Tensor, layout: Layout) -> quantize.Encoded:
     """Room for the data and scales of a plane on the device of ``x``. Kernels write no padding: it is 0."""
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device)
     new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros

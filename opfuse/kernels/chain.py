@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from opfuse.kernels import chain_cases, epilogue
-from opfuse.kernels.chain_call import THREADS, Call, Cut, Tensors, backward_call, forward_call
+from opfuse.kernels.cast import tensor_amax
+from opfuse.kernels.chain_call import CUT, THREADS, Call, Cut, Tensors, backward_call, forward_call
 from opfuse.kernels.chain_code import ChainCode
+from opfuse.kernels.chain_text import text_of
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
 
 _ADDERS = 32  # sums of a block that adds up parts
-_CUT = "qqIII0q"
 
 
 class Program(NamedTuple):
@@ -48,7 +49,7 @@ def forward_chain(
     call = forward_call(x, stages, rounding, dtype, keep)
     if call is None or call.result is None:
         return epilogue.forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
-    run(launch, "chain_forward", call, call.cut())
+    _run_plain(launch, "chain_forward", call)
     return call.result, call.kept
 
 
@@ -67,19 +68,82 @@ def backward_chain(
     if call is None or call.result is None:
         return epilogue.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     if not call.is_nothing:
-        run(launch, "chain_backward", call, call.cut())
+        _run_plain(launch, "chain_backward", call)
     return call.result, call.grads
 
 
-def run(
-    launch: Launcher,
-    name: str,
-    call: Call,
-    cut: Cut,
+def forward_then_amax(
+    x: Tensor,
+    stages: Sequence[Stage],
     *,
-    defines: tuple[str, ...] = (),
-    extra: str = "",
-    fields: Sequence[float] = (),
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+    """:func:`forward_chain`, and fp32 (1,) the largest magnitude of its result."""
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    return y, kept, tensor_amax(y)
+
+
+def backward_then_amax(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensors, Tensor]:
+    """:func:`backward_chain`, and fp32 (1,) the largest magnitude of dx."""
+    dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    return dx, grads, tensor_amax(dx)
+
+
+@kernel("chain_forward.cu", reference=forward_then_amax, tolerance=Tolerance(ulp=1), cases=chain_cases.FORWARD_AMAX)
+def forward_chain_amax(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+    """The amax is found while the result is stored: nothing is read twice."""
+    call = forward_call(x, stages, rounding, dtype, keep)
+    if call is None or call.result is None:
+        return forward_then_amax(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    _run_plain(launch, "chain_forward", call, amax)
+    return call.result, call.kept, amax
+
+
+@kernel("chain_backward.cu", reference=backward_then_amax, tolerance=Tolerance(ulp=4), cases=chain_cases.BACKWARD_AMAX)
+def backward_chain_amax(
+    launch: Launcher,
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensors, Tensor]:
+    """The amax is found while dx is stored: nothing is read twice."""
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
+    if call is None or call.result is None:
+        return backward_then_amax(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
+    _run_plain(launch, "chain_backward", call, amax)
+    return call.result, call.grads, amax
+
+
+def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
+    """A chain whose result is stored; ``amax`` is raised to its largest magnitude."""
+    address = 0 if amax is None else amax.data_ptr()
+    run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}",), extra="P", fields=(address,))
+
+
+def run(
+    launch: Launcher, name: str, call: Call, cut: Cut, *, defines: tuple[str, ...], extra: str, fields: Sequence[float]
 ) -> None:
     """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
 
@@ -87,13 +151,13 @@ def run(
     """
     code = call.code
     sums = {
-        "row_sums": (cut.pieces, len(code.row_sums) * cut.columns),
-        "column_sums": (cut.tiles_across, len(code.column_sums) * cut.rows),
+        "row_sums": (cut.tiles_down, len(code.row_sums) * cut.columns),
+        "column_sums": (cut.groups_across, len(code.column_sums) * cut.rows),
     }
     parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
     program = _program(name, code, len(call.tensors), (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), extra)
     pointers = [*(t.data_ptr() for t in call.tensors), *(0 if part is None else part.data_ptr() for part in parts)]
-    packed = (*pointers, cut.pieces, *cut, *call.constants, *fields)
+    packed = (*pointers, cut.tiles_down, cut.groups_across, *cut.fields, *call.constants, *fields)
     grids = {name: cut.grid}
     grids |= {entry: Grid(ceil_div(size, _ADDERS), THREADS) for entry, (_, size) in sums.items() if size}
     for entry, grid in grids.items():
@@ -103,5 +167,5 @@ def run(
 @functools.cache
 def _program(name: str, code: ChainCode, tensors: int, defines: tuple[str, ...], extra: str) -> Program:
     """The variant for a structure, whose text is written once."""
-    layout = struct.Struct(f"{tensors + 2}Pq{_CUT}{len(code.constants)}f0q{extra}0q")
-    return Program(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), code.text()), layout)
+    layout = struct.Struct(f"{tensors + 2}P2q{CUT}{len(code.constants)}f0q{extra}0q")
+    return Program(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), text_of(code)), layout)

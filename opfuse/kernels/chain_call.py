@@ -29,22 +29,44 @@ Tensors = list[dict[str, Tensor]]
 
 
 class Cut(NamedTuple):
-    """How a matrix of results is cut into blocks; as in chain.cuh."""
+    """How a matrix of results is cut into tiles, each for a block of threads; as in chain.cuh.
+
+    A tile has ``groups`` times 2^log_across packs of eight columns, and as many rows as the other threads are, ``steps`` times.
+    """
 
     rows: int
     columns: int
     log_across: int
-    tiles_across: int
+    groups: int
     steps: int
+    threads: int = THREADS
 
     @property
-    def pieces(self) -> int:
-        """Pieces of rows."""
-        return ceil_div(self.rows, (THREADS >> self.log_across) * self.steps)
+    def tiles_down(self) -> int:
+        return ceil_div(self.rows, (self.threads >> self.log_across) // self.groups * self.steps)
+
+    @property
+    def tiles_across(self) -> int:
+        return ceil_div(self.columns, (_VECTOR << self.log_across) * self.groups)
+
+    @property
+    def groups_across(self) -> int:
+        """Groups of columns of the matrix, in each of which columns are added up."""
+        return ceil_div(self.columns, _VECTOR << self.log_across)
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.pieces * self.tiles_across, THREADS)
+        return Grid(self.tiles_down * self.tiles_across, self.threads)
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """As Cut in chain.cuh is packed: a block below 2^31 finds its tile's row by a product and a shift."""
+        bits = (self.tiles_across - 1).bit_length() + 31
+        multiplier = ceil_div(1 << bits, self.tiles_across)
+        return (self.rows, self.columns, self.log_across, self.groups, self.tiles_across, multiplier, bits, self.steps)
+
+
+CUT = "qqIIIIII"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +75,7 @@ class Call:
 
     tensors: those whose addresses are the first fields of the kernel's parameter, in order.
     shape: of the chain's result.
-    result: y or dx; None if it is not stored.
+    dtype: of results. result: y or dx; None if it is not stored.
     kept: inputs of stages, of a forward call. grads: gradients of operands, of a backward call.
     """
 
@@ -61,6 +83,7 @@ class Call:
     tensors: list[Tensor]
     shape: torch.Size
     constants: list[float]
+    dtype: torch.dtype
     result: Tensor | None
     kept: dict[int, Tensor]
     grads: Tensors
@@ -80,10 +103,8 @@ class Call:
         sums = bool(code.row_sums or code.column_sums)
         if code.is_flat and size % _VECTOR == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
-        packs = ceil_div(columns, _VECTOR)
-        log_across = min(_SUMMED_LANES if sums else THREADS, packs).bit_length() - 1
-        steps = _SUM_STEPS if sums else code.packs
-        return Cut(size // columns, columns, log_across, ceil_div(packs, 1 << log_across), steps)
+        lanes = min(_SUMMED_LANES if sums else THREADS, ceil_div(columns, _VECTOR))
+        return Cut(size // columns, columns, lanes.bit_length() - 1, 1, _SUM_STEPS if sums else code.packs)
 
     def is_aligned(self, columns: int) -> bool:
         """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
@@ -113,7 +134,7 @@ def forward_call(
     codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
     code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores)
     tensors = [x, *_flat(operands), *_one(y), *kept.values()]
-    return Call(code, tensors, shapes[-1], _constants(stages), y, {i: kept.get(i, x) for i in keep}, [])
+    return Call(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, x) for i in keep}, [])
 
 
 def backward_call(
@@ -142,7 +163,7 @@ def backward_call(
     new = None if dx is dy else dx
     code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts)
     tensors = [dy, *saved.values(), *_flat(operands), *_one(new), *_flat(made)]
-    return Call(code, tensors, dy.shape, _constants(stages), dx, {}, grads)
+    return Call(code, tensors, dy.shape, _constants(stages), dtype, dx, {}, grads)
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------------

@@ -138,3 +138,4 @@ def _call(chain: Chain, direction: str, device: torch.device) -> Arguments:
 
 FORWARD = _cases("forward", (*_ALONE, *_MIXED))
 BACKWARD = _cases("backward", [chain for chain in (*_ALONE, *_MIXED) if chain.ops != ("add",)])  # whose gradients are all dy
+FORWARD_AMAX, BACKWARD_AMAX = (_cases(direction, _MIXED) for direction in ("forward", "backward"))

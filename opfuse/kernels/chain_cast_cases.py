@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage, fp8_block, fp8_tensor
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.chain_cases import FP16, FP32, Chain
-from opfuse.kernels.encoding import Blocks, Recording
+from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
+
+
+class _Kind(NamedTuple):
+    """A kind of cast: the format of an element, and the encoding of planes on a device."""
+
+    format: Callable[[Element], Format]
+    encoding: Callable[[list[Layout], torch.device], Encoding]
+    swizzled: bool = False
+
+
+def _recording(layouts: list[Layout], device: torch.device) -> Recording:
+    return Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
+
+
+_KINDS = {
+    "delayed": _Kind(fp8_tensor, _recording),
+    "1x128": _Kind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
+    "128x128": _Kind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
+    "MX": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts)),
+    "MX swizzled": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts), swizzled=True),
+    "MX floor": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts, rounding="floor")),
+}
 
 _FORWARD = (
     Chain(("bias", "gelu"), (272, 200)),
@@ -32,56 +54,59 @@ _BACKWARD = (
     *_FORWARD,
     Chain(("bias",), (300, 264)),
     Chain(("add", "bias"), (16, 64), FP32),
-    Chain(("bias", "scaled_swiglu", "bias"), (300, 64), interleave=64),
+    Chain(("bias", "scaled_swiglu", "bias"), (300, 256), interleave=128),
     Chain(("bias", "reglu", "relu", "reglu"), (65, 48), FP16),
 )
+_MX = (
+    Chain(("bias", "gelu"), (288, 416)),
+    Chain(("bias", "gelu"), (96, 160), source=FP32),
+    Chain(("bias", "gelu"), (3, 64, 32), source=FP32, rounding="single"),
+    Chain(("glu",), (160, 256)),
+    Chain(("bias", "swiglu"), (96, 512), interleave=256),
+    Chain(("bias", "softsign", "dropout"), (160, 544), FP16, misaligned=True),
+    Chain(("bias", "constant_scale", "add"), (64, 288), FP32),
+    Chain(("scaled_srelu",), (512, 64)),
+)
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE, COLUMNWISE), (ROWWISE,), (COLUMNWISE,))
-_ELEMENTS = (E4M3, E5M2)
+_STORES = (False, False, True, False)
+_CHAINS = {
+    "forward": {
+        **dict.fromkeys(("delayed", "1x128", "128x128"), _FORWARD),
+        **dict.fromkeys(("MX", "MX swizzled", "MX floor"), _MX),
+    },
+    "backward": {
+        **dict.fromkeys(("delayed", "1x128"), _BACKWARD),
+        "128x128": _FORWARD,
+        **dict.fromkeys(("MX", "MX swizzled"), _MX),
+    },
+}
 
 
-class _Planes(NamedTuple):
+class _Turn(NamedTuple):
     """What is made of the result."""
 
+    kind: str
     usages: tuple[Usage, ...]
     element: Element
     stores: bool
 
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.element.name}, {'+'.join(self.usages)}{', stored' * self.stores}"
 
-def _call(chain: Chain, direction: str, planes: _Planes, device: torch.device) -> Arguments:
+
+def _call(chain: Chain, direction: str, turn: _Turn, device: torch.device) -> Arguments:
     args, kwargs = getattr(chain, direction)(device)
-    shape = args[0].shape
-    if direction == "backward":
-        shape, _ = chain.stages(device, chain.generator())
-    elif args[1][-1].math.is_gated:
-        shape = chain.shape
-    matrix = (torch.Size(shape[:-1]).numel(), shape[-1])
-    layouts = [Layout(fp8_tensor(planes.element), usage, matrix) for usage in planes.usages]
-    encode = Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
-    return Arguments((*args, encode), {**kwargs, "stores": planes.stores})
+    shape = chain.stages(device, chain.generator())[0] if direction == "backward" else chain.shape
+    kind, matrix = _KINDS[turn.kind], (torch.Size(shape[:-1]).numel(), shape[-1])
+    layouts = [Layout(kind.format(turn.element), usage, matrix, kind.swizzled) for usage in turn.usages]
+    return Arguments((*args, kind.encoding(layouts, device)), {**kwargs, "stores": turn.stores})
 
 
-def _cases(direction: str, chains: Sequence[Chain]) -> dict[str, Case]:
-    turns = zip(itertools.cycle(_PLANES), itertools.cycle(_ELEMENTS), itertools.cycle((False, False, True, False)))
-    made = [(chain, _Planes(*turn)) for chain, turn in zip((*chains, *chains), turns)]
-    return {
-        f"{chain.name}, {planes.element.name}, {'+'.join(planes.usages)}{', stored' * planes.stores}": functools.partial(
-            _call, chain, direction, planes
-        )
-        for chain, planes in made
-    }
+def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, Case]:
+    """Every chain with the kinds that it is there for, each with one choice of planes, element and storing in turn."""
+    turns = zip(itertools.cycle(_PLANES), itertools.cycle((E4M3, E5M2)), itertools.cycle(_STORES))
+    made = [(chain, _Turn(kind, *next(turns))) for kind, of_kind in chains.items() for chain in of_kind]
+    return {f"{chain.name}, {turn}": functools.partial(_call, chain, direction, turn) for chain, turn in made}
 
 
-FORWARD, BACKWARD = _cases("forward", _FORWARD), _cases("backward", _BACKWARD)
-
-
-def _blocks(chain: Chain, planes: _Planes, dims: int, device: torch.device) -> Arguments:
-    args, kwargs = chain.forward(device)
-    matrix = (torch.Size(chain.shape[:-1]).numel(), chain.shape[-1])
-    layouts = [Layout(fp8_block(planes.element, dims), usage, matrix) for usage in planes.usages]
-    return Arguments((*args, Blocks(layouts, pow2=dims == 1)), {**kwargs, "stores": planes.stores})
-
-
-BLOCKS: dict[str, Case] = {
-    f"{chain.name}, {'+'.join(usages)}, {dims}D": functools.partial(_blocks, chain, _Planes(usages, E4M3, dims == 2), dims)
-    for (chain, usages), dims in itertools.product(zip(_FORWARD, itertools.cycle(_PLANES)), (1, 2))
-}
+FORWARD, BACKWARD = (_cases(direction, chains) for direction, chains in _CHAINS.items())

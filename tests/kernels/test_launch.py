@@ -16,14 +16,16 @@ MOST_REGISTERS = {
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
     "cast_block.cu": {"cast_block": 128},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
+    "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 128},
+    "amax_nvfp4.cu": {"amax_nvfp4": 80},
     "dequantize.cu": {"dequantize_rows": 64, "dequantize_tile": 48},
+    "dequantize_nvfp4.cu": {"decode_rows": 64, "decode_columns": 64},
     "chain_forward.cu": {"chain_forward": 64},
     "chain_backward.cu": {"chain_backward": 160, "row_sums": 32, "column_sums": 32},
-    "chain_block.cu": {"chain_block": 255},
+    "chain_cast.cu": {"chain_cast": 255, "row_sums": 32, "column_sums": 32},
     "norm_backward.cu": {"norm_backward": 255, "norm_sums": 40},
     "norm_cast.cu": {"norm_cast": 128},
     "norm_forward.cu": {"norm_forward": 128},
-    "chain_tensor.cu": {"chain_tensor": 128, "row_sums": 32, "column_sums": 32},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""
 

@@ -1,8 +1,8 @@
 // blocks: FP8 codes and fp32 scales of a tile that a block of threads holds: 1 x 128 and 128 x 1 blocks, or 128 x 128.
 //
-// Values         eight rows of eight neighbours a thread, 0 where there is nothing; own_row says which
+// Values         OWN_ROWS rows of eight neighbours a thread; where there is nothing, 0 or what the tile has elsewhere
 // Blocks         what the host packs; its fields are described in cast_block.cu
-// Compiled       after tile.cuh for a tile of 128 x 128 and 256 threads, with IN, OUT, SQUARE and ALIGNED
+// Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE and ALIGNED
 #pragma once
 
 struct Blocks {
@@ -13,8 +13,8 @@ struct Blocks {
     u32 pow2, unused;
 };
 
-constexpr int BLOCK = 128, OWN_ROWS = 4 * TILE_STEPS, WARPS = TILE_THREADS / 32, WARPS_DOWN = WARPS / WARPS_ACROSS;
-static_assert(TILE_ROWS == BLOCK && TILE_COLUMNS == BLOCK && TILE_THREADS == 2 * BLOCK, "a tile is a block of scales");
+constexpr int BLOCK = 128, WARPS = TILE_THREADS / 32, WARPS_DOWN = WARPS / WARPS_ACROSS;
+static_assert(TILE_ROWS == BLOCK && TILE_COLUMNS == BLOCK && TILE_THREADS >= 2 * BLOCK, "a tile is a block of scales");
 
 using Values = Eight<IN>[OWN_ROWS];
 
@@ -27,9 +27,6 @@ OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
     if (p.pow2) scale = pow2_floor(scale);
     return {scale, decode_scale(scale, amax)};
 }
-
-// The thread's row i in the tile.
-OPFUSE_FN int own_row(const Tile& tile, int i) { return (tile.group + i / 4 * 4) * 4 + i % 4; }
 
 OPFUSE_FN void store_row(const Blocks& p, const Tile& tile, int i, uint2 codes) {
     long long row = tile.row + own_row(tile, i), column = tile.column + tile.across * 8, there = p.columns - column;
@@ -102,7 +99,7 @@ OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u3
         row_scale[line] = scale.encode;
         store_scale(p.row_scale + tile.column / BLOCK * p.row_pitch, tile.row + line, p.rows, p.row_pitch, scale.decode);
     }
-    if (threadIdx.x >= BLOCK && p.columnwise) {
+    if (threadIdx.x / BLOCK == 1 && p.columnwise) {
         u32 amax = 0;
 #pragma unroll
         for (int w = 0; w < WARPS_DOWN; ++w) amax = larger(amax, column_amax[w][line]);

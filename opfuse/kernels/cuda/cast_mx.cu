@@ -3,9 +3,8 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        [rows, columns] codes of OUT; row_scale has a code for each 32 values of a row
 // columnwise     [rows, columns] codes, not transposed; column_scale has a code for each 32 values of a column
-// scales         of lines (rows of x; its columns) by blocks, each padded to whole tiles of 128 x 4, which the host has set to 0.
-//                Compact: row by row for rows, transposed for columns. SWIZZLED: tile after tile, and in a tile the codes of
-//                line 32 g + i and block b at byte 16 i + 4 g + b.
+// scales         of lines (rows of x; its columns) by blocks, in arrays as in mx.cuh, which the host has set to 0. Compact: row by
+//                row for rows, transposed for columns
 // SQUARE         one scale for each 32 x 32 values, repeated in its lines
 // bias           0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
 // Non-finite     a block that holds one has the code 255, and NaN for each value
@@ -13,7 +12,7 @@
 //                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/kernels/quantize.py, cast_mx.
-#include "vectors.cuh"
+#include "mx.cuh"
 
 struct Parameters {
     const IN* x;
@@ -23,7 +22,7 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
-constexpr int BLOCK = 32, THREADS = 256, PACKS = 4;
+constexpr int BLOCK = MX_BLOCK, THREADS = 256, PACKS = 4;
 
 // Warps of 32 x 64 in a tile. Swizzled scales are stored as whole tiles of theirs; compact ones like long rows better.
 constexpr int DOWN = SWIZZLED ? 4 : 1, ACROSS = SWIZZLED ? 2 : 4;
@@ -31,23 +30,6 @@ constexpr int TILE_ROWS = 32 * DOWN, TILE_COLUMNS = 64 * ACROSS, TILE_THREADS = 
 static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scales of a tile are one tile of scales");
 
 // ---------------------------------------------------------------------------------------------------------------------- scales
-
-// The code of a block from the bits of its amax. Every bf16 and fp16 amax obeys the integer rule; an fp32 one whose scale is
-// subnormal may not.
-OPFUSE_FN u32 code_of(u32 amax, u32 bias) {
-    constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;
-    if (amax >= INF_BITS) return E8M0_NAN;
-    if (sizeof(IN) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
-    return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
-}
-
-// 2^(127 - code) for a code of a block: that of the largest finite amax is far below 254.
-OPFUSE_FN float multiplier_of(u32 code) { return float_of(code == E8M0_NAN ? NAN_BITS : (254 - code) << 23); }
-
-OPFUSE_FN u32 four_codes(u32 a, u32 b, u32 c, u32 d) { return a | b << 8 | c << 16 | d << 24; }
-
-OPFUSE_FN long long padded_lines(long long lines) { return (lines + 127) / 128 * 128; }
-OPFUSE_FN long long padded_blocks(long long length) { return (length + 127) / 128 * 4; }
 
 OPFUSE_FN long long row_scale_at(const Parameters& p, long long row, long long block) {
     if (!SWIZZLED) return row * padded_blocks(p.columns) + block;
@@ -76,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     u32 codes = 0;
 #pragma unroll
     for (int k = 0; k < PACKS; ++k) {
-        u32 code = code_of(amax.bits(k), p.bias);
-        float multiplier = multiplier_of(code);
+        u32 code = mx_code(amax.bits(k), p.bias);
+        float multiplier = mx_multiplier(code);
         uint2 q = encode_eight<OUT>(v[k], [multiplier](int) { return multiplier; });
         codes |= code << 8 * k;
         if (whole)
@@ -116,7 +98,7 @@ OPFUSE_FN Codes codes_along(const Eight<IN> (&v)[8], u32 bias) {
     amax.across(2);
     Codes codes;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes.of[i] = code_of(amax.bits(i), bias);
+    for (int i = 0; i < 8; ++i) codes.of[i] = mx_code(amax.bits(i), bias);
     return codes;
 }
 
@@ -132,10 +114,10 @@ OPFUSE_FN Codes codes_down(const Eight<IN> (&v)[8], u32 bias) {
         largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) codes.of[j] = code_of(largest, bias);
+        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code(largest, bias);
     } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) codes.of[j] = code_of(amax.bits(j), bias);
+        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code(amax.bits(j), bias);
     }
     return codes;
 }
@@ -157,12 +139,6 @@ OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
     constexpr int BLOCKS = TILE_COLUMNS / BLOCK;
     shared[row * BLOCKS + block] = u8(two);
     shared[(row + 1) * BLOCKS + block] = u8(two >> 8);
-}
-
-// Word `threadIdx.x % 128` of a tile of 128 x 4 scales, whose lines lie in shared memory one after the other.
-OPFUSE_FN void store_scale_tile(u8* scales, long long tile, const u8* shared) {
-    int word = threadIdx.x % 128, line = word % 4 * 32 + word / 4;
-    reinterpret_cast<u32*>(scales + tile * 512)[word] = reinterpret_cast<const u32*>(shared)[line];
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters p) {
@@ -206,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
             else if (count > 0)
                 store_eight(q, codes);
         };
-        if (ROWWISE) store(p.rowwise + out, encode_eight<OUT>(v[i], [&](int) { return multiplier_of(along.of[i]); }));
-        if (COLUMNWISE) store(p.columnwise + out, encode_eight<OUT>(v[i], [&](int j) { return multiplier_of(down.of[j]); }));
+        if (ROWWISE) store(p.rowwise + out, encode_eight<OUT>(v[i], [&](int) { return mx_multiplier(along.of[i]); }));
+        if (COLUMNWISE) store(p.columnwise + out, encode_eight<OUT>(v[i], [&](int j) { return mx_multiplier(down.of[j]); }));
     }
 
     if (!ROWWISE && !SWIZZLED) return;

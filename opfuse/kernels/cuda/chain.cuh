@@ -1,7 +1,8 @@
 // chain: what the generated code of a chain of elementwise ops is written in: packs of neighbouring values, halves of columns.
 //
-// ALIGNED = 1    packs start on 16 bytes (8 for bytes) and are whole or missing: rows, and the groups of columns that alternate,
-//                are multiples of eight elements; = 0: anything goes, elements are moved one by one, 0 stands for what is missing
+// ALIGNED = 1    packs start on 16 bytes (8 for bytes) and are whole: rows, and the groups of columns that alternate, are multiples of
+//                eight elements. A thread whose pack is not there computes on one that is, and stores nothing
+// ALIGNED = 0    anything goes: elements are moved one by one, and 0 stands for what is not there
 // Rounding       to nearest even, 16-bit floats to inf; a pair takes one conversion
 // Compiled       after common.cuh, with the definition ALIGNED
 #pragma once
@@ -78,10 +79,74 @@ OPFUSE_FN Pack<T, N> sum_of(const Pack<T, N>& a, const Pack<T, N>& b) {
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------- places
+
+// A pack of eight columns of results, in row `row` + `down`: `row` and `column` are the same for many packs of a thread, so that
+// wide arithmetic is done once. `count` of its elements are there, none if it is not positive.
+struct Place {
+    long long row, column;
+    u32 down;
+    int count;
+};
+
+// How a matrix of results is cut into tiles: of `groups` times 2^log_across packs of columns, by as many rows as the other threads
+// are, `steps` times. n / tiles_across is n multiplier >> shift.
+struct Cut {
+    long long rows, columns;
+    u32 log_across, groups, tiles_across, multiplier, shift, steps;
+};
+
+struct Thread {
+    u32 tile, tile_column;  // the block's tile
+    int lane;               // the thread's pack in its group
+    long long first;        // the first column of its group
+    long long row, column;  // of its first pack
+    int rows, columns;      // from these on, the rows and columns that are there
+
+    // The pack that lies so many rows below the first.
+    OPFUSE_FN Place place(u32 down) const {
+        if constexpr (ALIGNED)
+            return {row, column, smaller(down, rows > 0 ? rows - 1 : 0), int(down) < rows ? columns : 0};
+        else
+            return {row, column, down, int(down) < rows ? columns : 0};
+    }
+};
+
+OPFUSE_FN int at_most(long long x, int most) { return x < most ? int(x) : most; }
+
+// A thread of tile `tile`, `tile_column` whose first pack is at `row` and number `lane` from column `first` on.
+OPFUSE_FN Thread thread_at(const Cut& cut, u32 tile, u32 tile_column, long long row, long long first, int lane) {
+    long long column = first + lane * 8, rows = cut.rows - row, columns = cut.columns - column;
+    if (ALIGNED && rows <= 0) row = cut.rows - 1;
+    if (ALIGNED && columns <= 0) column = cut.columns - 8;
+    return {tile, tile_column, lane, first, row, column, at_most(rows, 1 << 20), at_most(columns, 8)};
+}
+
+OPFUSE_FN u32 tile_of(const Cut& cut, u32 block) { return u32(u64(block) * cut.multiplier >> cut.shift); }
+
+constexpr int THREADS = 256;
+
+// A thread of a block whose rows are `lines` times `steps`, interleaved.
+OPFUSE_FN Thread this_thread(const Cut& cut, int lines) {
+    u32 tile = tile_of(cut, blockIdx.x), tile_column = blockIdx.x - tile * cut.tiles_across;
+    int lane = threadIdx.x & ((1 << cut.log_across) - 1), line = threadIdx.x >> cut.log_across;
+    return thread_at(cut, tile, tile_column, (long long)tile * (cut.steps * lines) + line, (long long)tile_column << cut.log_across + 3, lane);
+}
+
+// The column that half 0 or 1 of a gated unit has for column `column` of its `columns` results: behind one another if GROUP is 0,
+// else alternating in groups of GROUP columns.
+template <int GROUP>
+OPFUSE_FN long long half_column(long long column, int half, long long columns) {
+    if constexpr (GROUP == 0)
+        return column + half * columns;
+    else
+        return column / GROUP * (2 * GROUP) + half * GROUP + column % GROUP;
+}
+
 // --------------------------------------------------------------------------------------------------------------- loads, stores
 
 // Whether element i of a pack is there.
-OPFUSE_FN bool is_there(int i, long long count) { return ALIGNED ? count > 0 : i < count; }
+OPFUSE_FN bool is_there(int i, int count) { return ALIGNED ? count > 0 : i < count; }
 
 template <class T>
 OPFUSE_FN T element(const Pack<T, 8>& v, int i) { return T{u16(v.word[i / 2] >> i % 2 * 16)}; }
@@ -94,18 +159,28 @@ OPFUSE_FN u32 word_of(u8 x, int i) { return u32(x) << i % 4 * 8; }
 template <class T>
 OPFUSE_FN u32 word_of(T x, int i) { return bits_in_word(x, i); }
 
-// Inputs are never written while a chain runs, which the read-only loads say: they may be moved ahead of stores.
-//
-// Elements `column` ... `column` + 7 of what starts at x; column_of says where they lie. The first `count` of them are there.
-template <class T, class Place>
-OPFUSE_FN Pack<T, 8> load(const T* x, Place column_of, long long column, long long count) {
+// The row of a place in a matrix of `width` columns.
+template <class T>
+OPFUSE_FN T* row_of(T* x, long long width, const Place& at) { return x + at.row * width + u64(at.down) * u32(width); }
+
+// The pack of a place, or the place itself if elements are moved one by one.
+template <class T, class Columns>
+OPFUSE_FN T* pack_at(T* x, long long width, Columns column_of, const Place& at) {
+    return x + (at.row * width + column_of(at.column)) + u64(at.down) * u32(width);
+}
+
+// The pack at a place of a matrix of `width` columns; column_of takes columns of results to its columns. Inputs are never written
+// while a chain runs, which the read-only loads say: they may be moved ahead of stores.
+template <class T, class Columns>
+OPFUSE_FN Pack<T, 8> load(const T* x, long long width, Columns column_of, const Place& at) {
     Pack<T, 8> v = {};
     if constexpr (!ALIGNED) {
+        x = row_of(x, width, at);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (is_there(i, count)) v.word[i * sizeof(T) / 4] |= word_of(x[column_of(column + i)], i);
-    } else if (count > 0) {
-        x += column_of(column);
+            if (is_there(i, at.count)) v.word[i * sizeof(T) / 4] |= word_of(x[column_of(at.column + i)], i);
+    } else {
+        x = pack_at(x, width, column_of, at);
         if constexpr (sizeof(T) == 1) {
             uint2 two = __ldg(reinterpret_cast<const uint2*>(x));
             v.word[0] = two.x, v.word[1] = two.y;
@@ -120,14 +195,19 @@ OPFUSE_FN Pack<T, 8> load(const T* x, Place column_of, long long column, long lo
     return v;
 }
 
-template <class T, class Place>
-OPFUSE_FN void store(T* x, const Pack<T, 8>& v, Place column_of, long long column, long long count) {
+// The number of a place's row in a vector of them; 0 where there is none.
+template <class T>
+OPFUSE_FN float load_of_row(const T* x, const Place& at) { return ALIGNED || at.count > 0 ? value(x[at.row + at.down]) : 0.0f; }
+
+template <class T, class Columns>
+OPFUSE_FN void store(T* x, long long width, Columns column_of, const Place& at, const Pack<T, 8>& v) {
     if constexpr (!ALIGNED) {
+        x = row_of(x, width, at);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (is_there(i, count)) x[column_of(column + i)] = element(v, i);
-    } else if (count > 0) {
-        x += column_of(column);
+            if (is_there(i, at.count)) x[column_of(at.column + i)] = element(v, i);
+    } else if (at.count > 0) {
+        x = pack_at(x, width, column_of, at);
         if constexpr (sizeof(T) == 1)
             *reinterpret_cast<uint2*>(x) = make_uint2(v.word[0], v.word[1]);
         else
@@ -137,52 +217,13 @@ OPFUSE_FN void store(T* x, const Pack<T, 8>& v, Place column_of, long long colum
     }
 }
 
-// The pack with 0 for what is missing, whatever an op makes of that.
+// The values of a result for the functions of casts: nothing that is not there, whatever an op makes of that.
 template <class T>
-OPFUSE_FN Pack<T, 8> first_of(const Pack<T, 8>& v, long long count) {
-    if constexpr (ALIGNED)
-        return count > 0 ? v : Pack<T, 8>{};
-    else
-        return pack_of<T, 8>([&](int i) { return is_there(i, count) ? value(v, i) : 0.0f; });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------- places
-
-// The column that half 0 or 1 of a gated unit has for column `column` of its `columns` results: behind one another if GROUP is 0,
-// else alternating in groups of GROUP columns.
-template <int GROUP>
-OPFUSE_FN long long half_column(long long column, int half, long long columns) {
-    if constexpr (GROUP == 0)
-        return column + half * columns;
-    else
-        return column / GROUP * (2 * GROUP) + half * GROUP + column % GROUP;
-}
-
-// How a matrix is cut into blocks of 2^log_across packs of columns by as many rows as its threads have, `steps` times.
-struct Cut {
-    long long rows, columns;
-    u32 log_across, tiles_across, steps;
-};
-
-constexpr int THREADS = 256;
-
-// The same values for the functions of casts.
-template <class T>
-OPFUSE_FN Eight<T> eight_of(const Pack<T, 8>& v) {
+OPFUSE_FN Eight<T> eight_of(const Pack<T, 8>& v, int count) {
     Eight<T> eight;
+    Pack<T, 8> there = v;
+    if constexpr (!ALIGNED) there = pack_of<T, 8>([&](int i) { return is_there(i, count) ? value(v, i) : 0.0f; });
 #pragma unroll
-    for (int k = 0; k < v.WORDS; ++k) eight.word[k] = v.word[k];
+    for (int k = 0; k < v.WORDS; ++k) eight.word[k] = there.word[k];
     return eight;
-}
-
-struct Thread {
-    int tile, tile_column, lane, line, lines;  // the block's rows and columns; the thread's column and row in it
-    long long row, column;
-};
-
-OPFUSE_FN Thread this_thread(const Cut& cut) {
-    int lines = THREADS >> cut.log_across, lane = threadIdx.x & ((1 << cut.log_across) - 1), line = threadIdx.x >> cut.log_across;
-    int tile = blockIdx.x / cut.tiles_across, tile_column = blockIdx.x % cut.tiles_across;
-    return {tile, tile_column, lane, line, lines, (long long)tile * cut.steps * lines + line,
-            (((long long)tile_column << cut.log_across) + lane) * 8};
 }

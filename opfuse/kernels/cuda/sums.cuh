@@ -1,13 +1,14 @@
-// sums: gradients of operands that are sums over rows or columns: one for each piece of the matrix, then the sum of these.
+// sums: gradients of operands that are sums over rows or columns: one for each tile of the matrix, then the sum of these.
 //
-// row_parts      fp32 [pieces of rows, ROW_SUMS, columns]; column_parts fp32 [pieces of columns, COLUMN_SUMS, rows]
+// row_parts      fp32 [tiles down, ROW_SUMS, columns]; column_parts fp32 [groups across, COLUMN_SUMS, rows]
 // Order          of every addition fixed by the shape: nothing is added atomically
 // Grid           row_sums, column_sums: a block of 256 threads for each 32 sums
-// Compiled       after the generated text of a chain; Parameters has it as `chain`
+// Compiled       after the generated text of a chain; Parameters has it as `chain`. A block has BLOCK_THREADS, whose warps are
+//                beside each other in `groups` of 2^log_across lanes; 2^log_across divides 32 if there are sums
 #pragma once
 
 // A row's part of the row sums of a thread.
-OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOME(ROW_SUMS)][8], long long count) {
+OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOME(ROW_SUMS)][8], int count) {
     if (count <= 0) return;
 #pragma unroll
     for (int k = 0; k < ROW_SUMS; ++k)
@@ -15,12 +16,12 @@ OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOM
         for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // columns that are not there have sums that nobody reads
 }
 
-// The row sums of a block's threads: over the lines of each warp as a tree, then over its warps in turn.
+// The row sums of a block's threads: over the lines of each warp as a tree, then over the warps of a group in turn.
 OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, float (&sum)[SOME(ROW_SUMS)][8]) {
-    constexpr int WARPS = THREADS / 32;
+    constexpr int WARPS = BLOCK_THREADS / 32;
     __shared__ __align__(16) float of_warp[WARPS * 32 * 8];
-    int width = 8 << p.cut.log_across, warp = threadIdx.x / 32;
-    long long first = at.column - at.lane * 8;
+    int width = 8 << p.cut.log_across, groups = p.cut.groups, warp = threadIdx.x / 32;
+    long long first = (long long)at.tile_column * groups * width;
 #pragma unroll
     for (int k = 0; k < ROW_SUMS; ++k) {
         for (int mask = 16; mask >> p.cut.log_across; mask >>= 1)
@@ -33,26 +34,24 @@ OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, float (&sum)[SOM
                 *reinterpret_cast<float4*>(of_warp + warp * width + at.lane * 8 + i) =
                     make_float4(sum[k][i], sum[k][i + 1], sum[k][i + 2], sum[k][i + 3]);
         __syncthreads();
-        for (int j = threadIdx.x; j < width && first + j < p.cut.columns; j += THREADS) {
+        for (int j = threadIdx.x; j < width * groups && first + j < p.cut.columns; j += BLOCK_THREADS) {
             float total = of_warp[j];
-#pragma unroll
-            for (int w = 1; w < WARPS; ++w) total += of_warp[w * width + j];
+            for (int w = groups; w < WARPS; w += groups) total += of_warp[w * width + j];
             p.row_parts[((long long)at.tile * ROW_SUMS + k) * p.cut.columns + first + j] = total;
         }
     }
 }
 
 // The column sums of a row, over the lanes that share it.
-OPFUSE_FN void store_column_part(const Chain& p, const Thread& at, const float (&value)[SOME(COLUMN_SUMS)][8], long long row,
-                                 long long count) {
+OPFUSE_FN void store_column_part(const Chain& p, const Thread& at, const float (&value)[SOME(COLUMN_SUMS)][8], const Place& place) {
+    long long group = at.first >> p.cut.log_across + 3;
 #pragma unroll
     for (int k = 0; k < COLUMN_SUMS; ++k) {
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) total += is_there(i, count) ? value[k][i] : 0.0f;
+        for (int i = 0; i < 8; ++i) total += is_there(i, place.count) ? value[k][i] : 0.0f;
         for (int mask = 1 << p.cut.log_across >> 1; mask > 0; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
-        if (at.lane == 0 && row < p.cut.rows)
-            p.column_parts[((long long)at.tile_column * COLUMN_SUMS + k) * p.cut.rows + row] = total;
+        if (at.lane == 0 && place.count > 0) p.column_parts[(group * COLUMN_SUMS + k) * p.cut.rows + place.row + place.down] = total;
     }
 }
 
@@ -80,6 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_sums(const __grid_cons
 
 extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_constant__ Parameters parameters) {
     const Chain& p = parameters.chain;
-    add_parts(p.column_parts, p.cut.tiles_across, COLUMN_SUMS * p.cut.rows,
+    add_parts(p.column_parts, p.column_pieces, COLUMN_SUMS * p.cut.rows,
               [&](long long i, float sum) { store_column_sum(p, int(i / p.cut.rows), i % p.cut.rows, sum); });
 }

@@ -8,8 +8,8 @@
 #pragma once
 #include "vectors.cuh"
 
-static_assert(TILE_ROWS % 128 == 0 && TILE_COLUMNS % 64 == 0, "columns of 128 bytes, warps of 64 columns");
-constexpr int TILE_STEPS = TILE_ROWS * TILE_COLUMNS / (32 * TILE_THREADS), WARPS_ACROSS = TILE_COLUMNS / 64;
+static_assert(TILE_ROWS % 16 == 0 && TILE_COLUMNS % 64 == 0, "warps of 16 rows of 64 columns");
+constexpr int TILE_STEPS = TILE_ROWS * TILE_COLUMNS / (32 * TILE_THREADS), WARPS_ACROSS = TILE_COLUMNS / 64, OWN_ROWS = 4 * TILE_STEPS;
 constexpr int SIXTEENS = TILE_ROWS / 16;  // groups of 16 rows, whose codes are one store
 
 struct Tile {
@@ -17,11 +17,19 @@ struct Tile {
     int group, across;      // the thread's first row and first column in the tile, in fours of rows and eights of columns
 };
 
-OPFUSE_FN Tile this_tile(long long columns) {
-    u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    return {(long long)(blockIdx.x / tiles_across) * TILE_ROWS, (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS,
-            int(warp / WARPS_ACROSS * TILE_STEPS * 4 + lane / 8), int(warp % WARPS_ACROSS * 8 + lane % 8)};
+OPFUSE_FN Tile tile_at(u32 down, u32 across) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return {(long long)down * TILE_ROWS, (long long)across * TILE_COLUMNS, int(warp / WARPS_ACROSS * TILE_STEPS * 4 + lane / 8),
+            int(warp % WARPS_ACROSS * 8 + lane % 8)};
 }
+
+OPFUSE_FN Tile this_tile(long long columns) {
+    u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
+    return tile_at(blockIdx.x / tiles_across, blockIdx.x % tiles_across);
+}
+
+// The thread's row i in the tile.
+OPFUSE_FN int own_row(const Tile& tile, int i) { return (tile.group + i / 4 * 4) * 4 + i % 4; }
 
 // Where the 16 codes of rows 16 sixteen ... of a column lie, in words.
 OPFUSE_FN int tile_slot(int column, int sixteen) {

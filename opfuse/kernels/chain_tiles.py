@@ -1,0 +1,152 @@
+"""The casts that a chain's kernel can do itself: their tiles, their fields of the parameter, the planes that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels.cast import new_mx
+from opfuse.kernels.cast_block import BLOCKS, new_blocks
+from opfuse.kernels.chain_call import Call, Cut
+from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
+
+_GROUP = 64  # columns that a warp has beside each other
+
+
+class Tile(NamedTuple):
+    """What a block of threads makes: rows and columns of results, or of dy.
+
+    resident: blocks that share a multiprocessor, as many as leave threads their registers. ahead: rows of inputs that a thread
+    loads before it needs them.
+    """
+
+    rows: int
+    columns: int
+    threads: int
+    resident: int
+    ahead: int
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        names = ("TILE_ROWS", "TILE_COLUMNS", "TILE_THREADS", "RESIDENT", "AHEAD")
+        return tuple(f"{name}={value}" for name, value in zip(names, self))
+
+    @property
+    def own_rows(self) -> int:
+        """Rows that a thread has."""
+        return self.rows * self.columns // (8 * self.threads)
+
+    def cut(self, call: Call) -> Cut:
+        """The call's results in tiles of this size."""
+        columns = call.shape[-1]
+        return Cut(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
+
+
+# By measurements on an H200: for a direction, whether something is gated, and whether gradients of operands are added up.
+_Kind = tuple[str, bool, bool]
+
+_TENSOR: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(128, 128, 256, 4, 4),
+    ("forward", True, False): Tile(128, 64, 256, 4, 1),
+    ("backward", False, False): Tile(128, 64, 256, 4, 2),
+    ("backward", False, True): Tile(128, 64, 256, 4, 1),
+    ("backward", True, False): Tile(128, 64, 256, 4, 1),
+    ("backward", True, True): Tile(128, 64, 256, 3, 1),
+}
+_BLOCKS: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(128, 128, 256, 4, 4),
+    ("forward", True, False): Tile(128, 128, 256, 3, 2),
+    ("backward", False, False): Tile(128, 128, 256, 3, 2),
+    ("backward", False, True): Tile(128, 128, 256, 3, 2),
+    ("backward", True, False): Tile(128, 128, 512, 1, 2),
+    ("backward", True, True): Tile(128, 128, 512, 1, 2),
+}
+_COMPACT: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(32, 256, 256, 4, 4),
+    ("forward", True, False): Tile(32, 256, 256, 4, 1),
+    ("backward", False, False): Tile(32, 256, 256, 4, 2),
+    ("backward", False, True): Tile(32, 256, 256, 3, 2),
+    ("backward", True, False): Tile(32, 256, 256, 3, 1),
+    ("backward", True, True): Tile(32, 256, 256, 2, 2),
+}
+_SWIZZLED: Mapping[_Kind, Tile] = {kind: Tile(128, 128, 512, max(t.resident // 2, 1), t.ahead) for kind, t in _COMPACT.items()}
+
+
+def _tile(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile | None:
+    """The tile for a call; None if the columns of a tile do not lie together in every strand of dx, or if there are many."""
+    code = call.code
+    strands = code.depths[code.final]
+    tile = tiles[code.direction, code.depths[0] > 0, bool(code.row_sums or code.column_sums)]
+    widths = [call.shape[-1], *(stage.interleave for stage in code.stages)] if strands else []
+    if strands > 1 or any(width % tile.columns for width in widths):
+        return None
+    if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
+        return tile._replace(resident=1, ahead=1)
+    stored = code.stores or (code.direction == "forward" and code.saved)
+    if code.source == "float" or (code.depths[0] and stored):
+        return tile._replace(resident=max(tile.resident - tile.own_rows // 4, 1), ahead=1)
+    return tile
+
+
+class TileCast(NamedTuple):
+    """A cast of tiles, in the header of ``name``.
+
+    packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields. tiles: of an encoding; None
+    for one that the kernel does not know. defines: of an encoding.
+    """
+
+    name: str
+    packing: str
+    outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
+    tiles: Callable[[Any], Mapping[_Kind, Tile] | None]
+    defines: Callable[[Any], tuple[str, ...]]
+
+    def tile(self, call: Call, encode: Encoding) -> Tile | None:
+        """The tile for a call and an encoding; None if there is no kernel for them."""
+        tiles = self.tiles(encode) if len({(layout.format, layout.swizzled) for layout in encode.layouts}) == 1 else None
+        return None if tiles is None else _tile(call, tiles)
+
+
+def _tensor_outputs(call: Call, encode: Recording) -> tuple[list[Encoded], tuple[float, ...]]:
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
+    decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
+    planes = (data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE))
+    scaling = (t.data_ptr() for t in (encode.scale, encode.amax, decode_scale))
+    return [(data[layout.usage], decode_scale) for layout in encode.layouts], (*planes, *scaling, *encode.layouts[0].shape)
+
+
+def _block_outputs(call: Call, encode: Blocks) -> tuple[list[Encoded], tuple[float, ...]]:
+    planes, fields = new_blocks(encode.layouts, call.dtype, call.device, eps=encode.eps, pow2=encode.pow2)
+    return [*planes], fields
+
+
+def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[float, ...]]:
+    planes, fields = new_mx(encode.layouts, call.tensors[0], encode.rounding)
+    return [*planes], (*fields, 0)
+
+
+def _rows_aligned(encode: Encoding) -> str:
+    return f"ROWS_ALIGNED={int(encode.layouts[0].shape[0] % 16 == 0)}"
+
+
+CASTS: Mapping[type, TileCast] = {
+    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: _TENSOR, lambda e: (_rows_aligned(e),)),
+    Blocks: TileCast(
+        "BLOCKS",
+        BLOCKS,
+        _block_outputs,
+        lambda _: _BLOCKS,
+        lambda e: (f"SQUARE={int(e.layouts[0].block[0] != 1)}", _rows_aligned(e)),
+    ),
+    Microscaled: TileCast(
+        "MX",
+        "4P2q2I",
+        _mx_outputs,
+        lambda e: None if e.rows != 1 else _SWIZZLED if e.layouts[0].swizzled else _COMPACT,
+        lambda e: (f"SWIZZLED={int(e.layouts[0].swizzled)}",),
+    ),
+}
+"""By the type of the encoding."""

@@ -1,0 +1,101 @@
+// chain_cast: a chain of elementwise ops, forward or backward, whose result is cast in the same kernel.
+//
+// Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, store_row_sum,
+//                store_column_sum, and result: STRANDS packs, whose columns are those of result_column
+// CAST           what becomes of the result: TENSOR, BLOCKS or MX, in the header of that name, whose fields are Encode
+// Grid           a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS of what the chain's result, or dy, is. With several strands,
+//                columns are multiples of TILE_COLUMNS, and so are groups of halves
+// RESIDENT       blocks that share a multiprocessor; AHEAD: rows of inputs that a thread loads before it needs them, a divisor of
+//                those that it has
+// Defined by     opfuse/kernels/chain_cast.py
+#define TENSOR 0
+#define BLOCKS 1
+#define MX 2
+#include "tile.cuh"
+#include "chain.cuh"
+constexpr int BLOCK_THREADS = TILE_THREADS;
+#include "generated.cuh"
+using IN = IO;
+using Values = Eight<IN>[OWN_ROWS];
+
+// The rows of a thread, from its first one on.
+OPFUSE_FN u32 down_of(int i) { return i / 4 * 16 + i % 4; }
+
+// Codes at a place of a matrix of `width` columns.
+OPFUSE_FN void store_codes(u8* x, long long width, const Place& at, uint2 codes) {
+    store(x, width, [](long long c) { return c; }, at, Pack<u8, 8>{codes.x, codes.y});
+}
+
+#if CAST == TENSOR
+#include "encode_tensor.cuh"
+#elif CAST == BLOCKS
+#include "encode_blocks.cuh"
+#else
+#include "encode_mx.cuh"
+#endif
+
+struct Parameters {
+    Chain chain;
+    Encode encode;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+#include "sums.cuh"
+
+// Tile and thread of one strand, in the columns of the cast's matrix.
+template <int STRAND>
+OPFUSE_FN Tile tile_of_strand(const Cut& cut, Tile tile) {
+    tile.column = result_column<STRAND>(cut, tile.column);
+    return tile;
+}
+template <int STRAND>
+OPFUSE_FN Thread thread_of_strand(const Cut& cut, Thread at) {
+    at.column = result_column<STRAND>(cut, at.column);
+    return at;
+}
+
+template <int STRAND = 0>
+OPFUSE_FN void take_results(const Parameters& p, const Tile& tile, const Thread& at, int i, const Inputs<8>& in, const Results<8>& out,
+                            int count, Held (&held)[STRANDS], u8* shared, Running& running) {
+    const Cut& cut = p.chain.cut;
+    take(p.encode, tile_of_strand<STRAND>(cut, tile), thread_of_strand<STRAND>(cut, at), i, eight_of(result<STRAND>(in, out), count),
+         held[STRAND], shared + STRAND * STRAND_BYTES, running);
+    if constexpr (STRAND + 1 < STRANDS) take_results<STRAND + 1>(p, tile, at, i, in, out, count, held, shared, running);
+}
+
+template <int STRAND = 0>
+OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thread& at, const Held (&held)[STRANDS], u8* shared) {
+    const Cut& cut = p.chain.cut;
+    complete(p.encode, tile_of_strand<STRAND>(cut, tile), thread_of_strand<STRAND>(cut, at), held[STRAND], shared + STRAND * STRAND_BYTES,
+             STRAND == 0);
+    if constexpr (STRAND + 1 < STRANDS) complete_strands<STRAND + 1>(p, tile, at, held, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_cast(const __grid_constant__ Parameters parameters) {
+    __shared__ __align__(16) u8 shared[SHARED_BYTES];
+    const Chain& p = parameters.chain;
+    u32 down = tile_of(p.cut, blockIdx.x), across = blockIdx.x - down * p.cut.tiles_across;
+    Tile tile = tile_at(down, across);
+    Thread at = thread_at(p.cut, down, across, tile.row + own_row(tile, 0), tile.column + tile.across / 8 * 64, tile.across % 8);
+    RowOperands<8> operands = load_row_operands(p, at.place(0));
+    Running running = begin(parameters.encode);
+    float sum[SOME(ROW_SUMS)][8] = {};
+
+    Held held[STRANDS];
+    Inputs<8> in[AHEAD];
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+        if (i % AHEAD == 0)
+#pragma unroll
+            for (int k = 0; k < AHEAD; ++k) in[k] = load_inputs(p, at.place(down_of(i + k)));
+        Place place = at.place(down_of(i));
+        Results<8> out = run_chain(p, operands, in[i % AHEAD]);
+        store_results(p, in[i % AHEAD], out, place);
+        store_column_part(p, at, out.column_sum, place);
+        add_row(sum, out.row_sum, place.count);
+        take_results(parameters, tile, at, i, in[i % AHEAD], out, place.count, held, shared, running);
+    }
+    complete_strands(parameters, tile, at, held, shared);
+    store_row_part(p, at, sum);
+    finish(parameters.encode, running);
+}

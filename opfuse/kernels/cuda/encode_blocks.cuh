@@ -1,0 +1,29 @@
+// encode_blocks: FP8 codes of tiles with an fp32 scale for each block of 128, as in blocks.cuh.
+//
+// ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
+// Compiled       after chain.cuh and tile.cuh, with IN, OUT, SQUARE and ALIGNED
+#pragma once
+#include "blocks.cuh"
+
+using Encode = Blocks;
+
+struct Running {};
+
+struct Held {
+    Values v;
+};
+
+constexpr int STRAND_BYTES = 0, SHARED_BYTES = TILE_ROWS * TILE_COLUMNS;  // one strand after the other
+
+OPFUSE_FN Running begin(const Encode&) { return {}; }
+
+OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
+
+OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread&, const Held& held, u8* shared, bool) {
+    u32* codes_of_columns = reinterpret_cast<u32*>(shared);
+    cast_tile(p, tile, held.v, codes_of_columns);
+    __syncthreads();
+    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, codes_of_columns, tile, p.rows, p.columns);
+}
+
+OPFUSE_FN void finish(const Encode&, const Running&) {}

@@ -1,0 +1,138 @@
+// encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, as in cast_mx.cu.
+//
+// rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, or null; row_scale and column_scale: a code for each 32
+//                        values of a row and of a column, compact or SWIZZLED, whose padding the host has set to 0
+// bias                   0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
+// Tiles                  SWIZZLED: of 128 x 128, whose scales are one tile of scales; compact: of any size. Warps that hold 16 rows
+//                        tell their column maxima to the warps that hold the other 16 of a block
+// Compiled               after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
+#pragma once
+#include "mx.cuh"
+
+struct Encode {
+    u8 *rowwise, *row_scale, *columnwise, *column_scale;
+    long long rows, columns;
+    u32 bias, unused;
+};
+
+struct Running {};
+
+struct Held {
+    Values v;
+};
+
+constexpr int BLOCKS_ACROSS = TILE_COLUMNS / MX_BLOCK, WARPS = TILE_THREADS / 32, ROW_CODES = TILE_ROWS * BLOCKS_ACROSS;
+constexpr int COLUMN_WORDS = 8 * 2 * sizeof(IN), EXCHANGE = TILE_STEPS == 1 ? WARPS * COLUMN_WORDS * 4 : 0;
+constexpr int STRAND_BYTES = EXCHANGE + ROW_CODES + TILE_COLUMNS * 4, SHARED_BYTES = STRANDS * STRAND_BYTES;
+static_assert(TILE_STEPS <= 2 && (!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128)), "tiles that scales can be found in");
+
+OPFUSE_FN Running begin(const Encode&) { return {}; }
+
+// The largest magnitudes of columns in the 32 rows that a warp has, or has half of. All lanes of a column get them.
+OPFUSE_FN Maxima<IN, 8> maxima_of_blocks(const Values& v, u32* exchange) {
+    Maxima<IN, 8> down = maxima_down(v);
+    down.across(8), down.across(16);
+    if constexpr (TILE_STEPS == 1) {
+        constexpr int WORDS = Maxima<IN, 8>::WORDS;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, other = warp ^ WARPS_ACROSS;
+        uint4* own = reinterpret_cast<uint4*>(exchange + warp * COLUMN_WORDS + lane * WORDS);
+        if (lane < 8)
+#pragma unroll
+            for (int k = 0; k < WORDS / 4; ++k)
+                own[k] = make_uint4(down.word[4 * k], down.word[4 * k + 1], down.word[4 * k + 2], down.word[4 * k + 3]);
+        int pair = warp / (2 * WARPS_ACROSS) * WARPS_ACROSS + warp % WARPS_ACROSS;
+        asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+        const uint4* others = reinterpret_cast<const uint4*>(exchange + other * COLUMN_WORDS + lane % 8 * WORDS);
+        Maxima<IN, 8> theirs;
+#pragma unroll
+        for (int k = 0; k < WORDS / 4; ++k) {
+            uint4 four = others[k];
+            theirs.word[4 * k] = four.x, theirs.word[4 * k + 1] = four.y, theirs.word[4 * k + 2] = four.z, theirs.word[4 * k + 3] = four.w;
+        }
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) down.word[k] = larger_of_both(down.word[k], theirs.word[k], IN{});
+    }
+    return down;
+}
+
+// Codes of rows to shared memory, 0 for rows and blocks that are not there. Lane i of a block's four leaves those of rows i and i + 4.
+OPFUSE_FN void gather_rows(u8* row_codes, const Tile& tile, const Thread& at, const u32 (&code)[OWN_ROWS]) {
+#pragma unroll
+    for (int step = 0; step < TILE_STEPS; ++step) {
+        const u32* four = code + step * 4;
+        int mine = threadIdx.x % 4, row = own_row(tile, step * 4) + mine;
+        u32 own = (mine & 2 ? (mine & 1 ? four[3] : four[2]) : mine & 1 ? four[1] : four[0]);
+        bool there = at.columns > 0 && step * 16 + mine < at.rows;
+        row_codes[row * BLOCKS_ACROSS + tile.across / 4] = there ? u8(own) : 0;
+    }
+}
+
+// Codes of eight columns, of which at.columns are there, by lanes 0 ... 7 of the warps that have a block's first rows.
+OPFUSE_FN void store_column_codes(const Encode& p, const Tile& tile, const Thread& at, const u32 (&code)[8], u8* column_codes) {
+    if (threadIdx.x % 32 >= 8 || tile.group % 8 != 0) return;
+    u32 mine[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) mine[j] = at.rows > 0 && is_there(j, at.columns) ? code[j] : 0;
+    if constexpr (SWIZZLED) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) column_codes[(tile.across * 8 + j) * 4 + tile.group / 8] = u8(mine[j]);
+    } else if (at.rows > 0) {
+        long long block = tile.row / MX_BLOCK + tile.group / 8, column = tile.column + tile.across * 8;
+        uint2 packed = {four_codes(mine[0], mine[1], mine[2], mine[3]), four_codes(mine[4], mine[5], mine[6], mine[7])};
+        if (column < padded_lines(p.columns)) store_eight(p.column_scale + block * padded_lines(p.columns) + column, packed);
+    }
+}
+
+// The scales that the block's threads have left in shared memory, to where they belong.
+OPFUSE_FN void store_scales(const Encode& p, const Tile& tile, const u8* row_codes, const u8* column_codes) {
+    if constexpr (SWIZZLED) {
+        long long down = tile.row / 128, across = tile.column / 128;
+        if (p.rowwise && threadIdx.x < 128) store_scale_tile(p.row_scale, down * (padded_blocks(p.columns) / 4) + across, row_codes);
+        if (p.columnwise && threadIdx.x / 128 == 1)
+            store_scale_tile(p.column_scale, across * (padded_lines(p.rows) / 128) + down, column_codes);
+    } else {
+        constexpr int WORDS = BLOCKS_ACROSS / 4;
+        static_assert(BLOCKS_ACROSS % 4 == 0 && TILE_ROWS * WORDS <= TILE_THREADS, "a word for each thread");
+        int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
+        if (!p.rowwise || row >= TILE_ROWS || tile.row + row >= p.rows) return;
+        if (tile.column / MX_BLOCK + block >= padded_blocks(p.columns)) return;
+        u8* scale = p.row_scale + (tile.row + row) * padded_blocks(p.columns) + tile.column / MX_BLOCK + block;
+        *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
+    }
+}
+
+OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
+
+OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread& at, const Held& held, u8* shared, bool) {
+    const Values& v = held.v;
+    u32* exchange = reinterpret_cast<u32*>(shared);
+    u8 *row_codes = shared + EXCHANGE, *column_codes = row_codes + ROW_CODES;
+    if (p.columnwise) {
+        Maxima<IN, 8> down = maxima_of_blocks(v, exchange);
+        u32 code[8];
+        float multiplier[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) code[j] = mx_code(down.bits(j), p.bias), multiplier[j] = mx_multiplier(code[j]);
+        store_column_codes(p, tile, at, code, column_codes);
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i)
+            store_codes(p.columnwise, p.columns, at.place(down_of(i)), encode_eight<OUT>(v[i], [&](int j) { return multiplier[j]; }));
+    }
+    if (p.rowwise) {
+        Maxima<IN, OWN_ROWS> along = maxima_along(v);
+        along.across(1), along.across(2);
+        u32 code[OWN_ROWS];
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i) {
+            code[i] = mx_code(along.bits(i), p.bias);
+            float multiplier = mx_multiplier(code[i]);
+            store_codes(p.rowwise, p.columns, at.place(down_of(i)), encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
+        }
+        gather_rows(row_codes, tile, at, code);
+    }
+    if (!p.rowwise && !SWIZZLED) return;
+    __syncthreads();
+    store_scales(p, tile, row_codes, column_codes);
+}
+
+OPFUSE_FN void finish(const Encode&, const Running&) {}

@@ -1,0 +1,70 @@
+// encode_tensor: FP8 codes of tiles under one given scale, by rows, by columns or both; the amax of all values.
+//
+// rowwise        [rows, columns] codes of OUT, or null; columnwise: those of the transpose, or null
+// scale          fp32, what values are multiplied by; *decode_scale becomes its inverse, and *amax is raised to the largest
+//                magnitude. A non-finite value shows in its code
+// ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
+// Compiled       after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
+#pragma once
+
+struct Encode {
+    u8 *rowwise, *columnwise;
+    const float* scale;
+    float *amax, *decode_scale;
+    long long rows, columns;
+};
+
+// What a thread knows of all that it casts.
+struct Running {
+    float scale;
+    u32 best;
+};
+
+// Rows of one strand whose non-finite values are looked for at once, and four rows of codes, which are transposed together. Values of
+// several strands, or beside sums, would take too many registers.
+constexpr int LOOKED_AT = STRANDS > 1 || ROW_SUMS > 0 ? 1 : 4;
+
+struct Held {
+    Eight<IN> v[LOOKED_AT];
+    uint2 codes[4];
+};
+
+constexpr int STRAND_BYTES = TILE_ROWS * TILE_COLUMNS, SHARED_BYTES = STRANDS * STRAND_BYTES;
+
+// Whether a running maximum is that of a value that is not finite.
+OPFUSE_FN bool holds_nonfinite(u32 best) {
+    if constexpr (sizeof(IN) == 4)
+        return best >= INF_BITS;
+    else
+        return (best + (SAME<IN, bf16> ? 0x00800080 : 0x04000400)) & 0x80008000;
+}
+
+OPFUSE_FN Running begin(const Encode& p) { return {*p.scale, 0}; }
+
+OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, const Eight<IN>& v, Held& held, u8* shared, Running& running) {
+    held.v[i % LOOKED_AT] = v;
+    held.codes[i % 4] = encode_eight<OUT>(v, [&](int) { return running.scale; });
+    running.best = larger_magnitude(running.best, v);
+    if (i % LOOKED_AT == LOOKED_AT - 1 && holds_nonfinite(running.best))
+#pragma unroll
+        for (int k = 0; k < LOOKED_AT; ++k) {
+            uint2& codes = held.codes[i % 4 / LOOKED_AT * LOOKED_AT + k];
+            codes = show_nonfinite<OUT>(held.v[k], codes);
+        }
+    if (i % 4 != 3) return;
+    if (p.rowwise)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) store_codes(p.rowwise, p.columns, at.place(down_of(i - 3 + k)), held.codes[k]);
+    if (p.columnwise) transpose_into(reinterpret_cast<u32*>(shared), tile, held.codes, i / 4);
+}
+
+OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread&, const Held&, u8* shared, bool first) {
+    if (!p.columnwise) return;
+    if (first) __syncthreads();
+    store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
+}
+
+OPFUSE_FN void finish(const Encode& p, const Running& running) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = 1.0f / running.scale;
+    raise_amax<TILE_THREADS>(p.amax, magnitude_bits<IN>(running.best));
+}

@@ -1,0 +1,32 @@
+// mx: E8M0 codes of blocks of 32, and where they are stored: by lines (rows, or columns) and blocks of them, compact or swizzled.
+//
+// Arrays      padded to whole tiles of 128 lines x 4 blocks. Swizzled: tile after tile, and in a tile the codes of line 32 g + i and
+//             block b at byte 16 i + 4 g + b
+// Compiled    after vectors.cuh, with IN and OUT
+#pragma once
+#include "vectors.cuh"
+
+constexpr int MX_BLOCK = 32;
+
+// The code of a block from the bits of its amax; bias as in cast_mx.cu. Every bf16 and fp16 amax obeys the integer rule; an fp32 one
+// whose scale is subnormal may not.
+OPFUSE_FN u32 mx_code(u32 amax, u32 bias) {
+    constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;
+    if (amax >= INF_BITS) return E8M0_NAN;
+    if (sizeof(IN) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
+    return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
+}
+
+// 2^(127 - code) for a code of a block: that of the largest finite amax is far below 254.
+OPFUSE_FN float mx_multiplier(u32 code) { return float_of(code == E8M0_NAN ? NAN_BITS : (254 - code) << 23); }
+
+OPFUSE_FN u32 four_codes(u32 a, u32 b, u32 c, u32 d) { return a | b << 8 | c << 16 | d << 24; }
+
+OPFUSE_FN long long padded_lines(long long lines) { return (lines + 127) / 128 * 128; }
+OPFUSE_FN long long padded_blocks(long long length) { return (length + 127) / 128 * 4; }
+
+// Word `threadIdx.x % 128` of a tile of 128 x 4 scales, whose lines lie in shared memory one after the other.
+OPFUSE_FN void store_scale_tile(u8* scales, long long tile, const u8* shared) {
+    int word = threadIdx.x % 128, line = word % 4 * 32 + word / 4;
+    reinterpret_cast<u32*>(scales + tile * 512)[word] = reinterpret_cast<const u32*>(shared)[line];
+}

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import opfuse
 from opfuse.compiler.rules import Fusion
-from opfuse.formats import E4M3, NVFP4, Format, fp8_block, fp8_tensor, mxfp8
+from opfuse.errors import MissingPlaneError
+from opfuse.formats import COLUMNWISE, E4M3
 from opfuse.ops import OPS
-from opfuse.recipes import RECIPES
+from opfuse.recipes import RECIPES, zoo
 from opfuse.recipes.policy import KEEP
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from opfuse.tensors.rows import row_unit
 from opfuse.train.study_report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,17 +47,66 @@ def support() -> str:
     return table(["recipe", "kind", *names], body)
 
 
+FORMATS: Sequence[Quantizer] = (
+    Float8CurrentScalingQuantizer(E4M3.dtype),
+    Float8BlockQuantizer(E4M3.dtype, block_scaling_dim=1),
+    Float8BlockQuantizer(E4M3.dtype),
+    MXFP8Quantizer(),
+    NVFP4Quantizer(),
+)
+"""A quantizer of every format."""
+
+
 def formats() -> str:
     """Element, block, scale and columnwise layout of every format."""
-    listed = (fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3), NVFP4)
-    return table(["format", "element", "scale shared by", "scale", "columnwise data"], map(_format_row, listed))
+    head = [
+        "format",
+        "element",
+        "scale shared by",
+        "scale",
+        "columnwise data",
+        "columnwise from rowwise bytes",
+        "rows of a shard",
+    ]
+    return table(head, map(_format_row, FORMATS))
 
 
-def _format_row(format: Format) -> list[object]:
+def columnwise_from_rowwise(quantizer: Quantizer) -> bool:
+    """Whether a tensor that was made with rowwise data alone can be read columnwise."""
+    try:
+        quantizer.wanting(columnwise=False).make_empty((256, 256)).derived(COLUMNWISE)
+    except MissingPlaneError:
+        return False
+    return True
+
+
+def shard_rows(quantizer: Quantizer) -> int:
+    """What the rows of a shard of a stored parameter are a multiple of."""
+    return row_unit(quantizer.make_empty((256, 256)))
+
+
+def _format_row(quantizer: Quantizer) -> list[object]:
+    format, unit = quantizer.formats[0], shard_rows(quantizer)
     element = format.element.name.upper() if format.element else ""
     block = "x".join(map(str, format.block)) if format.block else "the tensor"
     scale = format.scale.upper() if format.family != "nv" else "E4M3 under a global fp32 amax"
-    return [format.name.replace("_e4m3", ""), element, block, scale, "transposed" if format.transposed else "same shape"]
+    layout = "transposed" if format.transposed else "same shape"
+    derived = "yes" if columnwise_from_rowwise(quantizer) else "no: cast both"
+    return [
+        format.name.replace("_e4m3", ""),
+        element,
+        block,
+        scale,
+        layout,
+        derived,
+        f"a multiple of {unit}" if unit > 1 else "any",
+    ]
+
+
+def presets() -> str:
+    """Factories of opfuse.recipes.zoo."""
+    rows = ([f"`{name}`", _summary(preset.__doc__)] for name, preset in zoo.PRESETS.items())
+    return table(["qfactory", "what it chooses"], rows)
 
 
 def overrides() -> str:
@@ -87,7 +145,15 @@ def _summary(doc: str | None) -> str:
     return re.sub(r":\w+:`", "`", first).replace("``", "`")
 
 
-TABLES = {"support": support, "formats": formats, "overrides": overrides, "ops": ops, "rules": rules, "study": study}
+TABLES = {
+    "support": support,
+    "formats": formats,
+    "presets": presets,
+    "overrides": overrides,
+    "ops": ops,
+    "rules": rules,
+    "study": study,
+}
 
 
 def rendered(text: str) -> str:

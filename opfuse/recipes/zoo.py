@@ -78,7 +78,7 @@ def nvfp4_row_scaled_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
 
 
 def nvfp4_linear_fp8_attention(role: QuantizerRole) -> Quantizer:
-    """NVFP4 in linears; per-tensor FP8 with current scaling in modules of type :data:`ATTENTION`, E5M2 for gradients."""
+    """NVFP4 in linears; per-tensor FP8 with current scaling in modules of type attention or dpa, E5M2 for gradients."""
     if role.module_type in ATTENTION:
         return Float8CurrentScalingQuantizer((E5M2 if role.is_gradient else E4M3).dtype)
     return _of(role, input=_NVFP4_INPUT, weight=_NVFP4_WEIGHT, grad_output=_NVFP4_GRADIENT)

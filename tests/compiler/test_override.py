@@ -122,15 +122,16 @@ def test_b07_forward_of_pipelines_is_the_same_under_every_override(composed, nam
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 def test_b08_no_columnwise_plane_is_made(name, override, monkeypatch):
+    """Whether a cast runs alone or inside the kernel of what it casts."""
     calls = []
-    quantize = Quantizer.quantize
+    storage = Quantizer._storage
 
-    def spy(self, x):
+    def spy(self, shape, dtype, planes):
         if not isinstance(self, (IdentityQuantizer, HybridQuantizer)):
-            calls.append(self.columnwise)
-        return quantize(self, x)
+            calls.append("columnwise" in [plane.usage for plane in planes])
+        return storage(self, shape, dtype, planes)
 
-    monkeypatch.setattr(Quantizer, "quantize", spy)
+    monkeypatch.setattr(Quantizer, "_storage", spy)
     made = COMPOSED["swiglu mlp"]()
     plans = run(made.model(), *made.tensors(), step=Step(recipe_for(name, override))).plans
     assert len(calls) == (6 if override is None else 4)

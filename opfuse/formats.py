@@ -83,14 +83,12 @@ class Format:
 
     def __str__(self) -> str:
         """The name, and in brackets what its namesakes do not share: texts differ where formats do."""
+        usual = self.encode_max in (0, _ENCODE_MAX)
+        if usual and not self.rht and not self.per_row:  # the signature of a stored parameter asks for it at every call
+            return self.name
         rotated = "rotated" if min(self.rht, default=0) < 0 else "rotated without signs"
-        unlike = {
-            rotated: bool(self.rht),
-            "row-scaled": self.per_row,
-            f"scales to {self.encode_max}": self.encode_max not in (0, _ENCODE_MAX),
-        }
-        marks = [mark for mark, applies in unlike.items() if applies]
-        return f"{self.name} ({', '.join(marks)})" if marks else self.name
+        unlike = {rotated: self.rht, "row-scaled": self.per_row, f"scales to {self.encode_max}": not usual}
+        return f"{self.name} ({', '.join(mark for mark, applies in unlike.items() if applies)})"
 
     def replace(self, **changes: object) -> Format:
         """The same format with some fields changed."""

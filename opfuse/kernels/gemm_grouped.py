@@ -23,6 +23,9 @@ SINCE = (9, 0)
 ALIGNMENT = 16
 """Bytes on which rows start."""
 
+FASTER = frozenset(("dgrad", "wgrad"))
+"""Products that are faster in one launch than group by group on an H200 (benchmarks/grouped.py); fprop is slower."""
+
 _STALE = (10, 0)
 """From here on the product of a group without rows is not written to the weight gradient."""
 
@@ -33,29 +36,35 @@ PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def takes(x: torch.Tensor, weights: Sequence[torch.Tensor], splits: torch.Tensor) -> bool:
-    """Whether the products of ``x`` and ``weights`` (..., N, K), as they lie, and of their gradients can be made so."""
-    if not splits.is_cuda or _arch(splits.get_device()) < SINCE:
+def takes(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether these operands can be multiplied so: matrices of rows, and weights (..., N, K) of any product."""
+    operands = (*rows, *weights)
+    if not all(t.dtype == torch.bfloat16 and t.is_cuda for t in operands):
         return False
-    sizes = x.shape[-1], *(size for w in weights for size in w.shape[-2:])
-    aligned = all(size * torch.bfloat16.itemsize % ALIGNMENT == 0 for size in sizes)
-    in_place = all(t.is_cuda and t.is_contiguous() and on_bytes(t, ALIGNMENT) for t in (x, *weights))
-    return aligned and in_place and all(t.dtype == torch.bfloat16 for t in (x, *weights))
+    widths = (*(t.shape[-1] for t in rows), *(size for w in weights for size in w.shape[-2:]))
+    whole = all(width * torch.bfloat16.itemsize % ALIGNMENT == 0 for width in widths)
+    return whole and _arch(operands[0].get_device()) >= SINCE
 
 
-def multiply(name: str, left: torch.Tensor, right: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-    """The product ``name`` of two operands that :func:`takes` holds for, for groups of ``splits`` rows, which add up to M.
-
-    A group without rows has a weight gradient of zeros. The device stops with an assertion if the sum is another.
-    """
+def ends_of(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """int32 (G,): where each group of ``splits`` rows ends. The device stops with an assertion if they do not add up."""
     ends = splits.cumsum(0, dtype=torch.int32)
-    torch._assert_async(ends[-1] == len(left), "split sizes add up to the rows of the input")
+    torch._assert_async(ends[-1] == rows, "split sizes add up to the rows of the input")
+    return ends
+
+
+def multiply(name: str, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The product ``name`` of two operands that :func:`takes` holds for, copied where they are strided or misaligned.
+
+    A group without rows has a weight gradient of zeros.
+    """
     if not len(left):
-        shape = (len(splits), left.shape[1], right.shape[1]) if name == "wgrad" else (0, right.shape[1 if name == "fprop" else 2])
+        shape = (len(ends), left.shape[1], right.shape[1]) if name == "wgrad" else (0, right.shape[1 if name == "fprop" else 2])
         return left.new_zeros(shape)
     result = PRODUCTS[name](_in_place(left), _in_place(right), ends)
     if name == "wgrad" and _arch(left.get_device()) >= _STALE:
-        result.masked_fill_((splits == 0).reshape(-1, 1, 1), 0)
+        empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
+        result.masked_fill_(empty.reshape(-1, 1, 1), 0)
     return result
 
 

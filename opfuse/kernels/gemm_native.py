@@ -135,17 +135,22 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     return next((miss for rule in backend.rules if (miss := rule.miss(left, right))), "")
 
 
-def multiply(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def multiply(
+    left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """left times right transposed, in ``out_dtype``, rounded once from the sums: (left lines, right lines).
 
-    fast: whether sums may stay in the matrix unit, where the back end can do so. Queued, without waiting for the device.
+    fast: whether sums may stay in the matrix unit, where the back end can do so. out: where a back end may put the result.
+    Queued, without waiting for the device.
     """
     if left.data.is_cuda and runs_kernels(left.data) and not refusal(left, right, out_dtype, _machine(left.data.get_device())):
-        return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast)
+        return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply(*(emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right))).to(out_dtype)
 
 
-def _scaled_mm(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def _scaled_mm(
+    left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Scales go in as their stored arrays transposed: (lines, blocks) for 1x128, (padded blocks, blocks of lines) for 128x128.
 
     One scale of a tensor may be an element of a larger array; cuBLASLt wants it on 16 bytes, so it is copied then.
@@ -154,7 +159,13 @@ def _scaled_mm(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
     scale_a, scale_b = (p.scale.t() if on_bytes(p.scale, 16) else p.scale.clone() for p in (left, right))
     scaling_a, scaling_b = (_SCALING[p.layout.format.block] for p in (left, right))
     fast = fast and BACKENDS[left.layout.format.family].fast
-    return F.scaled_mm(a, b.t(), scale_a, scaling_a, scale_b, scaling_b, output_dtype=out_dtype, use_fast_accum=fast)
+    if out is None or tuple(out.shape) != (len(a), len(b)) or not on_bytes(out, 16):
+        return F.scaled_mm(a, b.t(), scale_a, scaling_a, scale_b, scaling_b, output_dtype=out_dtype, use_fast_accum=fast)
+    into: Any = torch._scaled_mm_v2  # as F.scaled_mm, which has no out
+    left_scale: Any = [scale_a], [scaling_a.value], []
+    right_scale: Any = [scale_b], [scaling_b.value], []
+    result: torch.Tensor = into(a, b.t(), *left_scale, *right_scale, None, out_dtype, [], fast, out=out)
+    return result
 
 
 @functools.cache

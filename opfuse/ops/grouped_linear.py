@@ -20,7 +20,7 @@ from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes import QuantizerRole, Recipe, current_model_init
 from opfuse.recipes.policy import cast_quantizer, saved_operand
 from opfuse.tensors.gemm import Operand
-from opfuse.tensors.gemm_grouped import Groups, grouped_rows, grouped_wgrad, takes_device_splits
+from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, offsets, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
@@ -204,7 +204,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
         held = {name: self._held(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
-        ctx.sizes = self._sizes(x, weights, splits)
+        ctx.sizes = self._sizes(x, weights, splits, rounded=out_dtype in (None, ctx.compute_dtype))
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, "mixed": ctx.env.mixes}
         y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
         ctx.scales_dtype = None if scales is None else scales.dtype
@@ -229,7 +229,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             return ctx.operands[name]
         return ctx.cast(name, weight)
 
-    def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> torch.Tensor | list[Operand]:
+    def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> Weights:
         """The weight of each group as a product reads it beside ``other``; plain weights in one tensor stay in it."""
         read = [_operand(weight, other, ctx.compute_dtype) for weight in held]
         if not self.single_grouped_weight:
@@ -239,12 +239,12 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             return list(groups_of(whole, (self.out_features,) * self.num_groups))
         return whole
 
-    def _sizes(self, x: Value, weights: torch.Tensor | Sequence[Operand], splits: torch.Tensor) -> Sizes | None:
-        """Rows of each group; None where only the device knows them and need be."""
+    def _sizes(self, x: Value, weights: Weights, splits: torch.Tensor, *, rounded: bool) -> Sizes | None:
+        """Rows of each group; None where only the device knows them and need be. rounded: sums are, to the compute dtype."""
         rows = matrix_shape(x.shape)[0]
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
         known = known or known_sizes(splits, rows)
-        if known is None and (self.use_bias or not takes_device_splits(x, weights, splits)):
+        if known is None and (self.use_bias or not rounded or not takes_device_splits(x, weights)):
             known = read_sizes(splits, rows)
         return None if known is None else check_sizes(known, rows, where=self.label)
 

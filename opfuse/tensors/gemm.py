@@ -48,13 +48,14 @@ def gemm(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None = None,
     mixed: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product ``name`` of :data:`GEMMS`.
 
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
     unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
-    formats that do not meet, as one in fp32 of what they hold. GemmError if two formats do not meet and must, ShapeError if
-    the shapes do not.
+    formats that do not meet, as one in fp32 of what they hold. out: a matrix of the result's shape and dtype to write it into.
+    GemmError if two formats do not meet and must, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype
     _check_shapes(name, left, right)
@@ -63,17 +64,19 @@ def gemm(
         if planes is None:
             what = GEMMS[name]
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
-            result = _high_precision(name, *operands, out_dtype)
+            result = _high_precision(name, *operands, out_dtype, out)
         elif (reason := clash(name, *(plane.format for plane in planes))) is None:
-            result = _quantized(name, *planes, out_dtype)
+            result = _quantized(name, *planes, out_dtype, out)
         elif mixed:
             one, other = (plane.dequantize(torch.float32) for plane in planes)
             result = _high_precision(name, one, other, torch.float32).to(out_dtype)
         else:
             raise GemmError(reason)
-    if name == "wgrad":
-        return result
-    return result[: matrix_shape(left.shape)[0]].reshape(*left.shape[:-1], result.shape[-1])
+    if name != "wgrad":
+        result = result[: matrix_shape(left.shape)[0]]
+    if out is not None:
+        return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
+    return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -114,9 +117,9 @@ def clash(name: str, left: Format, right: Format) -> str | None:
     )
 
 
-def _quantized(name: str, left: Plane, right: Plane, out_dtype: torch.dtype) -> torch.Tensor:
+def _quantized(name: str, left: Plane, right: Plane, out_dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
     stored = (Stored(p.data, cast(torch.Tensor, p.scale), p.amax, p.layout) for p in (left, right))
-    return multiply(*stored, out_dtype=out_dtype, fast=GEMMS[name].fast)
+    return multiply(*stored, out_dtype=out_dtype, fast=GEMMS[name].fast, out=out)
 
 
 def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
@@ -126,12 +129,13 @@ def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
     return operand.to(dtype).reshape(-1, operand.shape[-1])
 
 
-def _high_precision(name: str, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _high_precision(
+    name: str, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if out_dtype != left.dtype:
         left, right = left.to(out_dtype), right.to(out_dtype)
-    if name == "fprop":
-        return left @ right.t()
-    return left @ right if name == "dgrad" else left.t() @ right
+    left, right = left.t() if name == "wgrad" else left, right.t() if name == "fprop" else right
+    return left @ right if out is None else torch.mm(left, right, out=out)
 
 
 def _check_shapes(name: str, left: Operand, right: Operand) -> None:

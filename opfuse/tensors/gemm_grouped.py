@@ -1,13 +1,13 @@
 """The three products of a grouped linear layer: those of a linear layer, for each group of rows with a weight of its own.
 
-Quantized groups, and high-precision ones whose sizes the host knows, are multiplied one after another, each as large as its rows.
-Where only a device knows the sizes, torch's grouped product takes them all.
+Groups are multiplied one after another, each as large as its rows; or all in one launch of torch's grouped product, in high
+precision, where only the device knows their sizes or where that is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -26,43 +26,64 @@ class Groups(NamedTuple):
     sizes: Sizes | None
     splits: torch.Tensor | None = None
 
+    def ends(self, device: torch.device, rows: int) -> torch.Tensor:
+        """int32 (G,) on ``device``: where each group ends."""
+        if self.sizes is None:
+            return gemm_grouped.ends_of(cast(torch.Tensor, self.splits), rows)
+        ends = torch.tensor(self.sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return ends.to(device, non_blocking=True)
 
-def takes_device_splits(x: Operand, weights: Weights, splits: torch.Tensor) -> bool:
+
+def takes_device_splits(x: Operand, weights: Weights) -> bool:
     """Whether the products of ``x`` and ``weights`` can be made without the host knowing the sizes."""
-    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    plain = [w for w in matrices if isinstance(w, torch.Tensor)]
-    return isinstance(x, torch.Tensor) and len(plain) == len(matrices) and gemm_grouped.takes(x, plain, splits)
+    listed = [weights] if isinstance(weights, torch.Tensor) else weights
+    return isinstance(x, torch.Tensor) and _plain(listed) and gemm_grouped.takes([x], listed)
 
 
-def grouped_rows(name: str, left: Operand, weights: Weights, groups: Groups, **options: Any) -> torch.Tensor:
-    """fprop or dgrad: rows (..., N) or (..., K) of ``left`` times the weight of their group. options: those of ``gemm``."""
-    if groups.sizes is None:
+def grouped_rows(
+    name: str,
+    left: Operand,
+    weights: Weights,
+    groups: Groups,
+    *,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    mixed: bool = False,
+) -> torch.Tensor:
+    """fprop or dgrad: rows (..., N) or (..., K) of ``left`` times the weight of their group. Types as those of ``gemm``."""
+    leading, width = left.shape[:-1], weights[0].shape[0 if name == "fprop" else 1]
+    faster = name in gemm_grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
+    if groups.sizes is None or faster:
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
-        rows = _on_device(name, left, stacked, groups)
-        rows = rows.to(options.get("out_dtype") or rows.dtype)
-    else:
-        rows = torch.cat([gemm(name, piece, w, **options) for piece, w in zip(_split(left, groups.sizes), weights)])
-    return rows.reshape(*left.shape[:-1], rows.shape[-1])
+        return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
+    rows = torch.empty(sum(groups.sizes), width, dtype=out_dtype or dtype, device=left.device)
+    for piece, weight, out in zip(_split(left, groups.sizes), weights, rows.split(groups.sizes)):
+        if len(out):
+            gemm(name, piece, weight, dtype=dtype, out_dtype=out_dtype, mixed=mixed, out=out)
+    return rows.reshape(*leading, width)
 
 
 def grouped_wgrad(
-    dy: Operand, x: Operand, groups: Groups, *, wanted: Collection[int], dtype: torch.dtype, **options: Any
+    dy: Operand, x: Operand, groups: Groups, *, wanted: Collection[int], dtype: torch.dtype, mixed: bool = False
 ) -> torch.Tensor | list[torch.Tensor | None]:
-    """dW (N, K) of each group, None for groups that are not ``wanted``; of all as one (G, N, K) where the device knows the sizes.
+    """dW (N, K) of each group, None for groups that are not ``wanted``; or of all as one (G, N, K).
 
     That of a group without rows is exactly zero.
     """
-    if groups.sizes is None:
-        return _on_device("wgrad", dy, x, groups)
+    operands = (dy, x)
+    if groups.sizes is None or (len(wanted) == len(groups.sizes) and _plain(operands) and gemm_grouped.takes(operands)):
+        values = cast(torch.Tensor, x)
+        return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
+    shape = dy.shape[-1], x.shape[-1]
     grads: list[torch.Tensor | None] = []
     for i, (left, right, size) in enumerate(zip(_split(dy, groups.sizes), _split(x, groups.sizes), groups.sizes)):
-        if i not in wanted:
-            grads.append(None)
-        elif size:
-            grads.append(gemm("wgrad", left, right, dtype=dtype, **options))
-        else:
-            grads.append(torch.zeros(dy.shape[-1], x.shape[-1], dtype=dtype, device=dy.device))
+        grad = gemm("wgrad", left, right, dtype=dtype, mixed=mixed) if size and i in wanted else None
+        grads.append(torch.zeros(shape, dtype=dtype, device=dy.device) if grad is None and i in wanted else grad)
     return grads
+
+
+def _plain(operands: Sequence[Operand]) -> TypeGuard[Sequence[torch.Tensor]]:
+    return all(isinstance(operand, torch.Tensor) for operand in operands)
 
 
 def _split(operand: Operand, sizes: Sizes) -> Sequence[Operand]:
@@ -71,7 +92,6 @@ def _split(operand: Operand, sizes: Sizes) -> Sequence[Operand]:
     return operand.reshape(-1, operand.shape[-1]).split(sizes)
 
 
-def _on_device(name: str, left: Operand, right: Operand, groups: Groups) -> torch.Tensor:
-    left, right, splits = cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], (left, right, groups.splits))
-    right = right if right.ndim == 3 else right.reshape(-1, right.shape[-1])
-    return gemm_grouped.multiply(name, left.reshape(-1, left.shape[-1]), right, splits)
+def _in_one_launch(name: str, left: Any, right: torch.Tensor, groups: Groups) -> torch.Tensor:
+    rows: torch.Tensor = left.reshape(-1, left.shape[-1])
+    return gemm_grouped.multiply(name, rows, right, groups.ends(rows.device, len(rows)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -662,3 +665,17 @@ def test_b31_bytes_saved_are_told_for_every_override():
     assert values["x"].usages == ("columnwise",)
     assert values["x"].bytes > 128 * K
     assert found.by_override["high_precision"].own == 0
+
+
+@pytest.mark.row("D10")
+def test_d10_the_benchmark_measures_the_listed_shapes_forward_and_backward_under_every_override(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    benchmark = importlib.import_module("grouped")
+    assert (benchmark.ROWS, benchmark.GROUPS, benchmark.IN, benchmark.OUT) == ((16384, 32768, 65536, 98304), (4, 8), 7168, 2048)
+    assert set(benchmark.OVERRIDES) == set(OVERRIDES)
+    calls = []
+    found = list(benchmark.measure(lambda call: calls.append(call()) or 1.0, rows=(256,), sizes=(K, N), device="cpu"))
+    assert len(found) == len(calls) == 2 * 2 * (3 + 3 * len(HAS_OVERRIDE))
+    assert {(r["groups"], r["what"]) for r in found} == {(n, what) for n in (4, 8) for what in ("forward", "forward + backward")}
+    assert {r["variant"] for r in found} >= {f"{name}, {override}" for name in HAS_OVERRIDE for override in OVERRIDES}
+    assert json.loads(json.dumps(found)) == found

@@ -35,12 +35,18 @@ class GroupedQuantizer(Quantizer):
     padded: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.quantizers or any(q.formats != self.quantizers[0].formats for q in self.quantizers):
-            got, cure = [q.formats for q in self.quantizers], "give every group a quantizer of the same class and settings"
-            raise QuantizerError(describe("GroupedQuantizer", wanted="quantizers of equal formats", got=got, cure=cure))
-        usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        pinned = (replace(q, **usages, optimize_for_gemm=q.optimize_for_gemm or self.optimize_for_gemm) for q in self.quantizers)
-        object.__setattr__(self, "quantizers", tuple(pinned))
+        distinct = {id(q): q for q in self.quantizers}
+        formats = [q.formats for q in distinct.values()]
+        if not formats or any(each != formats[0] for each in formats):
+            cure = "give every group a quantizer of the same class and settings"
+            raise QuantizerError(describe("GroupedQuantizer", wanted="quantizers of equal formats", got=formats, cure=cure))
+        pinned = {key: self._pinned(q) for key, q in distinct.items()}
+        object.__setattr__(self, "quantizers", tuple(pinned[id(q)] for q in self.quantizers))
+
+    def _pinned(self, quantizer: Quantizer) -> Quantizer:
+        """``quantizer`` for the directions of this one."""
+        optimize = quantizer.optimize_for_gemm or self.optimize_for_gemm
+        return replace(quantizer, rowwise=self.rowwise, columnwise=self.columnwise, optimize_for_gemm=optimize)
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -60,8 +66,9 @@ class GroupedQuantizer(Quantizer):
         if not shape:
             raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
         columns = shape[-1]
+        multiple = self.multiple
         for i, (quantizer, size) in enumerate(zip(self.quantizers, self._sizes(shape))):
-            quantizer.check((round_up(size, self.multiple), columns), where=f"{where}, group {i}")
+            quantizer.check((round_up(size, multiple), columns), where=f"{where}, group {i}")
 
     def _sizes(self, shape: Sequence[int]) -> Sizes:
         rows, groups = matrix_shape(shape)[0], len(self.quantizers)
@@ -69,13 +76,15 @@ class GroupedQuantizer(Quantizer):
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         sizes = self._sizes(x.shape)
-        pieces = [self._padded(piece) for piece in x.reshape(matrix_shape(x.shape)).split(sizes)]
+        pieces = self._pieces(x, sizes)
         made = [quantizer.quantize(piece) for quantizer, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
 
-    def _padded(self, piece: torch.Tensor) -> torch.Tensor:
-        missing = -len(piece) % self.multiple
-        return F.pad(piece, (0, 0, 0, missing)) if missing else piece
+    def _pieces(self, x: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """The rows of each group, with those that pad it."""
+        multiple = self.multiple
+        pieces = x.reshape(matrix_shape(x.shape)).split(sizes)
+        return [F.pad(piece, (0, 0, 0, -size % multiple)) if size % multiple else piece for piece, size in zip(pieces, sizes)]
 
     @staticmethod
     def _joined(x: torch.Tensor, members: list[Plane], pieces: list[torch.Tensor], sizes: Sizes) -> Plane:
@@ -89,7 +98,7 @@ class GroupedQuantizer(Quantizer):
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         x = torch.zeros(tuple(shape), dtype=dtype, device=device)
         sizes = self._sizes(shape)
-        pieces = [self._padded(piece) for piece in x.reshape(matrix_shape(shape)).split(sizes)]
+        pieces = self._pieces(x, sizes)
         made = [q.make_empty(piece.shape, dtype=dtype, device=device) for q, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
 

@@ -1,0 +1,139 @@
+"""Grouped linear layers of mixtures of experts: ``python benchmarks/grouped.py [--json FILE]``.
+
+One layer of 7168 features in and 2048 out, rows spread evenly over its groups: forward, and forward with backward, without a
+recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host, but
+for "bf16, device splits", where one launch multiplies all groups. Formats that the device only emulates are measured at the
+first size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timing import Call, device_time
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.recipes.policy import KEEP
+
+ROWS = (16384, 32768, 65536, 98304)
+GROUPS = (4, 8)
+IN, OUT = 7168, 2048
+OVERRIDES = tuple(KEEP)
+PRODUCTS = {"forward": 1, "forward + backward": 3}
+BF16 = torch.bfloat16
+
+
+class Problem(NamedTuple):
+    """A layer's rows and groups, its features in and out."""
+
+    rows: int
+    groups: int
+    inputs: int = IN
+    outputs: int = OUT
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """Rows of each group."""
+        return (self.rows // self.groups,) * self.groups
+
+    def flops(self, what: str) -> float:
+        """Operations of all products."""
+        return 2.0 * self.rows * self.inputs * self.outputs * PRODUCTS[what]
+
+
+class Variant(NamedTuple):
+    """A name, the recipe, whether the device holds the splits, and whether the op is this package's."""
+
+    name: str
+    recipe: recipes.Recipe | None = None
+    on_device: bool = False
+    torch_alone: bool = False
+
+
+def variants() -> Iterator[Variant]:
+    """torch first, then the op without a recipe, then every recipe that takes an override."""
+    yield Variant("torch bf16, a linear a group", torch_alone=True)
+    yield Variant("bf16")
+    yield Variant("bf16, device splits", on_device=True)
+    for kind, cls in recipes.RECIPES.items():
+        if kind != "custom" and cls.takes_backward_override:
+            for override in OVERRIDES:
+                yield Variant(f"{kind}, {override}", recipes.recipe_of(kind, {"backward_override": override}))
+
+
+def calls(variant: Variant, problem: Problem, device: str) -> dict[str, Call]:
+    """The step forward, and forward with backward."""
+    options = {"bias": False, "single_grouped_weight": variant.on_device, "dtype": BF16, "device": device}
+    op = ops.GroupedLinear(problem.groups, problem.inputs, problem.outputs, **options)
+    x = torch.randn(problem.rows, problem.inputs, device=device, dtype=BF16)
+    dy = torch.randn(problem.rows, problem.outputs, device=device, dtype=BF16)
+    splits = torch.tensor(problem.splits, device=device if variant.on_device else "cpu")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if variant.torch_alone:
+            weights = (getattr(op, name) for name in op.weight_names)
+            return torch.cat([F.linear(piece, w) for piece, w in zip(x.split(problem.splits), weights)])
+        with opfuse.autocast(enabled=variant.recipe is not None, recipe=variant.recipe):
+            result: torch.Tensor = op(x, splits)
+        return result
+
+    leaf = x.detach().requires_grad_()
+
+    def both() -> object:
+        return torch.autograd.grad(forward(leaf), (leaf, *op.parameters()), dy)
+
+    return {"forward": torch.no_grad()(lambda: forward(x)), "forward + backward": both}
+
+
+def measure(
+    timer: Callable[[Call], float], *, rows: tuple[int, ...] = ROWS, sizes: tuple[int, int] = (IN, OUT), device: str = "cuda"
+) -> Iterator[dict[str, Any]]:
+    """A record for each problem, variant and step: microseconds by ``timer``, and the time of torch's layers over it."""
+    for problem in (Problem(m, groups, *sizes) for groups in GROUPS for m in rows):
+        torch_us: dict[str, float] = {}
+        for variant in variants():
+            emulated = variant.recipe is not None and recipes.support(variant.recipe).status != "native"
+            if emulated and problem.rows != rows[0]:
+                continue
+            for what, call in calls(variant, problem, device).items():
+                us = timer(call)
+                torch_us.setdefault(what, us)
+                yield {
+                    **dict(zip(("rows", "groups", "in", "out"), problem)),
+                    "what": what,
+                    "variant": variant.name,
+                    "backend": "emulated" if emulated else "native",
+                    "us": round(us, 1),
+                    "tflops": round(problem.flops(what) / us / 1e6, 1),
+                    "ratio": round(torch_us[what] / us, 3),
+                }
+
+
+def main() -> None:
+    """Print a table; write the records where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = []
+    for record in measure(lambda call: device_time([call], launches=3, repeats=3).median):
+        found.append(record)
+        shape = f"{record['groups']} x {record['rows'] // record['groups']:<6}{record['what']:20s}{record['variant']:30s}"
+        figures = f"{record['us'] / 1e3:8.3f} ms {record['tflops']:7.0f} TFLOP/s {record['ratio']:6.2f} x torch bf16"
+        print(shape, figures, "" if record["backend"] == "native" else "(emulated)", flush=True)
+    if arguments.json:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        machine = {"device": torch.cuda.get_device_name(), "opfuse": opfuse.__version__, "torch": torch.__version__}
+        record = {"date": date, "versions": machine, "script": "benchmarks/grouped.py", "results": found}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Grouped linear layers on a device: split sizes that stay there, products in one launch, and groups one after another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.kernels import gemm_grouped
+from opfuse.recipes import availability
+
+BF16 = torch.bfloat16
+K, N = 256, 384
+SPLITS = ((512, 0, 256, 256), (0, 0, 0, 0), (1, 31, 0, 992), (0, 1024, 0, 0), (0, 0, 17, 1007))
+FORMS = ({}, {"single_grouped_weight": True})
+grouped_kernel = pytest.mark.skipif(availability.device_arch() < gemm_grouped.SINCE, reason="torch has no grouped kernel here")
+every_form = pytest.mark.parametrize("form", FORMS, ids=["apart", "single"])
+every_split = pytest.mark.parametrize("splits", SPLITS, ids=str)
+
+
+def grouped(device: torch.device, **options: object) -> ops.GroupedLinear:
+    torch.manual_seed(3)
+    return ops.GroupedLinear(4, K, N, bias=False, dtype=BF16, device=device, **options)
+
+
+def tensors(splits: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(sum(splits))
+    shapes = (sum(splits), K), (sum(splits), N)
+    x, dy = (torch.randn(shape, generator=generator, device=device).to(BF16) for shape in shapes)
+    return x.requires_grad_(), dy
+
+
+def weights_of(op: ops.GroupedLinear) -> list[torch.Tensor]:
+    return list(op.weight) if op.single_grouped_weight else [getattr(op, name) for name in op.weight_names]
+
+
+def step(op, x, dy, splits, recipe=None) -> list[torch.Tensor]:
+    """Output, dx, and dW of all groups."""
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        y = op(x, splits)
+    dx, *dw = torch.autograd.grad(y, (x, *op.parameters()), dy)
+    return [y.detach(), dx, dw[0] if op.single_grouped_weight else torch.stack(dw)]
+
+
+@pytest.mark.row("B24")
+@grouped_kernel
+@every_form
+@every_split
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+def test_b24_r5_products_of_all_groups(splits, form, place, device):
+    op, (x, dy) = grouped(device, **form), tensors(splits, device)
+    y, dx, dw = (tensor.detach() for tensor in step(op, x, dy, torch.tensor(splits, device=place)))
+    for i, (w, x_i, dy_i) in enumerate(zip(weights_of(op), x.detach().split(splits), dy.split(splits))):
+        exact = dy_i.double().t() @ x_i.double()
+        assert float((dw[i].double() - exact).norm()) <= 2**-8 * float(exact.norm())
+        assert splits[i] or not dw[i].any()
+        start = sum(splits[:i])
+        for got, want in ((y, x_i.double() @ w.detach().double().t()), (dx, dy_i.double() @ w.detach().double())):
+            piece = got[start : start + splits[i]].double()
+            assert float((piece - want).norm()) <= 2**-8 * float(want.norm())
+
+
+@grouped_kernel
+@every_form
+def test_nothing_waits_for_the_device(form, device):
+    op, (x, dy) = grouped(device, **form), tensors(SPLITS[0], device)
+    splits = torch.tensor(SPLITS[0], device=device)
+    step(op, x, dy, splits)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(op, x, dy, splits.clone())
+        step(op, x, dy, torch.tensor(SPLITS[0]), recipes.Float8CurrentScaling())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@grouped_kernel
+def test_strided_and_misaligned_operands(device):
+    op, (x, dy) = grouped(device), tensors(SPLITS[0], device)
+    splits = torch.tensor(SPLITS[0], device=device)
+    wanted = step(op, x, dy, splits)
+    room = torch.zeros(2, x.numel() + 1, device=device, dtype=BF16)
+    shifted = room[0, 1:].view(x.shape).copy_(x.detach()).requires_grad_()
+    strided = torch.stack((x.detach(), x.detach()), 2)[..., 0].requires_grad_()
+    for other in (shifted, strided):
+        assert all(torch.equal(a, b) for a, b in zip(step(op, other, dy.t().contiguous().t(), splits), wanted))
+
+
+@grouped_kernel
+def test_layers_that_share_splits_wait_once(device):
+    first, second = (ops.GroupedLinear(4, *sizes, bias=False, dtype=BF16, device=device) for sizes in ((K, N), (N, K)))
+    x, splits = tensors(SPLITS[0], device)[0].detach(), torch.tensor(SPLITS[0], device=device)
+    with opfuse.autocast(recipe=recipes.Float8CurrentScaling()), torch.no_grad():
+        y = first(x, splits)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            second(y, splits)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@grouped_kernel
+def test_a_graph_sees_new_splits(device):
+    op, x = grouped(device, single_grouped_weight=True), tensors(SPLITS[0], device)[0].detach()
+    splits = torch.tensor(SPLITS[0], device=device)
+    with torch.no_grad():
+        op(x, splits)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = op(x, splits)
+        for new in SPLITS:
+            if sum(new):
+                splits.copy_(torch.tensor(new))
+                graph.replay()
+                assert torch.equal(y, op(x, torch.tensor(new, device=device)))
+
+
+@pytest.mark.row("B25")
+@every_form
+@every_split
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_b25_every_group_is_a_linear_of_its_own(kind, override, splits, form, device):
+    options = {"disable_stochastic_rounding": True} if kind == "nvfp4" else {}
+    recipe = recipes.recipe_of(kind, {**options, "backward_override": override})
+    if override is None and kind in ("mxfp8", "nvfp4") and any(size % 32 for size in splits):
+        splits = (512, 0, 32, 480)
+    op, (x, dy) = grouped(device, **form), tensors(splits, device)
+    found = step(op, x, dy, torch.tensor(splits, device=device), recipe)
+    if override == "high_precision":
+        plain = step(op, x, dy, torch.tensor(splits, device=device))
+        assert all(torch.equal(got, want) for got, want in zip(found[1:], plain[1:], strict=True))
+    layers = [ops.Linear(K, N, bias=False, dtype=BF16, device=device) for _ in splits]
+    with torch.no_grad():
+        for layer, weight in zip(layers, weights_of(op)):
+            layer.weight.copy_(weight)
+    with opfuse.autocast(recipe=recipe):
+        y = torch.cat([layer(piece) for layer, piece in zip(layers, x.split(splits))])
+    dx, *dw = torch.autograd.grad(y, (x, *(layer.weight for layer in layers)), dy)
+    for got, want in zip(found, (y, dx, torch.stack(dw)), strict=True):
+        if override != "high_precision" or want is y:
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8"])
+def test_splits_of_the_host_give_the_bits_of_splits_of_the_device(kind, device):
+    op, (x, dy) = grouped(device), tensors(SPLITS[0], device)
+    recipe = recipes.recipe_of(kind, {})
+    host, there = (step(op, x, dy, torch.tensor(SPLITS[0], device=place), recipe) for place in ("cpu", device))
+    assert all(torch.equal(a, b) for a, b in zip(host, there))
+
+
+WRONG_SUM = """
+import torch
+from opfuse import ops
+op = ops.GroupedLinear(2, 64, 64, bias=False, dtype=torch.bfloat16, device="cuda")
+op(torch.ones(8, 64, dtype=torch.bfloat16, device="cuda"), torch.tensor([4, 3], device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@grouped_kernel
+def test_a_wrong_sum_on_the_device_stops_it():
+    done = subprocess.run([sys.executable, "-c", WRONG_SUM], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode
+    assert "assert" in done.stderr

@@ -24,6 +24,9 @@ QUANTIZE = "quantize"
 QUANTIZE_GROUPS = "quantize_groups"
 """Kinds of quantize nodes: of a tensor as one, and of its groups of rows apart. Rules that end in a cast mean the first."""
 
+GROUPED = "grouped"
+"""Trait of an op whose rows are in groups, of as many rows as its first extra input says."""
+
 
 @dataclass(frozen=True)
 class CastSpec:

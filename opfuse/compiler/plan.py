@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, CastSpec, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, CastSpec, Graph
 from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
@@ -61,6 +62,11 @@ class Plan:
     casts: dict[int, Cast] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
+
+    @cached_property
+    def reads_sizes(self) -> bool:
+        """Whether some op may need the host to know the sizes of groups of rows."""
+        return any(GROUPED in node.traits for node in self.graph.nodes)
 
     @property
     def fusions(self) -> tuple[str, ...]:

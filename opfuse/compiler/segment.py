@@ -14,6 +14,7 @@ from opfuse.compiler.run import Kwargs, Runner
 from opfuse.core.context import Value, plain_or_none
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.tensors.grouped import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -131,6 +132,15 @@ def run_plan(
     plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
 ) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs."""
+    if not plan.reads_sizes:
+        return _run_segments(plan, ops, x, extras, kwargs)
+    with sizes_read_once():
+        return _run_segments(plan, ops, x, extras, kwargs)
+
+
+def _run_segments(
+    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
     for segment in plan.segments:

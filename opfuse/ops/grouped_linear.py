@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -42,6 +43,7 @@ class GroupedLinearSpec:
     single_grouped_weight: bool = False
     single_grouped_bias: bool = False
     pad_splits: bool = False
+    delay_wgrad_compute: bool = False
 
 
 class GroupedLinear(QuantizerStateMixin, BasicOperation):
@@ -58,12 +60,14 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     without a backward override, such splits are a ShapeError.
 
     ``splits`` may stay on a GPU. The host waits for them under a recipe, with a bias, and for other dtypes than bf16, once for
-    layers that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products whose splits only the
-    GPU knows are one launch, for which weights that are not single are stacked.
+    the layers of a pipeline that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products
+    whose splits only the GPU knows are one launch, for which weights that are not single are stacked.
+
+    delay_wgrad_compute: a backward pass leaves the weights without a gradient; :meth:`backward_dw` computes it later.
     """
 
     kind = "grouped_linear"
-    traits = frozenset(("gemm", "producer"))
+    traits = frozenset(("gemm", "grouped", "producer"))
     accepts_quantized = True
     forward_kwargs = ()
     num_extra_inputs = 1
@@ -80,6 +84,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         pad_splits: bool = False,
+        delay_wgrad_compute: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -91,14 +96,16 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         if scaled:
             self.__dict__["num_extra_inputs"] = 2
         single = bool(single_grouped_weight), bool(bias and single_grouped_bias)
-        super().__init__(GroupedLinearSpec(groups, inputs, outputs, bool(bias), scaled, *single, bool(pad_splits)))
+        options = bool(pad_splits), bool(delay_wgrad_compute)
+        super().__init__(GroupedLinearSpec(groups, inputs, outputs, bool(bias), scaled, *single, *options))
+        self.__dict__["_delayed"] = deque()
         weights, biases = _names("weight", groups, single=single[0]), _names("bias", groups, single=single[1])
         self.__dict__.update(weight_names=weights, bias_names=biases if bias else ())
         self.__dict__["saves"] = ("x", *self.weight_names, *self.bias_names, "splits", "scales")
-        options = {"device": device, "dtype": checked_dtype("GroupedLinear", dtype or torch.get_default_dtype())}
+        made = {"device": device, "dtype": checked_dtype("GroupedLinear", dtype or torch.get_default_dtype())}
         for names, shape in ((self.weight_names, (outputs, inputs)), (self.bias_names, (outputs,))):
             for name in names:
-                setattr(self, name, nn.Parameter(torch.empty((groups, *shape) if name in _SINGLE else shape, **options)))
+                setattr(self, name, nn.Parameter(torch.empty((groups, *shape) if name in _SINGLE else shape, **made)))
         self.reset_parameters()
 
     # -- parameters ------------------------------------------------------------------------------------------------------
@@ -284,7 +291,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dy = dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
         groups = Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
-        weights = self._weight_gradients(ctx, dy, groups)
+        weights = self._weight_gradients(ctx, dy, groups) if not self.delay_wgrad_compute else self._put_off(ctx, dy, groups)
         biases, scales = self._bias_gradients(ctx, plain)
         return dx, [(*weights, *biases)], [(None, scales)[: self.num_extra_inputs]]
 
@@ -304,6 +311,21 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
         dtypes = [self.parameter(name).dtype for name in self.weight_names]
         return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes)]
+
+    def _put_off(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
+        self._delayed.append((ctx, dy, groups))
+        return [None] * len(self.weight_names)
+
+    def backward_dw(self) -> None:
+        """Add to ``grad`` of every weight that trains what the earliest backward pass put off; nothing if none did."""
+        if self._delayed:
+            grads = self._weight_gradients(*self._delayed.popleft())
+            for weight, grad in zip(map(self.parameter, self.weight_names), grads):
+                if grad is not None:
+                    weight.grad = grad if weight.grad is None else weight.grad + grad
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_delayed": deque()}
 
     def _bias_gradients(self, ctx: Context, dy: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""

@@ -7,10 +7,11 @@ it dequantizes to, do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError, describe
 from opfuse.formats import USAGES
@@ -102,17 +103,26 @@ def offsets(sizes: Sizes) -> Iterator[tuple[int, int]]:
         start += size
 
 
-_KNOWN = WeakTensorKeyDictionary()
-"""Sizes that the host has read: version of the tensor, and its values. Two layers with the same splits wait for them once."""
+_READ: ContextVar[dict[int, tuple[torch.Tensor, Sizes]] | None] = ContextVar("opfuse_sizes_read", default=None)
+"""What the host has read in the running call, by the identity of the tensor: layers that share splits wait for them once."""
+
+
+@contextmanager
+def sizes_read_once() -> Iterator[None]:
+    """Inside, a tensor of sizes is read once. It must not change meanwhile: no longer than a call of a pipeline."""
+    reset = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(reset)
 
 
 def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
-    """The values of an integer tensor. From a device, the host waits for them the first time.
+    """The values of an integer tensor. From a device, the host waits for them, once in :func:`sizes_read_once`.
 
     One without data, on the meta device, stands for groups of equally many of the ``rows``. UnsupportedError while a CUDA graph
     is captured, which would not see new values.
     """
-    version = None if splits.is_inference() else splits._version
     known = known_sizes(splits, rows)
     if known is not None:
         return known
@@ -120,8 +130,9 @@ def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
         where, wanted, got = "split sizes", "values that the host knows", "a device tensor during graph capture"
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure="pass them as a CPU tensor"))
     sizes = tuple(map(int, splits.tolist()))
-    if splits.is_cuda and version is not None:
-        _KNOWN[splits] = version, sizes
+    read = _READ.get()
+    if read is not None:
+        read[id(splits)] = splits, sizes
     return sizes
 
 
@@ -131,8 +142,8 @@ def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
         return tuple(map(len, torch.empty(rows, device="meta").tensor_split(len(splits))))
     if not splits.is_cuda:
         return tuple(map(int, splits.tolist()))
-    version, sizes = _KNOWN.get(splits, (None, None))
-    return sizes if version is not None and version == splits._version else None
+    read = (_READ.get() or {}).get(id(splits))
+    return None if read is None else read[1]
 
 
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:

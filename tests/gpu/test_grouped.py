@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -92,15 +93,25 @@ def test_strided_and_misaligned_operands(device):
 
 @grouped_kernel
 def test_layers_that_share_splits_wait_once(device):
-    first, second = (ops.GroupedLinear(4, *sizes, bias=False, dtype=BF16, device=device) for sizes in ((K, N), (N, K)))
-    x, splits = tensors(SPLITS[0], device)[0].detach(), torch.tensor(SPLITS[0], device=device)
-    with opfuse.autocast(recipe=recipes.Float8CurrentScaling()), torch.no_grad():
-        y = first(x, splits)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            second(y, splits)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    layers = [ops.GroupedLinear(4, *sizes, bias=False, dtype=BF16, device=device) for sizes in ((K, N), (N, K))]
+    model, (x, _) = ops.Sequential(*layers), tensors(SPLITS[0], device)
+    splits = torch.tensor(SPLITS[0], device=device)
+
+    def waits(recipe: recipes.Recipe) -> int:
+        with opfuse.autocast(recipe=recipe), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y = model(x, splits, splits)
+            y.backward(y.detach())
+        return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+    waits(recipes.Float8CurrentScaling())
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        assert waits(recipes.Float8CurrentScaling()) == 1
+        splits.copy_(torch.tensor(SPLITS[2]))  # a new value of the same tensor is read
+        assert waits(recipes.Float8CurrentScaling(backward_override="high_precision")) == 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @grouped_kernel

@@ -561,6 +561,23 @@ def test_arguments_that_do_not_fit_are_refused():
         ops.TokenCombine()(torch.ones(3, 8), torch.tensor([[0], [1]]))
 
 
+@every_form
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_delayed_weight_gradients_are_those_that_were_put_off(name, override, form):
+    recipe, inputs = recipe_of(name, override), [randn(128, K, seed=i) for i in range(2)]
+    now, later = grouped(4, **form), grouped(4, delay_wgrad_compute=True, **form)
+    for op in (now, later):
+        for x in inputs:
+            with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                y = op(x, torch.tensor(EVEN))
+            y.backward(randn(*y.shape, seed=100))
+    assert all(later.parameter(name).grad is None for name in later.weight_names)
+    copy.deepcopy(later).backward_dw()  # a copy owes nothing
+    for _ in range(3):
+        later.backward_dw()
+    assert [key for key, p in now.named_parameters() if not same(p.grad, later.get_parameter(key).grad)] == []
+
+
 # -- in pipelines --------------------------------------------------------------------------------------------------------
 
 

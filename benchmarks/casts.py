@@ -16,7 +16,9 @@ from timing import Call, device_time, host_time
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import cast, quantize
 from opfuse.kernels.cast_block import cast_block
+from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.decode import dequantize
+from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import sources_digest
 
@@ -65,6 +67,19 @@ def block(dims: int, usages: Sequence[Usage]) -> Make:
     return make
 
 
+def nv(usages: Sequence[Usage], *, rotated: bool = False, rows: int = 1, seed: int | None = None, measured: bool = False) -> Make:
+    """The cast alone, under amaxes that are known; ``measured``: with the pass that finds them."""
+
+    def make(x: torch.Tensor) -> Call:
+        formats = {ROWWISE: NVFP4, COLUMNWISE: NVFP4.replace(rht=SIGNS if rotated else ())}
+        layouts = [Layout(formats[usage], usage, (x.shape[0], x.shape[1])) for usage in usages]
+        amaxes = amaxes_nv(x, layouts)
+        random = None if seed is None else torch.tensor([seed], device=x.device)
+        return lambda: cast_nv(x, amaxes_nv(x, layouts) if measured else amaxes, layouts, rows=rows, seed=random)
+
+    return make
+
+
 def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> Make:
     """Dequantize to bf16 from a plane of random codes with modest scales."""
 
@@ -80,7 +95,9 @@ def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> M
     return make
 
 
-# Name: (fewest bytes an element, the least percentage of copy on the first shape, how to make a call for a bf16 matrix).
+# Name: (fewest bytes an element, the least percentage of copy on the first shape, how to make a call for a bf16 matrix). "NVFP4,
+# measured" and "stochastic" are the rotated cast of both planes with the pass over the matrix that finds its amaxes, and with
+# random rounding.
 CASTS: dict[str, tuple[float, int | None, Make]] = {
     "amax": (2, 98, lambda x: lambda: cast.tensor_amax(x)),
     "delayed, row": (3, 95, delayed(ROW)),
@@ -109,19 +126,30 @@ CASTS: dict[str, tuple[float, int | None, Make]] = {
     "decode MXFP8, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE)),
     "decode MX swz, row": (3 + 1 / 32, None, decoded(mxfp8(E4M3), swizzled=True)),
     "decode MX swz, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
+    "NVFP4, row": (2.5 + 1 / 16, 70, nv(ROW)),
+    "NVFP4, row stochastic": (2.5 + 1 / 16, None, nv(ROW, seed=1)),
+    "NVFP4, col": (2.5 + 1 / 16, None, nv(COL)),
+    "NVFP4, row + col": (3 + 2 / 16, None, nv(BOTH)),
+    "NVFP4, row + rotated": (3 + 2 / 16, 45, nv(BOTH, rotated=True)),
+    "NVFP4, measured": (5 + 2 / 16, None, nv(BOTH, rotated=True, measured=True)),
+    "NVFP4, stochastic": (3 + 2 / 16, None, nv(BOTH, rotated=True, seed=1)),
+    "NVFP4 16x16, both": (3 + 2 / 16, None, nv(BOTH, rows=16)),
     "decode NVFP4, row": (2.5 + 1 / 16, None, decoded(NVFP4)),
     "decode NVFP4, col": (2.5 + 1 / 16, None, decoded(NVFP4, COLUMNWISE)),
+    "decode NVFP4, rotated": (2.5 + 1 / 16, None, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
 }
 
 
-def measure(shape: tuple[int, int]) -> list[dict[str, object]]:
-    """One row for each cast of a random bf16 matrix."""
+def measure(shape: tuple[int, int], only: str = "") -> list[dict[str, object]]:
+    """One row for each cast of a random bf16 matrix whose name holds ``only``."""
     count = max(3, -(-4 * LAST_LEVEL_CACHE // (2 * shape[0] * shape[1])))
     matrices = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     targets = [torch.empty_like(x) for x in matrices]
     copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
     rows = [{"shape": list(shape), "cast": "copy", "us": copy.median, "bytes": 4, "percent": 100.0}]
     for name, (size, limit, make) in CASTS.items():
+        if only not in name:
+            continue
         calls = [make(x) for x in matrices]
         took = device_time(calls)
         percent = 100 * size / 4 * copy.median / took.median
@@ -135,10 +163,11 @@ def measure(shape: tuple[int, int]) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="measure casts whose names hold this")
     arguments = parser.parse_args()
-    rows = [row for shape in SHAPES for row in measure(shape)]
+    rows = [row for shape in SHAPES for row in measure(shape, arguments.only)]
     small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    host = {name: host_time(make(small)).median for name, (_, _, make) in CASTS.items()}
+    host = {name: host_time(make(small)).median for name, (_, _, make) in CASTS.items() if arguments.only in name}
     for row in rows:
         limit = f", at least {row['limit']}: {'met' if row['met'] else 'NOT MET'}" if "limit" in row else ""
         place, name, us, percent = (row[k] for k in ("shape", "cast", "us", "percent"))

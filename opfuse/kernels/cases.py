@@ -95,19 +95,20 @@ class _Combination(NamedTuple):
     usages: tuple[Usage, ...]
 
     def matrix(self, device: torch.device) -> torch.Tensor:
-        return _matrix(self.kind, self.dtype, device)
+        return matrix(self.kind, MATRIX_KINDS[self.kind], self.dtype, device)
 
     def layouts(self, x: torch.Tensor, fmt: Callable[[Element], Format], *, swizzled: bool = False) -> list[Layout]:
         return [Layout(fmt(self.element), usage, (x.shape[0], x.shape[1]), swizzled) for usage in self.usages]
 
 
-def _matrix(kind: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def matrix(kind: str, make: Matrix, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What ``make`` makes of a generator for this kind and type, the same on every device."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {dtype}".encode()))
-    return _place(MATRIX_KINDS[kind](generator, dtype), device)
+    return _place(make(generator, dtype), device)
 
 
 def _tensor(kind: str, dtype: torch.dtype, device: torch.device) -> Arguments:
-    return Arguments((_matrix(kind, dtype, device),))
+    return Arguments((matrix(kind, MATRIX_KINDS[kind], dtype, device),))
 
 
 def _current(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:

@@ -1,7 +1,7 @@
 """Dequantize as the library calls it: kernels for CUDA tensors, whose results are those of dequantize.py.
 
-Planes of every format, orientation and scale layout; the torch definition also runs on the device, for rotated planes and for
-arrays that are not what their layout says.
+Planes of every format, orientation and scale layout; the torch definition also runs on the device, for arrays that are not what
+their layout says.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, SCALE_TILE
+from opfuse.formats import COLUMNWISE, E2M1, SCALE_TILE
 from opfuse.kernels.dequantize import dequantize as definition
+from opfuse.kernels.hadamard import SIZE, sign_mask
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
-from opfuse.kernels.plane_cases import PLANES
+from opfuse.kernels.plane_cases import NVFP4_PLANES, PLANES
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import fl32
 from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
 
-_PARAMETERS = struct.Struct("PPPPqqqqiiIIIf")
+_PARAMETERS = struct.Struct("PPPqqqqiiII")
+_NVFP4 = struct.Struct("PPPqPqqfIII")
 _THREADS, _WARP, _TILE = 256, 32, 128
+_NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by rows; of a row of a tile by columns
 _VECTOR = 16  # bytes of the output that a thread stores at once
 _WHOLE = 63  # the shift that leaves 0: one scale for all
 
-_SCALE_TYPES = {"fp32": "float", "e8m0": "u8", "e4m3": "u8"}
-_ROWS = {"tensor": 1, "block": 2, "mx": 2, "nv": 2}
+_SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
+_ROWS = {"tensor": 1, "block": 2, "mx": 2}
 _ROWS_ACROSS = 8
 """Rows of a thread, by family, and where each column has scales of its own: more share the loads of scales, fewer keep more
 threads in flight."""
@@ -53,7 +56,9 @@ def dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One read of ``data``, one write of the result."""
-    if layout.format.rht or dtype not in C_TYPES or not _stored_as(layout, data, scale, amax):
+    if layout.format.family == "nv":
+        return dequantize_nv.run(launch, data, scale, amax, layout=layout, dtype=dtype)
+    if dtype not in C_TYPES or not _stored_as(layout, data, scale, amax):
         return definition(data, scale, amax, layout=layout, dtype=dtype)
     turned = layout.usage == COLUMNWISE and not layout.across
     rows, columns = layout.shape
@@ -76,9 +81,45 @@ def dequantize(
         warps = ceil_div(rows, rows_each) * ceil_div(columns, _WARP * group)
         entry, blocks = "dequantize_rows", ceil_div(warps, _THREADS // _WARP)
     out = torch.empty(layout.shape, dtype=dtype, device=data.device)
-    pointers = (data.data_ptr(), scale.data_ptr(), 0 if amax is None else amax.data_ptr(), out.data_ptr())
-    fields = (*pointers, rows, columns, *_scales(layout), *_levels(layout))
+    fields = (data.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, columns, *_scales(layout), 0)
     launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS, *fields, device=data.get_device())
+    return out
+
+
+@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE, cases=NVFP4_PLANES)
+def dequantize_nv(
+    launch: Launcher,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    *,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One read of ``data``, one write of the result; what was rotated is turned back."""
+    turned, (rows, columns), fmt = layout.usage == COLUMNWISE, layout.shape, layout.format
+    launchable = dtype in C_TYPES and layout.lines[1] % 2 == 0 and (not fmt.rht or (turned and rows % SIZE == 0))
+    if amax is None or not launchable or not _stored_as(layout, data, scale, amax):
+        return definition(data, scale, amax, layout=layout, dtype=dtype)
+    whole = (columns * dtype.itemsize % _VECTOR == 0 and rows % SIZE == 0) if turned else columns % 8 == 0
+    variant = variant_of(
+        "dequantize_nvfp4.cu",
+        _NVFP4,
+        OUT=C_TYPES[dtype],
+        ROTATED=bool(fmt.rht),
+        SIGNS=sign_mask(fmt.rht),
+        ALIGNED=whole and on_bytes(data, 8),
+    )
+    if turned:
+        entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _NVFP4_TILE_BYTES // dtype.itemsize)
+    else:
+        warps = ceil_div(rows, _NVFP4_ROWS) * ceil_div(columns, _NVFP4_COLUMNS)
+        entry, blocks = "decode_rows", ceil_div(warps, _THREADS // _WARP)
+    out = torch.empty(layout.shape, dtype=dtype, device=data.device)
+    plane = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), layout.tiled_shape[1] // SCALE_TILE[1])
+    unit = fl32(1 / (E2M1.max * fmt.encode_max))
+    fields = (*plane, out.data_ptr(), rows, columns, unit, layout.swizzled, fmt.per_row, 0)
+    launch(variant, entry, Grid(blocks, _THREADS), _NVFP4, *fields, device=data.get_device())
     return out
 
 
@@ -93,13 +134,6 @@ def _scales(layout: Layout) -> _Scales:
     if layout.usage == COLUMNWISE:
         strides, shifts = strides[::-1], shifts[::-1]
     return _Scales(*strides, *shifts, layout.tiled_shape[1] // SCALE_TILE[1] if layout.swizzled else 0)
-
-
-def _levels(layout: Layout) -> tuple[bool, bool, float]:
-    """Whether each row and each column has an amax of its own, and what an amax is multiplied by."""
-    fmt = layout.format
-    unit = fl32(1 / (E2M1.max * fmt.encode_max)) if fmt.family == "nv" else 1.0
-    return fmt.per_row and layout.usage == ROWWISE, fmt.per_row and layout.usage == COLUMNWISE, unit
 
 
 def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:

@@ -17,8 +17,8 @@ NO_SIGNS = (1,) * SIZE
 def rotate(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
     """``x`` (..., n) bf16 with each 16 consecutive elements multiplied by R from the right, rounded to bf16 once.
 
-    The 16 terms are added in fp32 in the order of :func:`_hadamard`; a matrix unit may add them in another order, and the
-    results then differ where fp32 addition is not exact.
+    The 16 terms are added in fp32 in the order of :func:`_hadamard`, which every backend keeps: 64 additions, where a matrix
+    unit, whose order is its own, would differ where fp32 addition is not exact.
     """
     chunks = _chunks(x.to(torch.float32))
     return (_hadamard(chunks * _vector(signs, x.device)) * 0.25).flatten(-2).to(x.dtype)
@@ -27,6 +27,11 @@ def rotate(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
 def unrotate(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
     """``x`` (..., n) fp32 with the rotation undone, in fp32: each 16 elements times R transposed."""
     return (_hadamard(_chunks(x)) * 0.25 * _vector(signs, x.device)).flatten(-2)
+
+
+def sign_mask(signs: tuple[int, ...]) -> int:
+    """The negative ones as set bits, the first in the lowest."""
+    return sum(1 << i for i, sign in enumerate(signs) if sign < 0)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:
@@ -43,5 +48,4 @@ def _hadamard(chunks: torch.Tensor) -> torch.Tensor:
 
 def _vector(signs: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The signs as fp32, from an integer mask: no copy from the host, which a captured graph could not hold."""
-    mask = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
-    return (1 - 2 * ((mask >> torch.arange(SIZE, device=device)) & 1)).to(torch.float32)
+    return (1 - 2 * ((sign_mask(signs) >> torch.arange(SIZE, device=device)) & 1)).to(torch.float32)

@@ -5,14 +5,14 @@ Any byte is a code, so random ones hold NaN, infinities and subnormal values; so
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
 
@@ -20,9 +20,13 @@ _FORMATS: dict[str, Format] = {
     **{f"tensor {element.name}": fp8_tensor(element) for element in (E4M3, E5M2)},
     **{f"block {dims}D {element.name}": fp8_block(element, dims) for dims in (1, 2) for element in (E4M3, E5M2)},
     **{f"MX {element.name}": mxfp8(element) for element in (E4M3, E5M2)},
+}
+_NVFP4_FORMATS: dict[str, Format] = {
     "NVFP4": NVFP4,
     "NVFP4 by row": NVFP4.replace(per_row=True),
     "NVFP4 four or six": NVFP4.replace(encode_max=256),
+    "NVFP4 rotated": NVFP4.replace(rht=SIGNS),
+    "NVFP4 rotated without signs": NVFP4.replace(rht=NO_SIGNS),
 }
 _LINES = {
     "whole tiles": (256, 512),
@@ -83,14 +87,18 @@ def _placed(x: torch.Tensor, device: torch.device, *, past: bool) -> torch.Tenso
     return torch.empty(x.numel() + past, dtype=x.dtype, device=device)[int(past) :].view(x.shape).copy_(x)
 
 
-def _swizzles(fmt: Format) -> tuple[bool, ...]:
-    return (False, True) if fmt.family in ("mx", "nv") else (False,)
+def _planes(formats: dict[str, Format]) -> dict[str, Case]:
+    """Each format with every orientation, scale layout, kind of lines and output; rotated ones are columns of whole blocks."""
+    made: dict[str, Case] = {}
+    for (name, fmt), usage, swizzled, kind in itertools.product(formats.items(), USAGES, (False, True), _LINES):
+        rotates = usage == COLUMNWISE and _LINES[kind][1] % SIZE == 0
+        if (swizzled and fmt.family not in ("mx", "nv")) or (fmt.rht and not rotates):
+            continue
+        for output, dtype in _OUTPUTS.items():
+            plane = _Plane(fmt, usage, swizzled, kind, dtype)
+            made[f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {kind}, {output}"] = plane.__call__
+    return made
 
 
-PLANES: dict[str, Case] = {
-    f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {kind}, {output}": functools.partial(
-        _Plane.__call__, _Plane(fmt, usage, swizzled, kind, dtype)
-    )
-    for name, fmt in _FORMATS.items()
-    for usage, swizzled, kind, (output, dtype) in itertools.product(USAGES, _swizzles(fmt), _LINES, _OUTPUTS.items())
-}
+PLANES = _planes(_FORMATS)
+NVFP4_PLANES = _planes(_NVFP4_FORMATS)

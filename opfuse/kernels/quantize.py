@@ -129,6 +129,11 @@ def amax_nv(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return amax(lines, 1) if layout.format.per_row else amax(lines).reshape(1)
 
 
+def amaxes_nv(x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """:func:`amax_nv` of each plane."""
+    return [amax_nv(x, layout) for layout in layouts]
+
+
 def cast_nv(
     x: torch.Tensor,
     amaxes: Sequence[torch.Tensor],

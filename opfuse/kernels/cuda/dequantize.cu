@@ -1,12 +1,11 @@
-// dequantize: the codes and scales of one plane back to a matrix, whatever the plane's format, orientation and scale layout.
+// dequantize: the FP8 codes and scales of one plane back to a matrix, whatever the plane's format, orientation and scale layout.
 //
-// data           ELEMENT codes, E2M1 two to a byte; [rows, columns] for dequantize_rows, [columns, rows] for dequantize_tile
+// data           ELEMENT codes; [rows, columns] for dequantize_rows, [columns, rows] for dequantize_tile
 // scale          SCALE values, padded to any width: entry (r, c), of rows r 2^row_shift ... and columns c 2^column_shift ..., lies
 //                at r row_stride + c column_stride, or, if tiles_across is not 0, in tiles of 128 lines x 4 blocks: lines are the
 //                side whose shift is 0
-// amax           with E2M1, the fp32 amax of row r and column c at r amax_row + c amax_column; it counts `unit` times
 // out            [rows, columns] of OUT, on 16 bytes
-// Arithmetic     fp32 code * scale, with E2M1 (code * scale) * (amax * unit), then one conversion, where overflow gives inf
+// Arithmetic     fp32 code * scale, then one conversion, where overflow gives inf
 // Grid           dequantize_rows: blocks of 256 threads, a warp for each ROWS x 512 bytes of out; dequantize_tile: a block of 256
 //                for each 128 x 128 tile
 // ALIGNED        each group of codes whose values fill 16 bytes is one load: `data` is on 8 bytes, and so is every line but the
@@ -17,78 +16,35 @@
 struct Parameters {
     const u8* data;
     const SCALE* scale;
-    const float* amax;
     OUT* out;
     long long rows, columns, row_stride, column_stride;
     int row_shift, column_shift;
-    u32 tiles_across, amax_row, amax_column;
-    float unit;
+    u32 tiles_across, unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
-constexpr bool PACKED = ELEMENT::BITS == 4, E8M0 = sizeof(SCALE) == 1 && !PACKED;
-constexpr int THREADS = 256, TILE = 128, GROUP = 16 / sizeof(OUT), CODES_PER_BYTE = 8 / ELEMENT::BITS;
-constexpr int SCALE_ROWS = PACKED ? 16 : TILE;  // of a tile that share a scale, or more
+constexpr bool E8M0 = sizeof(SCALE) == 1;
+constexpr int THREADS = 256, TILE = 128, GROUP = 16 / sizeof(OUT);
 
-// E2M1 codes become E4M3 codes of values 64 times smaller, subnormal ones included: products with scales 64 times larger are
-// exact, and the same.
-template <bool>
-struct Widened {
-    using Type = ELEMENT;
-};
-template <>
-struct Widened<true> {
-    using Type = E4M3;
-};
-using Code = Widened<PACKED>::Type;
-
-// N neighbouring codes, one a byte.
+// N neighbouring codes, on an address of as many bytes.
 template <int N>
 struct alignas(N) Codes {
     u32 word[N / 4];
 };
 
-template <int N>
-OPFUSE_FN Codes<N> widened(Codes<N> codes) {
-    if constexpr (PACKED)
-#pragma unroll
-        for (u32& word : codes.word) word = (word & 0x08080808) << 4 | (word & 0x07070707) << 2;
-    return codes;
-}
-
-// N codes that start on an address of as many bytes as they have.
-template <int N>
-OPFUSE_FN Codes<N> load_codes(const u8* data) {
-    if constexpr (PACKED) {
-        u32 nibbles = N == 8 ? *reinterpret_cast<const u32*>(data) : *reinterpret_cast<const u16*>(data);
-        u32 even = nibbles & 0x0f0f0f0f, odd = nibbles >> 4 & 0x0f0f0f0f;
-        Codes<N> codes;
-        codes.word[0] = __byte_perm(even, odd, 0x5140);
-        if constexpr (N == 8) codes.word[1] = __byte_perm(even, odd, 0x7362);
-        return widened(codes);
-    } else {
-        return *reinterpret_cast<const Codes<N>*>(data);
-    }
-}
-
-// The first `count` of N codes, count <= 0 included, then zeros; `data` holds the first in its low bits.
+// The first `count` of N codes, count <= 0 included, then zeros.
 template <int N>
 OPFUSE_FN Codes<N> load_some_codes(const u8* data, long long count) {
     Codes<N> codes = {};
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (i < count) {
-            u32 code = data[i / CODES_PER_BYTE];
-            if constexpr (PACKED) code = code >> i % 2 * 4 & 0xf;
-            codes.word[i / 4] |= code << i % 4 * 8;
-        }
-    return widened(codes);
+        if (i < count) codes.word[i / 4] |= u32(data[i]) << i % 4 * 8;
+    return codes;
 }
 
 template <int N>
 OPFUSE_FN Codes<N> load_line(const Parameters& p, long long at, long long count) {
-    const u8* data = p.data + at / CODES_PER_BYTE;
-    return ALIGNED && count >= N ? load_codes<N>(data) : load_some_codes<N>(data, count);
+    return ALIGNED && count >= N ? *reinterpret_cast<const Codes<N>*>(p.data + at) : load_some_codes<N>(p.data + at, count);
 }
 
 // Word k of values as OUT: two 16-bit values, the first in the low half, or the bits of one.
@@ -100,38 +56,30 @@ OPFUSE_FN u32 word_of(const float* value, int k, float) { return bits_of(value[k
 OPFUSE_FN SCALE stored_scale(const Parameters& p, long long row, long long column) {
     if (row >= p.rows || column >= p.columns) return SCALE{};
     long long r = row >> p.row_shift, c = column >> p.column_shift;
-    if (sizeof(SCALE) == 4 || !p.tiles_across) return p.scale[r * p.row_stride + c * p.column_stride];
+    if (!E8M0 || !p.tiles_across) return p.scale[r * p.row_stride + c * p.column_stride];
     long long line = p.row_shift ? c : r, block = p.row_shift ? r : c;
     return p.scale[((line >> 7) * p.tiles_across + (block >> 2)) * 512 + (line & 31) * 16 + (line >> 5 & 3) * 4 + (block & 3)];
 }
 
 OPFUSE_FN float decoded_scale(SCALE stored) {
-    if constexpr (PACKED)
-        return decode_two<E4M3>(stored).x * 64.0f;
-    else if constexpr (E8M0)
+    if constexpr (E8M0)
         return decode_e8m0(stored);
     else
         return stored;
 }
 
-// The amax that counts as second level, 0 outside of the matrix or if there is none.
-OPFUSE_FN float amax_at(const Parameters& p, long long row, long long column) {
-    return PACKED && row < p.rows && column < p.columns ? p.amax[row * p.amax_row + column * p.amax_column] : 0.0f;
-}
-
-// Stores the first `count` of a group of values; `scale(i)` and `level(i)` are those of code i.
-template <class Scale, class Level>
-OPFUSE_FN void store_values(const Parameters& p, long long at, const Codes<GROUP>& codes, long long count, Scale scale, Level level) {
+// Stores the first `count` of a group of values; `scale(i)` is that of code i.
+template <class Scale>
+OPFUSE_FN void store_values(const Parameters& p, long long at, const Codes<GROUP>& codes, long long count, Scale scale) {
     float value[GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; i += 2) {
-        float2 two = decode_two<Code>(codes.word[i / 4] >> i % 4 * 8);
+        float2 two = decode_two<ELEMENT>(codes.word[i / 4] >> i % 4 * 8);
         value[i] = two.x * scale(i), value[i + 1] = two.y * scale(i + 1);
-        if constexpr (PACKED) value[i] *= level(i), value[i + 1] *= level(i + 1);
     }
     if (ALIGNED && count >= GROUP) {
         uint4 words = {word_of(value, 0, OUT{}), word_of(value, 1, OUT{}), word_of(value, 2, OUT{}), word_of(value, 3, OUT{})};
-        *reinterpret_cast<uint4*>(p.out + at) = words;
+        store_words(p.out + at, words);
     } else {
 #pragma unroll
         for (int i = 0; i < GROUP; ++i)
@@ -149,14 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
     for (int i = 0; i < ROWS; ++i) codes[i] = load_line<GROUP>(p, at + i * p.columns, row + i < p.rows ? count : 0);
     if (p.column_shift) {
         SCALE scale[ROWS];
-        float amax[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) scale[i] = stored_scale(p, row + i, column), amax[i] = amax_at(p, row + i, column);
+        for (int i = 0; i < ROWS; ++i) scale[i] = stored_scale(p, row + i, column);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            float each = decoded_scale(scale[i]), level = amax[i] * p.unit;
-            if (row + i < p.rows)
-                store_values(p, at + i * p.columns, codes[i], count, [=](int) { return each; }, [=](int) { return level; });
+            float each = decoded_scale(scale[i]);
+            if (row + i < p.rows) store_values(p, at + i * p.columns, codes[i], count, [=](int) { return each; });
         }
     } else if constexpr (E8M0) {
         // A scale for each column, and blocks of 32 rows: the same for all rows here.
@@ -168,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
         for (int j = 0; j < GROUP; ++j) scale[j] = decoded_scale(stored[j]);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            if (row + i < p.rows)
-                store_values(p, at + i * p.columns, codes[i], count, [&](int j) { return scale[j]; }, [](int) { return 1.0f; });
+            if (row + i < p.rows) store_values(p, at + i * p.columns, codes[i], count, [&](int j) { return scale[j]; });
     }
 }
 
@@ -178,24 +123,17 @@ struct alignas(16) Factors {
     float of[GROUP];
 };
 
-OPFUSE_FN Factors load_factors(const float* shared) { return *reinterpret_cast<const Factors*>(shared); }
-
 // Where the codes of lines 4 quad ... at a position lie in shared memory, in words: neither four neighbouring positions' writing
 // nor reading along lines meets a bank twice.
 OPFUSE_FN int tile_slot(int position, int quad) { return position * (TILE / 4) + (quad ^ (position / 8 * 2)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __grid_constant__ Parameters p) {
-    constexpr int QUADS = TILE / 4, STEPS = QUADS * 16 / THREADS, BLOCKS = TILE / SCALE_ROWS, EACH = (BLOCKS * TILE + THREADS - 1) / THREADS;
+    constexpr int QUADS = TILE / 4, STEPS = QUADS * 16 / THREADS;
     __shared__ __align__(16) u32 shared[TILE * QUADS];
-    __shared__ __align__(16) float scales[BLOCKS][TILE];
+    __shared__ __align__(16) float scales[TILE];
     u32 across = u32((p.columns + TILE - 1) / TILE);
     long long first_row = (long long)(blockIdx.x / across) * TILE, first_column = (long long)(blockIdx.x % across) * TILE;
-    SCALE stored[EACH];
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-        int i = threadIdx.x + k * THREADS;
-        stored[k] = i < BLOCKS * TILE ? stored_scale(p, first_row + i % BLOCKS * SCALE_ROWS, first_column + i / BLOCKS) : SCALE{};
-    }
+    SCALE stored = threadIdx.x < TILE ? stored_scale(p, first_row, first_column + threadIdx.x) : SCALE{};
     int position = threadIdx.x % 16 * 8, quad = threadIdx.x / 16;
     Codes<8> codes[STEPS][4];
 #pragma unroll
@@ -203,11 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __gr
         long long line = first_column + (quad + i / 4 * (QUADS / STEPS)) * 4 + i % 4, start = first_row + position;
         codes[i / 4][i % 4] = load_line<8>(p, line * p.rows + start, line < p.columns ? p.rows - start : 0);
     }
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-        int i = threadIdx.x + k * THREADS;
-        if (i < BLOCKS * TILE) scales[i % BLOCKS][i / BLOCKS] = decoded_scale(stored[k]);
-    }
+    if (threadIdx.x < TILE) scales[threadIdx.x] = decoded_scale(stored);
 #pragma unroll
     for (int i = 0; i < STEPS * 2; ++i) {
         const Codes<8>(&four)[4] = codes[i / 2];
@@ -220,15 +154,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __gr
     constexpr int GROUPS = TILE / GROUP;
     int group = threadIdx.x % GROUPS * GROUP;
     long long column = first_column + group, count = p.columns - column;
-    Factors scale = load_factors(&scales[0][group]), level;
-#pragma unroll
-    for (int j = 0; j < GROUP; ++j) level.of[j] = amax_at(p, first_row, column + j) * p.unit;
+    Factors scale = *reinterpret_cast<const Factors*>(scales + group);
 #pragma unroll
     for (int y = threadIdx.x / GROUPS; y < TILE; y += THREADS / GROUPS) {
         long long row = first_row + y;
         if (row >= p.rows || count <= 0) return;
-        if constexpr (BLOCKS > 1) scale = load_factors(&scales[y / SCALE_ROWS][group]);
         Codes<GROUP> own = *reinterpret_cast<const Codes<GROUP>*>(shared + tile_slot(y, group / 4));
-        store_values(p, row * p.columns + column, own, count, [&](int j) { return scale.of[j]; }, [&](int j) { return level.of[j]; });
+        store_values(p, row * p.columns + column, own, count, [&](int j) { return scale.of[j]; });
     }
 }

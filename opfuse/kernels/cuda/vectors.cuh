@@ -46,6 +46,11 @@ OPFUSE_FN Eight<T> load_some(const T* x, long long count) {
     return v;
 }
 
+// 16 bytes on 16, in one instruction: of an assignment the compiler makes four where it does not see how the address is made.
+OPFUSE_FN void store_words(void* to, uint4 words) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+}
+
 OPFUSE_FN void store_eight(u8* q, uint2 codes) { *reinterpret_cast<uint2*>(q) = codes; }
 
 OPFUSE_FN void store_some(u8* q, uint2 codes, long long count) {
@@ -135,6 +140,13 @@ OPFUSE_FN Maxima<T, 8> maxima_down(const Eight<T> (&v)[N]) {
     return m;
 }
 
+// Raises *amax to `bits`. Most threads find that a larger one is there: reading is cheaper than one more atomic on the same address.
+OPFUSE_FN void raise(float* amax, u32 bits) {
+    u32 known;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(known) : "l"(amax) : "memory");
+    if (bits > known) atomicMax(reinterpret_cast<u32*>(amax), bits);
+}
+
 // Raises *amax to the largest `bits` of the block's threads, which all call it, once. Holds a barrier.
 template <int THREADS>
 OPFUSE_FN void raise_amax(float* amax, u32 bits) {
@@ -144,11 +156,7 @@ OPFUSE_FN void raise_amax(float* amax, u32 bits) {
     __syncthreads();
     if (threadIdx.x >= 32) return;
     bits = __reduce_max_sync(~0u, threadIdx.x < THREADS / 32 ? of_warp[threadIdx.x] : 0);
-    if (threadIdx.x != 0) return;
-    // Most blocks find that the maximum is already there: reading is cheaper than one more atomic on the same address.
-    u32 known;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(known) : "l"(amax) : "memory");
-    if (bits > known) atomicMax(reinterpret_cast<u32*>(amax), bits);
+    if (threadIdx.x == 0) raise(amax, bits);
 }
 
 // ----------------------------------------------------------------------------------------------------------------------- casts

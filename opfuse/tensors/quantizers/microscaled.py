@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Format, mxfp8
+from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.encoding import Encoded, Measured, Microscaled
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.quantize import ErrorMode, amax_nv, cast_nv
+from opfuse.kernels.quantize import ErrorMode
 from opfuse.kernels.random import draw_seed
 from opfuse.kernels.scales import Rounding
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
@@ -119,10 +120,11 @@ class NVFP4Quantizer(CastingQuantizer):
     def _amaxes(self, x: torch.Tensor, amax: torch.Tensor | None, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """The global amax of each plane: one tensor for both, unless they hold rotated or row-scaled data."""
         own = self.with_rht or self.row_scaled_nvfp4
-        amaxes = [
-            amax_nv(x, layout) if amax is None or layout.format.rht or layout.format.per_row else amax
-            for layout in (layouts if own else layouts[:1])
-        ]
+        needed = layouts if own else layouts[:1]
+        known = {} if amax is None else {each: amax for each in needed if not (each.format.rht or each.format.per_row)}
+        unknown = [layout for layout in needed if layout not in known]
+        known |= zip(unknown, amaxes_nv(x, unknown) if unknown else ())
+        amaxes = [known[layout] for layout in needed]
         if self.with_amax_reduction:
             amaxes = [reduce_amax(amax, self.amax_reduction_group) for amax in amaxes]
         return amaxes if own else amaxes * len(layouts)

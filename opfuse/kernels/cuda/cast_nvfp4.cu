@@ -1,0 +1,199 @@
+// cast_nvfp4: E2M1 codes of a matrix, two to a byte, with an E4M3 scale for each 16 values of a line, by rows, by columns or both.
+//
+// x              [rows, columns] of IN, contiguous
+// rowwise        codes [rows, columns / 2], or null; columnwise codes [columns, rows / 2], or null
+// scales         of lines by blocks, each padded to whole tiles of 128 x 4, which the host has set to 0; a row has `quads` fours.
+//                Compact: row by row. swizzled: tile after tile, and in a tile line 32 g + i and block b at byte 16 i + 4 g + b
+// amax           fp32, the first level of a plane: of all lines, or one for each if per_line
+// encode_max     what the largest scale of a block is to become
+// ROUNDING       of values: see nvfp4.cuh; the random bytes of STOCHASTIC are those of *seed
+// ROTATED        columns are rotated, 16 rows at a time, by the Hadamard matrix with the rows in SIGNS negated; IN is bf16
+// Non-finite     a block that holds one has a NaN scale, and the code of 6 for each value
+// Grid           cast_rows: blocks of 256 threads, a warp for each ROWS x 512 elements, for rowwise alone;
+//                cast_tile: a block of 256 for each 128 rows x 256 bytes; cast_square: one for each 128 x 128, where 16 x 16 values
+//                share a scale, which is repeated in their lines, and the planes hold the same codes
+// ALIGNED        x is on 16 bytes, columns % 16 == 0, and rows % 16 == 0 if there is columnwise; without it lines are of even
+//                length, and rows % 16 == 0 if they are rotated
+// Defined by     opfuse/kernels/quantize.py, cast_nv.
+#include "nvfp4.cuh"
+#include "nvfp4_square.cuh"
+#include "hadamard.cuh"
+
+struct Parameters {
+    const IN* x;
+    Nvfp4 planes;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+constexpr int ROWS = 4;  // of a warp in cast_rows; a divisor of 32
+
+extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_rows(const __grid_constant__ Parameters parameters) {
+    const Nvfp4& p = parameters.planes;
+    u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * BLOCK;
+    if (row >= p.rows || column >= p.columns) return;
+    int there = p.rows - row < ROWS ? int(p.rows - row) : ROWS;
+    Sixteen v[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        v[i] = load_sixteen(parameters.x + (row + i) * p.columns + column, i < there ? p.columns - column : 0);
+    Level level = level_of(p, p.rowwise, row);
+    Place place = place_of(p.rowwise, p.swizzled, row, p.columns, column);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        if (i >= there) return;
+        if (i && p.per_line) level = level_of(p, p.rowwise, row + i);
+        store_block(place, i, encode_block(p, v[i], level, (row + i) * p.columns + column, 0), p.columns - column);
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------------------- tiles
+
+// A tile has eight chunks of 16 rows of 256 bytes, one chunk to a warp. They lie in shared memory one after the other, so far
+// apart that eight chunks of a column meet each bank once.
+constexpr int CHUNKS = TILE_ROWS / BLOCK, ROW_WORDS = 64, CHUNK_WORDS = BLOCK * ROW_WORDS + 2 * sizeof(IN);
+constexpr int TILE_COLUMNS = 4 * ROW_WORDS / sizeof(IN), ACROSS = TILE_COLUMNS / BLOCK, STEP = 32 / ACROSS, ITEMS = BLOCK / STEP;
+
+// Values of a row, as the block `across` of it.
+OPFUSE_FN void store_shared(u32* row, int across, const Sixteen& v) {
+    constexpr int WORDS = Eight<IN>::WORDS;
+#pragma unroll
+    for (int k = 0; k < 2 * WORDS; k += 4) {
+        const u32* from = v.half[k / WORDS].word + k % WORDS;
+        *reinterpret_cast<uint4*>(row + across * 2 * WORDS + k) = make_uint4(from[0], from[1], from[2], from[3]);
+    }
+}
+
+// Two columns of a chunk.
+struct Columns {
+    static constexpr int WORDS = sizeof(IN) / 2;
+    u32 word[BLOCK][WORDS];
+};
+
+OPFUSE_FN Columns load_columns(const u32* chunk, int pair) {
+    Columns c;
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+        const u32* from = chunk + i * ROW_WORDS + pair * Columns::WORDS;
+        if constexpr (sizeof(IN) == 4) {
+            uint2 two = *reinterpret_cast<const uint2*>(from);
+            c.word[i][0] = two.x, c.word[i][1] = two.y;
+        } else {
+            c.word[i][0] = *from;
+        }
+    }
+    return c;
+}
+
+// The bf16 values times the Hadamard matrix and 1 / 4: in fp32, by stages of distance 1, 2, 4 and 8, rounded once.
+OPFUSE_FN Sixteen rotated(const Columns& c, int side) {
+    float v[BLOCK];
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+        float x = float_of(side ? c.word[i][0] & 0xffff0000 : c.word[i][0] << 16);
+        v[i] = with_sign(x, i);
+    }
+    hadamard(v);
+    Sixteen out;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i += 2) out.half[i / 8].word[i % 8 / 2] = round_two<bf16>(v[i] * 0.25f, v[i + 1] * 0.25f);
+    return out;
+}
+
+// One of the two columns.
+OPFUSE_FN Sixteen column_of(const Columns& c, int side) {
+    if constexpr (ROTATED) return rotated(c, side);
+    Sixteen out;
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i) {
+        if constexpr (sizeof(IN) == 4)
+            out.half[i / 8].word[i % 8] = c.word[i][side];
+        else if (i % 2 == 0)
+            out.half[i / 8].word[i % 8 / 2] = __byte_perm(c.word[i][0], c.word[i + 1][0], side ? 0x7632 : 0x5410);
+    }
+    return out;
+}
+
+// Blocks that share a multiprocessor: as many as leave enough registers to each.
+template <class T>
+constexpr int RESIDENT = MODE == NEAREST && ALIGNED ? 3 : 2;
+template <>
+constexpr int RESIDENT<bf16> = MODE == NEAREST && ALIGNED ? 4 : MODE == STOCHASTIC && ALIGNED ? 3 : 2;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(const __grid_constant__ Parameters parameters) {
+    const Nvfp4& p = parameters.planes;
+    __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
+    u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    long long first_row = (long long)(blockIdx.x / tiles_across) * TILE_ROWS, first_column = (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS;
+
+    int across = lane % ACROSS, down = lane / ACROSS;
+    long long row = first_row + warp * BLOCK + down, column = first_column + across * BLOCK;
+    Sixteen v[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        v[i] = load_sixteen(parameters.x + (row + i * STEP) * p.columns + column, row + i * STEP < p.rows ? p.columns - column : 0);
+    if (p.columnwise.codes)
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) store_shared(shared + warp * CHUNK_WORDS + (down + i * STEP) * ROW_WORDS, across, v[i]);
+    if (p.rowwise.codes && column < p.columns) {
+        Level level = level_of(p, p.rowwise, row < p.rows ? row : 0);
+        Place place = place_of(p.rowwise, p.swizzled, row, p.columns, column);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (row + i * STEP >= p.rows) break;
+            if (i && p.per_line) level = level_of(p, p.rowwise, row + i * STEP);
+            Encoded block = encode_block(p, v[i], level, (row + i * STEP) * p.columns + column, 0);
+            store_block(place, i * STEP, block, p.columns - column);
+        }
+    }
+    if (!p.columnwise.codes) return;
+    __syncthreads();
+
+    // Neighbouring lanes have neighbouring chunks, whose codes lie side by side.
+    int chunk = lane % CHUNKS;
+    row = first_row + chunk * BLOCK;
+    if (row >= p.rows) return;
+    Level level = level_of(p, p.columnwise, 0);
+#pragma unroll 1
+    for (int pair = warp * (32 / CHUNKS) + lane / CHUNKS; pair < TILE_COLUMNS / 2; pair += THREADS / CHUNKS) {
+        Columns c = load_columns(shared + chunk * CHUNK_WORDS, pair);
+        long long line = first_column + pair * 2;
+        Place place = place_of(p.columnwise, p.swizzled, line, p.rows, row);
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            if (line + side >= p.columns) break;
+            if (p.per_line) level = level_of(p, p.columnwise, line + side);
+            Encoded block = encode_block(p, column_of(c, side), level, (line + side) * p.rows + row, 1);
+            store_block(place, side, block, p.rows - row);
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------------------- squares
+
+extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_square(const __grid_constant__ Parameters parameters) {
+    __shared__ __align__(16) u32 codes[SQUARE_WORDS];
+    __shared__ __align__(8) u8 scales[CHUNKS][SQUARES];
+    const Nvfp4& p = parameters.planes;
+    Square own = this_square(p);
+    Sixteen v[SQUARE_ROWS];
+#pragma unroll
+    for (int i = 0; i < SQUARE_ROWS; ++i) {
+        long long row = own.row + i * 4;
+        v[i] = load_sixteen(parameters.x + row * p.columns + own.column, row < p.rows ? p.columns - own.column : 0);
+    }
+    Encoded block[SQUARE_ROWS];
+    encode_square(p, own, v, block);
+    Place place = place_of(p.rowwise, p.swizzled, own.row, p.columns, own.column);
+#pragma unroll
+    for (int i = 0; i < SQUARE_ROWS; ++i) {
+        bool there = own.row + i * 4 < p.rows && own.column < p.columns;
+        if (p.rowwise.codes && there) store_block(place, i * 4, block[i], p.columns - own.column);
+        *reinterpret_cast<uint2*>(codes + square_slot(own.in_tile + i * 4, threadIdx.x % SQUARES * 2)) = block[i].codes;
+    }
+    if (!p.columnwise.codes) return;
+    if (threadIdx.x % 32 < SQUARES) scales[threadIdx.x / 32][threadIdx.x % 32] = u8(block[0].scale);
+    __syncthreads();
+    store_transposed(p, own, codes);
+    store_repeated(p, own, &scales[0][0]);
+}

@@ -117,9 +117,7 @@ def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Se
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
-def _casts(
-    b: _Builder, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
-) -> dict[str, CastSpec]:
+def _casts(b: _Builder, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]) -> dict[str, CastSpec]:
     """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
     recipe = b.env.recipe
     if recipe is None:

@@ -86,6 +86,8 @@ def _tile(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile | None:
     if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
         return tile._replace(resident=1, ahead=1)
     stored = code.stores or (code.direction == "forward" and code.saved)
+    if len([*code.of_kind("column")]) > 1:
+        return tile._replace(resident=max(tile.resident - 1, 1), ahead=1)
     if code.source == "float" or (code.depths[0] and stored):
         return tile._replace(resident=max(tile.resident - tile.own_rows // 4, 1), ahead=1)
     return tile

@@ -30,8 +30,8 @@ EIGHT, LANES, GROUPS = 8, 32, 8
 CHUNK = EIGHT * LANES * GROUPS
 """Columns after which those of a row are added to the ones before."""
 
-WARP_COLUMNS, BLOCKS = 1024, 256
-"""The longest row that a warp has, eight of which are a block's; blocks that add up what parameters get."""
+THREADS, BLOCKS = LANES * GROUPS, 256
+"""Threads of a block, and blocks that add up what parameters get."""
 
 NormKind = Literal["rms_norm", "layer_norm", "l2_normalization"]
 
@@ -107,7 +107,8 @@ def norm_forward(x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> 
     rows = _rows(x, norm, x)
     mean = _averaged(norm, rows) if norm.is_centered else None
     centered = rows if mean is None else rows - mean
-    rstd = reciprocal((_averaged(norm, centered.square()) + norm.eps).sqrt())
+    square = _averaged(norm, centered.square()) + norm.eps
+    rstd = reciprocal(square.double().sqrt().to(square.dtype))  # of fp32, vector libraries may be off in the last place
     y = centered * rstd
     if norm.weight is not None:
         y = y * _gamma(norm, y.dtype)
@@ -157,6 +158,11 @@ def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
 # -- sums of one order -------------------------------------------------------------------------------------------------------
 
 
+def team(columns: int) -> int:
+    """Threads that share a row: enough for four eights each, from a warp to a block."""
+    return min(max(_power_of_two(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)
+
+
 def row_sums(values: Tensor) -> Tensor:
     """Sums of the rows of (rows, columns), (rows, 1).
 
@@ -175,11 +181,11 @@ def row_sums(values: Tensor) -> Tensor:
 def column_sums(values: Tensor) -> Tensor:
     """Sums of the columns of (rows, columns), (columns,).
 
-    Row r belongs to team r % (256 teams): blocks have one team, or eight where a row is a warp's. Rows of a team are added in
-    turn, then by halves what a block's teams have, then what blocks have.
+    A block has a team of threads for each row that it has at a time; row r belongs to team r % (256 teams of a block). Rows of a
+    team are added in turn, then by halves what a block's teams have, then what blocks have.
     """
     columns = values.shape[1]
-    teams = GROUPS if columns <= WARP_COLUMNS else 1
+    teams = THREADS // team(columns)
     values = _in_turn(values, 0, BLOCKS * teams)
     blocks = _power_of_two(ceil_div(values.shape[0], teams))
     if missing := blocks * teams - values.shape[0]:

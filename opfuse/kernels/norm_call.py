@@ -11,11 +11,10 @@ from torch import Tensor
 
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import ceil_div
-from opfuse.kernels.norm import EIGHT, LANES, WARP_COLUMNS, Norm, Statistics
+from opfuse.kernels.norm import EIGHT, THREADS, Norm, Statistics, team
 from opfuse.kernels.variants import C_TYPES, on_bytes
 
-THREADS = 256
-NORM = "PPPPPqqfI"
+NORM = "PPPPPqqffI"
 """How Norm in norm.cuh is packed."""
 
 _DENSE = (Tensor, torch.nn.Parameter)
@@ -45,7 +44,7 @@ class Call:
     @property
     def team(self) -> int:
         """Threads that share a row."""
-        return LANES if self.matrix[1] <= WARP_COLUMNS else THREADS
+        return team(self.matrix[1])
 
     @property
     def teams(self) -> int:
@@ -54,8 +53,8 @@ class Call:
 
     @property
     def packs(self) -> int:
-        """Eights of columns that a thread has, rounded up to a power of two."""
-        return 1 << (ceil_div(self.matrix[1], EIGHT * self.team) - 1).bit_length()
+        """Eights of columns that a thread has."""
+        return ceil_div(self.matrix[1], EIGHT * self.team)
 
     @property
     def grid(self) -> Grid:
@@ -66,14 +65,21 @@ class Call:
         """The eights of these tensors that a thread can hold in registers, 0 if they are too many."""
         return self.packs if self._bytes(self.packs, *tensors) <= _MOST_BYTES else 0
 
-    def is_light(self, held: int, *tensors: Tensor) -> bool:
-        """Whether a thread has so few registers' worth of these tensors that several blocks can share a multiprocessor."""
-        return self.team == THREADS and 0 < self._bytes(held, *tensors) <= _MOST_BYTES // 2 and self.is_aligned(*tensors)
-
     def resident(self, held: int, *tensors: Tensor) -> int:
-        """Blocks of a forward kernel that share a multiprocessor."""
-        wide = self.norm.is_centered or (self.norm.weight is not None and self.norm.weight.element_size() > 2)
-        return 1 if not self.is_light(held, *tensors) else 3 if wide and self._bytes(held, *tensors) > _MOST_BYTES // 4 else 4
+        """Blocks of a forward kernel of these tensors that share a multiprocessor, as its registers allow."""
+        return 1 if not self._is_light(held, *tensors) else 3 if self.norm.is_centered or self._is_wide(held, *tensors) else 4
+
+    def resident_backward(self, held: int, *tensors: Tensor) -> int:
+        """The same of a backward kernel."""
+        return 2 if self._is_light(held, *tensors) and not (self.norm.is_centered and self._is_wide(held, *tensors)) else 1
+
+    def _is_light(self, held: int, *tensors: Tensor) -> bool:
+        return 0 < self._bytes(held, *tensors) <= _MOST_BYTES // 2 and self.is_aligned(*tensors)
+
+    def _is_wide(self, held: int, *tensors: Tensor) -> bool:
+        """Whether fp32 parameters take many registers, too."""
+        wide = any(t.element_size() > 2 for t in self.parameters)
+        return wide and self._bytes(held, *tensors) > _MOST_BYTES // 4
 
     def _bytes(self, held: int, *tensors: Tensor) -> int:
         """Of neighbouring elements, one from each eight that a thread holds."""
@@ -87,6 +93,7 @@ class Call:
 
     def defines(self, held: int, *tensors: Tensor) -> dict[str, str | int]:
         """What the variant of a kernel of these and other tensors is compiled with."""
+        aligned = self.is_aligned(*tensors)
         return {
             "IN": C_TYPES[self.x.dtype],
             "WEIGHT": C_TYPES[torch.float32 if self.norm.weight is None else self.norm.weight.dtype],
@@ -94,14 +101,15 @@ class Call:
             "ZERO_CENTERED": self.norm.zero_centered_gamma,
             "TEAM": self.team,
             "PACKS": held,
-            "ALIGNED": self.is_aligned(*tensors),
+            "ALIGNED": aligned,
+            "WHOLE": aligned and held * EIGHT * self.team == self.matrix[1],
         }
 
     def fields(self) -> tuple[int | float, ...]:
         """Those of Norm in norm.cuh."""
         tensors = (self.x, self.norm.weight, self.norm.bias, *self.statistics)
-        packs = ceil_div(self.matrix[1], EIGHT * self.team)
-        return (*(0 if t is None else t.data_ptr() for t in tensors), *self.matrix, self.norm.eps, packs)
+        size = float(self.matrix[1])
+        return (*(0 if t is None else t.data_ptr() for t in tensors), *self.matrix, size, self.norm.eps, self.packs)
 
 
 def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequence[torch.dtype], *others: Tensor) -> Call | None:

@@ -95,8 +95,8 @@ class Rows:
 
 _KINDS: tuple[NormKind, ...] = ("rms_norm", "layer_norm", "l2_normalization")
 _TYPES = (Types(), Types(BF16, FP32), Types(FP16, FP16), Types(FP32, FP32), Types(BF16, BF16, FP32))
-_WIDTHS = (8, 264, 520, 1024, 1032, 2056, 8192, 8200, 16392, 67, 1031, 9001)
-"""One for each number of eights that a thread of a warp or of a block may have, and some that do not come in eights."""
+_WIDTHS = (8, 264, 520, 1024, 1032, 2048, 2056, 4096, 8192, 8200, 16384, 16392, 67, 1031, 9001)
+"""For every team, and every number of eights that a thread may have; some that do not come in eights."""
 
 
 def _varied(rows: int) -> Iterator[Rows]:
@@ -122,7 +122,13 @@ _SPECIAL = (
     Rows("layer_norm", (5, 264), Types(FP32, BF16, BF16)),
     Rows("rms_norm", (0, 32)),
 )
-_TALL = (Rows("rms_norm", (4100, 24)), Rows("layer_norm", (2050, 264)), Rows("rms_norm", (700, 1032)))
+_TALL = (
+    Rows("rms_norm", (4100, 24)),
+    Rows("layer_norm", (2050, 264)),
+    Rows("rms_norm", (1100, 1032)),
+    Rows("layer_norm", (600, 2056)),
+    Rows("rms_norm", (300, 5120)),
+)
 
 
 FORWARD: dict[str, Case] = {rows.name: functools.partial(Rows.forward, rows) for rows in (*_varied(9), *_SPECIAL)}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from opfuse.formats import ROWWISE
-from opfuse.kernels import chain_cast, norm_cases
+from opfuse.kernels import norm_cases
+from opfuse.kernels.chain_cast import forward_chain_cast
+from opfuse.kernels.chain_tiles import CASTS
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout
@@ -24,7 +25,7 @@ from opfuse.kernels.norm import Norm, NormKind, Statistics
 from opfuse.kernels.norm_call import NORM, Call, call_of
 from opfuse.kernels.norm_rows import norm_forward, run_forward
 from opfuse.kernels.pointwise import OperandKind, Pointwise
-from opfuse.kernels.registry import BITWISE, Kernel, Launcher, kernel
+from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
 from opfuse.kernels.variants import C_TYPES, variant_of
 
@@ -54,7 +55,7 @@ def norm_cast(
     if call.matrix == encode.layouts[0].shape:
         if type(encode) in _TARGETS and _is_by_rows(encode):
             return _by_rows(launch, call, encode, dtype), call.statistics
-        if type(encode) in chain_cast.FORWARD:
+        if type(encode) in CASTS:
             return _by_tiles(launch, call, encode, dtype), call.statistics
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     run_forward(launch, call, y)
@@ -126,9 +127,8 @@ def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype
     run_forward(launch, call, None)
     x = call.x.view(call.matrix)
     rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
-    cast_chain = cast("Kernel[Any, Any]", chain_cast.FORWARD[type(encode)])
     stage = stage_of(call.norm, call.statistics)
-    encoded, _, _ = cast_chain.run(launch, x, [stage], encode, rounding=rounding, dtype=dtype)
+    encoded, _, _ = forward_chain_cast.run(launch, x, [stage], encode, rounding=rounding, dtype=dtype)
     return encoded
 
 

@@ -17,8 +17,8 @@ from opfuse.kernels import norm_cases
 from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import ceil_div, round_up
-from opfuse.kernels.norm import BLOCKS, EIGHT, Gradients, Norm, Statistics
-from opfuse.kernels.norm_call import NORM, THREADS, Call, call_of
+from opfuse.kernels.norm import BLOCKS, EIGHT, THREADS, Gradients, Norm, Statistics
+from opfuse.kernels.norm_call import NORM, Call, call_of
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.variants import C_TYPES, variant_of
 
@@ -108,7 +108,7 @@ def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, add: int) -> 
         EXTRA=C_TYPES[full[-1].dtype],
         IO=C_TYPES[tensors.dx.dtype],
         ADD=add,
-        RESIDENT=2 if call.is_light(held, *full) else 1,
+        RESIDENT=call.resident_backward(held, *full),
     )
     fields = (*call.fields(), *(0 if t is None else t.data_ptr() for t in tensors), blocks, pitch)
     device = call.x.get_device()

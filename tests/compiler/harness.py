@@ -115,7 +115,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
 
 
 def _gradient(output: torch.Tensor, index: int) -> torch.Tensor:
-    return randn(*output.shape, seed=100 + index, dtype=output.dtype)
+    return randn(*output.shape, seed=100 + index, dtype=output.dtype).to(output.device)
 
 
 def outcome(call: Callable[[], Result]) -> dict[str, torch.Tensor | None] | str:

@@ -344,7 +344,7 @@ def test_row_sums_have_the_documented_order(columns):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3), (9, 3), (4100, 2), (3, 1032), (600, 1032)])
 def test_column_sums_have_the_documented_order(rows, columns):
     values = draw(rows, columns, dtype=FP32)
-    teams = 8 if columns <= norm.WARP_COLUMNS else 1
+    teams = norm.THREADS // norm.team(columns)
     first = values[:, 0].tolist()
     own = [in_turn(first[place :: norm.BLOCKS * teams]) for place in range(norm.BLOCKS * teams)]
     assert norm.column_sums(values)[0].item() == tree([tree(own[b * teams : (b + 1) * teams]) for b in range(norm.BLOCKS)])

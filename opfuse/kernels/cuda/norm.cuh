@@ -2,46 +2,50 @@
 //
 // IN, WEIGHT       types of x, and of weight and bias
 // KIND             RMS_NORM, LAYER_NORM or L2_NORM; gamma is the weight, or 1 + weight if ZERO_CENTERED
-// TEAM             threads that share a row: a warp, for at most 1024 columns, or a block of 256
-// PACKS            eights of columns that each of them has, a power of two; 0: any number, loaded anew whenever they are read
+// TEAM             threads that share a row, a power of two from a warp to the block of 256
+// PACKS            eights of columns that each of them has; 0: any number, loaded anew whenever they are read
+// WHOLE            no eight is missing in a row
 // Sums             in the order of norm.py, which depends on neither TEAM nor PACKS
 // Rounding         every operation to nearest even in fp32, division and root included
-// Compiled         after common.cuh; ALIGNED as in chain.cuh
+// ALIGNED = 1      every eight starts where a vector can, and is whole or missing; = 0: anything goes, elements are moved one by one
+// Compiled         after vectors.cuh
 // Defined by       opfuse/kernels/norm.py
 #pragma once
-#include "chain.cuh"
+#include "vectors.cuh"
 
 enum Kind { RMS_NORM, LAYER_NORM, L2_NORM };
 constexpr bool CENTERED = KIND == LAYER_NORM, WEIGHTED = KIND != L2_NORM;
-constexpr int TEAMS = THREADS / TEAM, LANES = 32, GROUPS = 8;
-static_assert(TEAM == THREADS || (TEAM == LANES && PACKS > 0), "the warp of a short row has all of it");
+constexpr int THREADS = 256, TEAMS = THREADS / TEAM, LANES = 32, WARPS = TEAM / LANES;
+constexpr int HELD = PACKS > 0 ? PACKS : 1;
+static_assert(PACKS > 0 || (TEAM == THREADS && !WHOLE), "short rows are held");
 
 struct Norm {
     const IN* x;
     const WEIGHT *weight, *bias;
     float *rstd, *mean;
     long long rows, columns;
-    float eps;
-    u32 packs;  // if PACKS is 0
+    float size, eps;  // columns, rounded
+    u32 packs;        // if PACKS is 0
 };
 
-// The row of a thread, which has no columns if there is none left, and the thread's place among those that share it.
+// The row of a thread, whose columns are missing if there is none left, and the thread's place in its team.
 struct Row {
     long long row, columns;
+    bool exists;
     int lane;
 
     OPFUSE_FN long long column(int u) const { return (long long)(lane + u * TEAM) * 8; }
-    OPFUSE_FN long long count(int u) const { return columns - column(u); }
+    OPFUSE_FN long long count(int u) const { return !exists ? 0 : WHOLE ? 8 : columns - column(u); }
 };
 
 OPFUSE_FN Row row_of_block(const Norm& p, long long block) {
     long long row = block * TEAMS + threadIdx.x / TEAM;
-    return {row, row < p.rows ? p.columns : 0, int(threadIdx.x % TEAM)};
+    return {row, p.columns, TEAMS == 1 || row < p.rows, int(threadIdx.x % TEAM)};
 }
 
-// f(u) for each pack of a thread.
+// f(u) for each eight of a thread.
 template <class F>
-OPFUSE_FN void each_pack(const Norm& p, F f) {
+OPFUSE_FN void each_eight(const Norm& p, F f) {
     if constexpr (PACKS) {
 #pragma unroll
         for (int u = 0; u < PACKS; ++u) f(u);
@@ -51,33 +55,94 @@ OPFUSE_FN void each_pack(const Norm& p, F f) {
     }
 }
 
-// Pack u of what starts at `row`, 0 for what is missing.
+template <int N>
+struct Number {
+    static constexpr int VALUE = N;
+};
+
+// f(Number<N>, u) for N <= 4 eights from u on: what they read is read before anything of them is stored.
+template <class F>
+OPFUSE_FN void in_fours(const Norm& p, F f) {
+    if constexpr (PACKS) {
+#pragma unroll
+        for (int u = 0; u + 4 <= PACKS; u += 4) f(Number<4>{}, u);
+        if constexpr (PACKS % 4) f(Number<PACKS % 4>{}, PACKS / 4 * 4);
+    } else {
+#pragma unroll 1
+        for (int u = 0; u < p.packs; ++u) f(Number<1>{}, u);
+    }
+}
+
+OPFUSE_FN bool is_there(int i, long long count) { return ALIGNED ? count > 0 : i < count; }
+
+// Eight u of what starts at `row`, 0 for what is missing.
 template <class T>
-OPFUSE_FN Pack<T, 8> load_pack(const T* row, const Row& at, int u) {
-    return load(row, [](long long c) { return c; }, at.column(u), at.count(u));
+OPFUSE_FN Eight<T> load_eight(const T* row, const Row& at, int u) {
+    row += at.column(u);
+    if constexpr (ALIGNED)
+        return at.count(u) > 0 ? load_eight(row) : Eight<T>{};
+    else
+        return load_some(row, at.count(u));
 }
 
 template <class T>
-OPFUSE_FN void store_pack(T* row, const Pack<T, 8>& v, const Row& at, int u) {
-    store(row, v, [](long long c) { return c; }, at.column(u), at.count(u));
+OPFUSE_FN T element(const Eight<T>& v, int i) { return T{u16(v.word[i / 2] >> i % 2 * 16)}; }
+template <>
+OPFUSE_FN float element(const Eight<float>& v, int i) { return float_of(v.word[i]); }
+
+template <class T>
+OPFUSE_FN void store_eight(T* row, const Eight<T>& v, const Row& at, int u) {
+    row += at.column(u);
+    if constexpr (!ALIGNED) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (is_there(i, at.count(u))) row[i] = element(v, i);
+    } else if (at.count(u) > 0) {
+#pragma unroll
+        for (int k = 0; k < v.WORDS; k += 4)
+            reinterpret_cast<uint4*>(row)[k / 4] = make_uint4(v.word[k], v.word[k + 1], v.word[k + 2], v.word[k + 3]);
+    }
 }
 
-// The packs of a thread's row.
+OPFUSE_FN void store_codes(u8* row, uint2 codes, const Row& at, int u) {
+    row += at.column(u);
+    if constexpr (!ALIGNED)
+        store_some(row, codes, at.count(u));
+    else if (at.count(u) > 0)
+        store_eight(row, codes);
+}
+
+// f(0) ... f(7), rounded to T.
+template <class T, class F>
+OPFUSE_FN Eight<T> rounded_eight(F f) {
+    Eight<T> v;
+#pragma unroll
+    for (int k = 0; k < v.WORDS; ++k) {
+        if constexpr (sizeof(T) == 4)
+            v.word[k] = bits_of(f(k));
+        else
+            v.word[k] = round_two<T>(f(2 * k), f(2 * k + 1));
+    }
+    return v;
+}
+
+// The eights of a thread's row.
 template <class T>
-struct Packs {
+struct Eights {
     const T* row;
     Row at;
-    Pack<T, 8> held[SOME(PACKS)];
+    Eight<T> held[HELD];
 
-    OPFUSE_FN Packs(const Norm& p, const T* x, const Row& at) : row(x + at.row * p.columns), at(at) {
+    OPFUSE_FN Eights(const Norm& p, const T* x, const Row& at) : row(x + at.row * p.columns), at(at) {}
+    OPFUSE_FN void load() {
 #pragma unroll
-        for (int u = 0; u < PACKS; ++u) held[u] = load_pack(row, at, u);
+        for (int u = 0; u < PACKS; ++u) held[u] = load_eight(row, at, u);
     }
-    OPFUSE_FN Pack<T, 8> operator[](int u) const {
+    OPFUSE_FN Eight<T> operator[](int u) const {
         if constexpr (PACKS)
             return held[u];
         else
-            return load_pack(row, at, u);
+            return load_eight(row, at, u);
     }
 };
 
@@ -86,6 +151,7 @@ struct Packs {
 // The second half is added to the first until one is left.
 template <int N>
 OPFUSE_FN float by_halves(float (&v)[N]) {
+    static_assert((N & (N - 1)) == 0, "a power of two");
 #pragma unroll
     for (int half = N / 2; half > 0; half /= 2)
 #pragma unroll
@@ -93,41 +159,68 @@ OPFUSE_FN float by_halves(float (&v)[N]) {
     return v[0];
 }
 
-// N sums of a row at once: values(u, v) gives the eight values of each for pack u, 0 for what is missing. Every thread has the totals.
-//
-// With a block for a row this holds a barrier; `slot` is 0 and 1 in turn, so that none is overwritten while it is read.
+constexpr int power_of_two_above(int n) { return n <= 1 ? 1 : 2 * power_of_two_above((n + 1) / 2); }
+
+// What a thread has of N sums: its eights of each of its groups in turn, then eights, then groups.
 template <int N, class F>
-OPFUSE_FN void row_sums(float (&total)[N], const Norm& p, int slot, F values) {
-    if constexpr (TEAM == LANES) {
-        float group[N][SOME(PACKS)];
-        each_pack(p, [&](int u) {
-            float v[N][8];
-            values(u, v);
+OPFUSE_FN void own_sums(float (&own)[N], const Norm& p, F values) {
+    constexpr int GROUPS = HELD < TEAMS ? HELD : TEAMS;
+    float group[N][power_of_two_above(GROUPS)] = {};
 #pragma unroll
-            for (int s = 0; s < N; ++s) group[s][u] = by_halves(v[s]);
-        });
+    for (int g = 0; g < GROUPS; ++g) {
+        float sum[N][8] = {}, v[N][8];
+        if constexpr (PACKS) {
+            values(g, sum);
 #pragma unroll
-        for (int s = 0; s < N; ++s) total[s] = by_halves(group[s]);
-    } else {
-        __shared__ float of_thread[2][N][THREADS];
-        float sum[N][8] = {};
-        each_pack(p, [&](int u) {
-            float v[N][8];
-            values(u, v);
+            for (int u = g + TEAMS; u < PACKS; u += TEAMS) {
+                values(u, v);
 #pragma unroll
-            for (int s = 0; s < N; ++s)
+                for (int k = 0; k < 8 * N; ++k) sum[k / 8][k % 8] += v[k / 8][k % 8];
+            }
+        } else {
+#pragma unroll 1
+            for (int u = 0; u < p.packs; ++u) {
+                values(u, v);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) sum[s][i] += v[s][i];
-        });
+                for (int k = 0; k < 8 * N; ++k) sum[k / 8][k % 8] += v[k / 8][k % 8];
+            }
+        }
 #pragma unroll
-        for (int s = 0; s < N; ++s) of_thread[slot][s][threadIdx.x] = by_halves(sum[s]);
+        for (int s = 0; s < N; ++s) group[s][g] = by_halves(sum[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < N; ++s) own[s] = by_halves(group[s]);
+}
+
+// Waits for the threads that share a row.
+OPFUSE_FN void team_barrier() {
+    if constexpr (TEAMS == 1)
         __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / TEAM), "n"(TEAM) : "memory");
+}
+
+// N sums of a row: values(u, v) gives eight values of each, for eight u, 0 for what is missing. Every thread has the totals.
+//
+// This may hold a barrier, before which a thread does `meanwhile`, and no earlier; `slot` is 0 and 1 in turn, so that nothing is
+// overwritten while it is read.
+template <int N, class F, class G>
+OPFUSE_FN void row_sums(float (&total)[N], const Norm& p, int slot, F values, G meanwhile) {
+    own_sums(total, p, values);
+    asm volatile("" ::: "memory");
+    meanwhile();
+    if constexpr (WARPS > 1) {
+        __shared__ float of_thread[2][N][THREADS];
+        int first = threadIdx.x / TEAM * TEAM + threadIdx.x % LANES;
+#pragma unroll
+        for (int s = 0; s < N; ++s) of_thread[slot][s][threadIdx.x] = total[s];
+        team_barrier();
 #pragma unroll
         for (int s = 0; s < N; ++s) {
-            float group[GROUPS];
+            float of_warp[WARPS];
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) group[g] = of_thread[slot][s][g * LANES + threadIdx.x % LANES];
-            total[s] = by_halves(group);
+            for (int w = 0; w < WARPS; ++w) of_warp[w] = of_thread[slot][s][first + w * LANES];
+            total[s] = by_halves(of_warp);
         }
     }
 #pragma unroll
@@ -144,61 +237,63 @@ struct Moments {
     float rstd, mean;
 };
 
-OPFUSE_FN float centered(const Pack<IN, 8>& x, int i, const Moments& m) { return CENTERED ? value(x, i) - m.mean : value(x, i); }
+OPFUSE_FN float centered(const Eight<IN>& x, int i, const Moments& m) { return CENTERED ? value(x, i) - m.mean : value(x, i); }
 
-OPFUSE_FN float normal(const Pack<IN, 8>& x, int i, const Moments& m) { return centered(x, i, m) * m.rstd; }
+OPFUSE_FN float normal(const Eight<IN>& x, int i, const Moments& m) { return centered(x, i, m) * m.rstd; }
 
-OPFUSE_FN float gamma(const Pack<WEIGHT, 8>& weight, int i) { return ZERO_CENTERED ? 1.0f + value(weight, i) : value(weight, i); }
+OPFUSE_FN float gamma(const Eight<WEIGHT>& weight, int i) { return ZERO_CENTERED ? 1.0f + value(weight, i) : value(weight, i); }
 
 // Of a sum over a row: the mean, but for an L2 norm.
-OPFUSE_FN float averaged(const Norm& p, float sum) { return KIND == L2_NORM ? sum : sum / float(p.columns); }
+OPFUSE_FN float averaged(const Norm& p, float sum) { return KIND == L2_NORM ? sum : sum / p.size; }
 
-OPFUSE_FN Moments moments(const Norm& p, const Row& at, const Packs<IN>& x) {
+OPFUSE_FN Moments moments(const Norm& p, const Row& at, const Eights<IN>& x) {
     Moments m = {};
     float sum[1];
     if constexpr (CENTERED) {
-        row_sums(sum, p, 0, [&](int u, float (&v)[1][8]) {
-            Pack<IN, 8> pack = x[u];
+        auto values = [&](int u, float (&v)[1][8]) {
+            Eight<IN> pack = x[u];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[0][i] = value(pack, i);
-        });
+        };
+        row_sums(sum, p, 0, values, [] {});
         m.mean = averaged(p, sum[0]);
     }
-    row_sums(sum, p, 1, [&](int u, float (&v)[1][8]) {
-        Pack<IN, 8> pack = x[u];
+    auto squares = [&](int u, float (&v)[1][8]) {
+        Eight<IN> pack = x[u];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float c = centered(pack, i, m);
             v[0][i] = !CENTERED || is_there(i, at.count(u)) ? c * c : 0.0f;
         }
-    });
+    };
+    row_sums(sum, p, 1, squares, [] {});
     m.rstd = 1.0f / sqrtf(averaged(p, sum[0]) + p.eps);
     return m;
 }
 
 // Statistics for the backward pass.
 OPFUSE_FN void store_moments(const Norm& p, const Row& at, const Moments& m) {
-    if (at.lane != 0 || at.columns == 0) return;
+    if (at.lane != 0 || !at.exists) return;
     p.rstd[at.row] = m.rstd;
     if (CENTERED) p.mean[at.row] = m.mean;
 }
 
 OPFUSE_FN Moments load_moments(const Norm& p, const Row& at) {
-    if (at.columns == 0) return {};
+    if (!at.exists) return {};
     return {p.rstd[at.row], CENTERED ? p.mean[at.row] : 0.0f};
 }
 
-// Pack u of the normalised row, rounded to T, 0 for what is missing.
+// Eight u of the normalised row, rounded to T, 0 for what is missing.
 template <class T>
-OPFUSE_FN Pack<T, 8> normalised(const Norm& p, const Row& at, int u, const Pack<IN, 8>& x, const Moments& m) {
-    Pack<WEIGHT, 8> weight = {}, bias = {};
-    if constexpr (WEIGHTED) weight = load_pack(p.weight, at, u);
-    if constexpr (CENTERED) bias = load_pack(p.bias, at, u);
-    Pack<T, 8> y = pack_of<T, 8>([&](int i) {
+OPFUSE_FN Eight<T> normalised(const Norm& p, const Row& at, int u, const Eight<IN>& x, const Moments& m) {
+    Eight<WEIGHT> weight = {}, bias = {};
+    if constexpr (WEIGHTED) weight = load_eight(p.weight, at, u);
+    if constexpr (CENTERED) bias = load_eight(p.bias, at, u);
+    if (ALIGNED && !is_there(0, at.count(u))) return {};
+    return rounded_eight<T>([&](int i) {
         float y = normal(x, i, m);
         if constexpr (WEIGHTED) y *= gamma(weight, i);
         if constexpr (CENTERED) y += value(bias, i);
-        return y;
+        return is_there(i, at.count(u)) ? y : 0.0f;
     });
-    return first_of(y, at.count(u));
 }

@@ -27,7 +27,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 // ------------------------------------------------------------------------------------------------------- gradients of parameters
 
 // Four of the sums that a thread has, of the halves of its packs: in shared memory, or where packs are too many for it in parts.
-OPFUSE_FN float4* own_sums(const Parameters& parameters, float4* shared, const Row& at, int sum, int u, int half) {
+OPFUSE_FN float4* column_sums(const Parameters& parameters, float4* shared, const Row& at, int sum, int u, int half) {
     if constexpr (PACKS)
         return shared + ((sum * PACKS + u) * 2 + half) * THREADS + threadIdx.x;
     else
@@ -46,7 +46,7 @@ OPFUSE_FN void store_part(const Parameters& parameters, const float4* shared) {
     float4* part = reinterpret_cast<float4*>(parameters.parts + (long long)blockIdx.x * SUMS * parameters.pitch);
 #pragma unroll 1
     for (int k = threadIdx.x; k < SUMS * PACKS * 2 * TEAM; k += THREADS) {
-        int lane = k % TEAM, half = k / TEAM % 2, u = k / (2 * TEAM) % SOME(PACKS), sum = k / (2 * TEAM * SOME(PACKS));
+        int lane = k % TEAM, half = k / TEAM % 2, u = k / (2 * TEAM) % HELD, sum = k / (2 * TEAM * HELD);
         float v[4][TEAMS];
 #pragma unroll
         for (int team = 0; team < TEAMS; ++team) {
@@ -84,29 +84,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_sums(const __grid_con
 // --------------------------------------------------------------------------------------------------------- gradient of the input
 
 // What an element of dy is in the sums of its row: that of the normalised value, before gamma.
-OPFUSE_FN float scaled(const Pack<GRAD, 8>& dy, const Pack<WEIGHT, 8>& weight, int i) {
+OPFUSE_FN float scaled(const Eight<GRAD>& dy, const Eight<WEIGHT>& weight, int i) {
     return WEIGHTED ? value(dy, i) * gamma(weight, i) : value(dy, i);
 }
 
-OPFUSE_FN Pack<WEIGHT, 8> load_weight(const Norm& p, const Row& at, int u) {
+OPFUSE_FN Eight<WEIGHT> load_weight(const Norm& p, const Row& at, int u) {
     if constexpr (WEIGHTED)
-        return load_pack(p.weight, at, u);
+        return load_eight(p.weight, at, u);
     else
         return {};
 }
 
 // Sums of a row: of scaled dy times the normalised value, and of scaled dy. Adds the row to those of the thread's columns.
-OPFUSE_FN void add_row(const Parameters& parameters, const Row& at, const Moments& m, const Packs<IN>& x, const Packs<GRAD>& dy,
-                       float (&along)[ROW_SUMS], int slot, float4* shared) {
+template <class G>
+OPFUSE_FN void add_row(const Parameters& parameters, const Row& at, const Moments& m, const Eights<IN>& x, const Eights<GRAD>& dy,
+                       float (&along)[ROW_SUMS], int slot, float4* shared, G meanwhile) {
     const Norm& p = parameters.norm;
-    row_sums(along, p, slot, [&](int u, float (&v)[ROW_SUMS][8]) {
-        Pack<WEIGHT, 8> weight = load_weight(p, at, u);
-        Pack<IN, 8> pack = x[u];
-        Pack<GRAD, 8> grad = dy[u];
+    auto products = [&](int u, float (&v)[ROW_SUMS][8]) {
+        Eight<WEIGHT> weight = load_weight(p, at, u);
+        Eight<IN> values = x[u];
+        Eight<GRAD> grad = dy[u];
         float of_weight[8], of_bias[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            float y = normal(pack, i, m), s = scaled(grad, weight, i);
+            float y = normal(values, i, m), s = scaled(grad, weight, i);
             v[0][i] = s * y;
             if (CENTERED) v[ROW_SUMS - 1][i] = s;
             of_weight[i] = value(grad, i) * y, of_bias[i] = value(grad, i);
@@ -114,50 +115,53 @@ OPFUSE_FN void add_row(const Parameters& parameters, const Row& at, const Moment
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (PACKS == 0 && at.count(u) <= 0) continue;
-            if (WEIGHTED) add_to(own_sums(parameters, shared, at, 0, u, half), of_weight + half * 4);
-            if (CENTERED) add_to(own_sums(parameters, shared, at, 1, u, half), of_bias + half * 4);
+            if (WEIGHTED) add_to(column_sums(parameters, shared, at, 0, u, half), of_weight + half * 4);
+            if (CENTERED) add_to(column_sums(parameters, shared, at, 1, u, half), of_bias + half * 4);
         }
-    });
+    };
+    row_sums(along, p, slot, products, meanwhile);
 #pragma unroll
     for (int s = 0; s < ROW_SUMS; ++s) along[s] = averaged(p, along[s]);
 }
 
 // Pack u of dx.
-OPFUSE_FN Pack<IO, 8> input_gradient(const Parameters& parameters, const Row& at, const Moments& m, int u, const Pack<IN, 8>& x,
-                                     const Pack<GRAD, 8>& dy, const Pack<EXTRA, 8>& extra, const float (&along)[ROW_SUMS]) {
-    Pack<WEIGHT, 8> weight = load_weight(parameters.norm, at, u);
+OPFUSE_FN Eight<IO> input_gradient(const Parameters& parameters, const Row& at, const Moments& m, int u, const Eight<IN>& x,
+                                     const Eight<GRAD>& dy, const Eight<EXTRA>& extra, const float (&along)[ROW_SUMS]) {
+    Eight<WEIGHT> weight = load_weight(parameters.norm, at, u);
     auto dx = [&](int i) {
         float d = scaled(dy, weight, i) - normal(x, i, m) * along[0];
         if (CENTERED) d -= along[ROW_SUMS - 1];
         return m.rstd * d;
     };
-    if constexpr (ADD == 2) return pack_of<IO, 8>([&](int i) { return dx(i) + value(extra, i); });
-    Pack<IO, 8> rounded_dx = pack_of<IO, 8>(dx);
+    if constexpr (ADD == 2) return rounded_eight<IO>([&](int i) { return dx(i) + value(extra, i); });
+    Eight<IO> rounded_dx = rounded_eight<IO>(dx);
     if constexpr (ADD == 0) return rounded_dx;
-    return pack_of<IO, 8>([&](int i) { return value(rounded_dx, i) + value(extra, i); });
+    return rounded_eight<IO>([&](int i) { return value(rounded_dx, i) + value(extra, i); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_backward(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(16) float4 shared[];
     const Norm& p = parameters.norm;
     Row first = row_of_block(p, blockIdx.x);
-    each_pack(p, [&](int u) {
+    each_eight(p, [&](int u) {
 #pragma unroll
         for (int k = 0; k < 2 * SUMS; ++k)
-            if (PACKS || first.column(u) < parameters.pitch) *own_sums(parameters, shared, first, k / 2, u, k % 2) = {};
+            if (PACKS || first.column(u) < parameters.pitch) *column_sums(parameters, shared, first, k / 2, u, k % 2) = {};
     });
     int slot = 0;
 #pragma unroll 1
     for (long long block = blockIdx.x; block * TEAMS < p.rows; block += BLOCKS, slot ^= 1) {
         Row at = row_of_block(p, block);
-        Packs<IN> x(p, p.x, at);
-        Packs<GRAD> dy(p, parameters.dy, at);
-        Packs<EXTRA> extra(p, parameters.extra, ADD ? at : Row{at.row, 0, at.lane});
+        Eights<IN> x(p, p.x, at);
+        Eights<GRAD> dy(p, parameters.dy, at);
+        Eights<EXTRA> extra(p, parameters.extra, {at.row, at.columns, ADD && at.exists, at.lane});
+        x.load();
+        dy.load();
         Moments m = load_moments(p, at);
         float along[ROW_SUMS];
-        add_row(parameters, at, m, x, dy, along, slot, shared);
-        each_pack(p, [&](int u) {
-            store_pack(parameters.dx + at.row * p.columns, input_gradient(parameters, at, m, u, x[u], dy[u], extra[u], along), at, u);
+        add_row(parameters, at, m, x, dy, along, slot, shared, [&] { extra.load(); });
+        each_eight(p, [&](int u) {
+            store_eight(parameters.dx + at.row * p.columns, input_gradient(parameters, at, m, u, x[u], dy[u], extra[u], along), at, u);
         });
     }
     store_part(parameters, shared);

@@ -9,13 +9,27 @@
 // Defined by     opfuse/kernels/norm_cast.py, norm_then_cast
 #include "norm.cuh"
 
-// Of the lanes that share a block of scales, in fp32 bits; every lane of a warp calls it.
-template <int SHARING>
-OPFUSE_FN float shared_amax(const Eight<IO>& y) {
-    u32 bits = magnitude_bits<IO>(larger_magnitude(0, y));
+// Codes of N eights of a row, each under the scale of the SHARING lanes that have a block of scales: the k-th of them finds that of
+// eight k by scale_of(k, bits of the amax), which is 0 for a k without an eight.
+template <int SHARING, int N, class F>
+OPFUSE_FN void cast_blocks(uint2 (&codes)[N], const Eight<IO> (&y)[N], F scale_of) {
+    static_assert(N <= SHARING, "a lane for each scale");
+    Eight<IO> even[(N + 1) / 2 * 2] = {};
 #pragma unroll
-    for (int mask = 1; mask < SHARING; mask *= 2) bits = larger(bits, __shfl_xor_sync(~0u, bits, mask));
-    return float_of(bits);
+    for (int k = 0; k < N; ++k) even[k] = y[k];
+    auto amax = maxima_along(even);
+#pragma unroll
+    for (int mask = 1; mask < SHARING; mask *= 2) amax.across(mask);
+    int own = threadIdx.x % SHARING;
+    u32 bits = 0;
+#pragma unroll
+    for (int k = 0; k < N; ++k) bits = own == k ? amax.bits(k) : bits;
+    float scale = scale_of(own, bits);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        float of_eight = __shfl_sync(~0u, scale, k, SHARING);
+        codes[k] = encode_eight<OUT>(y[k], [&](int) { return of_eight; });
+    }
 }
 
 struct Recording {
@@ -28,10 +42,17 @@ struct Recording {
     u32 best = 0;
 
     OPFUSE_FN Recording(const Target& target, const Norm&) : target(target), scale(*target.scale) {}
-    OPFUSE_FN uint2 operator()(const Row&, int, const Eight<IO>& y) {
-        uint2 codes = encode_eight<OUT>(y, [&](int) { return scale; });
-        best = larger_magnitude(best, y);
-        return magnitude_bits<IO>(best) >= INF_BITS ? show_nonfinite<OUT>(y, codes) : codes;
+
+    template <int N>
+    OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row&, int) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            codes[k] = encode_eight<OUT>(y[k], [&](int) { return scale; });
+            best = larger_magnitude(best, y[k]);
+        }
+        if (magnitude_bits<IO>(best) >= INF_BITS)
+#pragma unroll
+            for (int k = 0; k < N; ++k) codes[k] = show_nonfinite<OUT>(y[k], codes[k]);
     }
     OPFUSE_FN void finish() {
         if (blockIdx.x == 0 && threadIdx.x == 0) *target.decode_scale = 1.0f / scale;
@@ -46,21 +67,25 @@ struct Blocks {
         float eps, inf_value;
         u32 pow2, unused;
     };
-    static constexpr int SHARING = 128 / 8;
     const Target& target;
     long long rows;
 
     OPFUSE_FN Blocks(const Target& target, const Norm& p) : target(target), rows(p.rows) {}
-    OPFUSE_FN uint2 operator()(const Row& at, int u, const Eight<IO>& y) {
-        float amax = shared_amax<SHARING>(y);
-        float scale = scale_from_amax(amax, OUT::MAX, target.eps, target.inf_value);
-        if (target.pow2) scale = pow2_floor(scale);
-        if (at.lane % SHARING == 0 && at.count(u) > 0) {
-            float* stored = target.scale + at.column(u) / 128 * target.pitch;
-            stored[at.row] = decode_scale(scale, amax);
-            for (long long row = at.row + 1; at.row + 1 == rows && row < target.pitch; ++row) stored[row] = 0.0f;
-        }
-        return encode_eight<OUT>(y, [&](int) { return scale; });
+
+    template <int N>
+    OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
+        cast_blocks<16>(codes, y, [&](int k, u32 bits) {
+            float amax = float_of(bits), scale = scale_from_amax(amax, OUT::MAX, target.eps, target.inf_value);
+            if (target.pow2) scale = pow2_floor(scale);
+            if (k < N && at.count(first + k) > 0) store(decode_scale(scale, amax), at.row, at.column(first + k) / 128);
+            return scale;
+        });
+    }
+    OPFUSE_FN void store(float scale, long long row, long long block) const {
+        float* stored = target.scale + block * target.pitch;
+        stored[row] = scale;
+        if (row + 1 == rows)
+            for (long long r = rows; r < target.pitch; ++r) stored[r] = 0.0f;
     }
     OPFUSE_FN void finish() {}
 };
@@ -70,19 +95,20 @@ struct Microscaled {
         u8* scale;
         u32 ceil, unused;
     };
-    static constexpr int SHARING = 32 / 8;
     static constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;  // of the largest code
     const Target& target;
     long long columns;
 
     OPFUSE_FN Microscaled(const Target& target, const Norm& p) : target(target), columns(p.columns) {}
-    OPFUSE_FN uint2 operator()(const Row& at, int u, const Eight<IO>& y) {
-        float amax = shared_amax<SHARING>(y);
-        u32 code = larger(bits_of(amax) >> 23, EXPONENT) - EXPONENT;
-        if (target.ceil || !is_finite(amax)) code = e8m0_from_amax<OUT>(amax);
-        if (at.lane % SHARING == 0 && at.count(u) > 0) target.scale[place(at.row, at.column(u) / 32)] = u8(code);
-        float multiplier = e8m0_multiplier(code);
-        return encode_eight<OUT>(y, [&](int) { return multiplier; });
+
+    template <int N>
+    OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
+        cast_blocks<4>(codes, y, [&](int k, u32 bits) {
+            u32 code = larger(bits >> 23, EXPONENT) - EXPONENT;
+            if (target.ceil || bits >= INF_BITS) code = e8m0_from_amax<OUT>(float_of(bits));
+            if (k < N && at.count(first + k) > 0) target.scale[place(at.row, at.column(first + k) / 32)] = u8(code);
+            return e8m0_multiplier(code);
+        });
     }
     OPFUSE_FN long long place(long long row, long long block) const {
         long long tiles = (columns + 127) / 128;
@@ -102,13 +128,20 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_cast(const __grid_constant__ Parameters parameters) {
     const Norm& p = parameters.norm;
     Row at = row_of_block(p, blockIdx.x);
-    Packs<IN> x(p, p.x, at);
+    Eights<IN> x(p, p.x, at);
+    x.load();
     Moments m = moments(p, at, x);
     store_moments(p, at, m);
     CAST cast(parameters.target, p);
-    each_pack(p, [&](int u) {
-        uint2 codes = cast(at, u, eight_of(normalised<IO>(p, at, u, x[u], m)));
-        store_pack(parameters.codes + at.row * p.columns, Pack<u8, 8>{codes.x, codes.y}, at, u);
+    in_fours(p, [&](auto n, int u) {
+        constexpr int N = decltype(n)::VALUE;
+        Eight<IO> y[N];
+        uint2 codes[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k) y[k] = normalised<IO>(p, at, u + k, x[u + k], m);
+        cast(codes, y, at, u);
+#pragma unroll
+        for (int k = 0; k < N; ++k) store_codes(parameters.codes + at.row * p.columns, codes[k], at, u + k);
     });
     cast.finish();
 }

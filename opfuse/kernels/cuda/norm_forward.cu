@@ -18,15 +18,22 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_forward(const __grid_constant__ Parameters parameters) {
     const Norm& p = parameters.norm;
     Row at = row_of_block(p, blockIdx.x);
-    Packs<IN> x(p, p.x, at);
+    Eights<IN> x(p, p.x, at);
+    x.load();
     Moments m = moments(p, at, x);
     store_moments(p, at, m);
     if (!STORES && !MEASURES) return;
     u32 best = 0;
-    each_pack(p, [&](int u) {
-        Pack<IO, 8> y = normalised<IO>(p, at, u, x[u], m);
-        if (STORES) store_pack(parameters.y + at.row * p.columns, y, at, u);
-        if (MEASURES) best = larger_magnitude(best, eight_of(y));
+    in_fours(p, [&](auto n, int u) {
+        constexpr int N = decltype(n)::VALUE;
+        Eight<IO> y[N];
+#pragma unroll
+        for (int k = 0; k < N; ++k) y[k] = normalised<IO>(p, at, u + k, x[u + k], m);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            if (STORES) store_eight(parameters.y + at.row * p.columns, y[k], at, u + k);
+            if (MEASURES) best = larger_magnitude(best, y[k]);
+        }
     });
     if (MEASURES) raise_amax<THREADS>(parameters.amax, magnitude_bits<IO>(best));
 }

@@ -13,6 +13,7 @@ from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.observe import SavedValue, Totals, observe
 from opfuse.compiler.plan import Plan
+from opfuse.compiler.products import how
 from opfuse.compiler.rules import JOINT
 from opfuse.compiler.saved import listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
@@ -111,7 +112,10 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"  before   {' '.join(plan.ops)}"
         for side in SIDES:
             yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
-        yield from (f"  emulated {reason.partition('. Cure')[0]}" for reason in plan.graph.mixed)
+        if plan.graph.products:
+            yield "  products"
+            for product in _products(plan):
+                yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
         yield "  rules"
         yield from (f"    {outcome}" for outcome in plan.outcomes)
     if e.saved:
@@ -139,13 +143,23 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None} | {"ops": list(outcome.ops)}
 
 
+def _products(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Each matrix product of ops with quantized operands: its formats (None: high precision), native or emulated, and why."""
+    nodes = {node.op: node for node in plan.graph.nodes if not node.is_cast}
+    for product in plan.graph.products:
+        node = nodes[product.op]
+        status, reason = how(product, node.spec, plan.key.env)
+        formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
+        yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
+
+
 def _pipeline(plan: Plan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "opaque": plan.opaque,
         "before": list(plan.ops),
         "nodes": [node.name for node in plan.graph.nodes],
-        "mixed": [reason.partition(". Cure")[0] for reason in plan.graph.mixed],
+        "products": list(_products(plan)),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{

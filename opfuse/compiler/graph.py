@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
 from opfuse.core.signature import TensorSig
+
+if TYPE_CHECKING:
+    from opfuse.compiler.products import Product
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -92,8 +95,8 @@ class Graph:
 
     root: value that a quantized copy is a copy of; their gradients are one.
     extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
-    digraph: node indices as vertices, one edge per value read, with attribute ``value``. mixed: products of formats that do not
-    meet, which are emulated, and why they do not.
+    digraph: node indices as vertices, one edge per value read, with attribute ``value``. products: matrix products of ops with
+    quantized operands, and the formats that meet in them.
     """
 
     nodes: tuple[Node, ...]
@@ -104,7 +107,7 @@ class Graph:
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
     digraph: nx.MultiDiGraph = field(compare=False, repr=False)
-    mixed: tuple[str, ...] = ()
+    products: tuple[Product, ...] = ()
 
     @classmethod
     def of(
@@ -113,7 +116,7 @@ class Graph:
         extra_inputs: Iterable[int],
         outputs: Iterable[int],
         grads: Iterable[int],
-        mixed: Iterable[str] = (),
+        products: Iterable[Product] = (),
     ) -> Graph:
         """Wire ``nodes`` up. grads: numbers of the values that a gradient flows into."""
         digraph = nx.MultiDiGraph()
@@ -131,7 +134,7 @@ class Graph:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
         readers = {value: tuple(indices) for value, indices in consumers.items()}
         values = tuple(extra_inputs), tuple(outputs), frozenset(grads)
-        return cls(tuple(nodes), *values, producer, readers, root, digraph, tuple(mixed))
+        return cls(tuple(nodes), *values, producer, readers, root, digraph, tuple(products))
 
     def gradient_of(self, value: int) -> int:
         """The number under which the gradient of ``value`` is summed."""

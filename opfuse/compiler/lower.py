@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
-from opfuse.compiler.products import clashes, stored_formats
+from opfuse.compiler.products import Product, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
@@ -37,7 +37,7 @@ class _Builder:
     """The graph so far: the current main value, and which values carry gradients.
 
     casts: quantized values and the nodes that made them. copies: values that are a copy of another, quantized or not.
-    cast_gradients: values whose gradient is quantized. mixed: products whose formats do not meet.
+    cast_gradients: values whose gradient is quantized. products: of ops with quantized operands.
     """
 
     env: Env
@@ -52,7 +52,7 @@ class _Builder:
     channels: dict[str, int] = field(default_factory=dict)
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
-    mixed: list[str] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
 
     def new_value(self, *, grad: bool) -> int:
         value, self.values = self.values, self.values + 1
@@ -76,7 +76,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
         params = {name: next(signatures) for name in op.parameter_names}
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
-        casts = _casts(b, op, params, needs)
+        casts = _casts(b, index, op, params, needs)
         if "input" in casts:
             _cast_input(b, index, casts["input"], extra_values)
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
@@ -97,7 +97,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
             _publish(b, op, node)
         if GRADIENT in casts:
             _cast_gradient(b, index, casts[GRADIENT])
-    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.mixed)
+    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
 
 
 def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -117,7 +117,9 @@ def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Se
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
-def _casts(b: _Builder, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]) -> dict[str, CastSpec]:
+def _casts(
+    b: _Builder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
+) -> dict[str, CastSpec]:
     """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
     recipe = b.env.recipe
     if recipe is None:
@@ -137,10 +139,10 @@ def _casts(b: _Builder, op: BasicOperation, params: Mapping[str, TensorSig | Non
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
             casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
-    for reason in clashes(op, casts, stored, products):
-        if not recipe.allow_mixed_emulation:
-            raise GemmError(reason)
-        b.mixed.append(reason)
+    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
+        if product.clash is not None and not recipe.allow_mixed_emulation:
+            raise GemmError(f"{op.label} {product.clash}")
+        b.products.append(product)
     return casts
 
 

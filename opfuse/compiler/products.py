@@ -1,13 +1,20 @@
-"""Which formats meet in the products of an op: decided when its plan is made, before anything is cast."""
+"""The products of an op: which formats meet, decided when its plan is made, before anything is cast; native or emulated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 
 from opfuse.compiler.graph import CastSpec
 from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import USAGES, Format
+from opfuse.kernels.gemm_native import BACKENDS, layout_refusal, machine
+from opfuse.kernels.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS, clash
@@ -68,17 +75,70 @@ def _listed(formats: Formats) -> str:
     return " and ".join(f"{fmt} {usage}" for usage, fmt in formats.items())
 
 
-def clashes(
-    op: BasicOperation, casts: Mapping[str, CastSpec], stored: Mapping[str, Formats], products: Sequence[str]
-) -> Iterator[str]:
-    """Why operands of ``op`` cannot meet, for each pair that cannot, out of its casts and its stored parameters."""
+@dataclass(frozen=True)
+class Product:
+    """One of the products of an op: its name in GEMMS, and the formats that its operands have in the planes it reads.
+
+    None stands for an operand in high precision, which makes the product one too.
+    """
+
+    op: int
+    name: str
+    left: Format | None
+    right: Format | None
+
+    @property
+    def clash(self) -> str | None:
+        """Why the two formats cannot meet; None: they can."""
+        return None if self.left is None or self.right is None else clash(self.name, self.left, self.right)
+
+
+def products_of(
+    index: int,
+    op: BasicOperation,
+    casts: Mapping[str, CastSpec],
+    stored: Mapping[str, Formats],
+    *,
+    made: Sequence[str],
+    quantized: Sequence[str],
+) -> Iterator[Product]:
+    """The products ``made`` by the op at ``index``, of which those ``quantized`` read its casts and its stored parameters."""
     if GEMM not in op.traits:
         return
     formats: dict[str, Formats] = {role: dict(zip(USAGES, spec.quantizer.formats)) for role, spec in casts.items()}
     operands = [(op.quantizer_role(role).tensor_type, each) for role, each in (formats | dict(stored)).items()]
-    for name in products:
+    for name in made:
         what = GEMMS[name]
-        left = [each[what.left_plane] for tensor_type, each in operands if tensor_type == what.left]
-        right = [each[what.right_plane] for tensor_type, each in operands if tensor_type == what.right]
-        reasons = (clash(name, one, other) for one in left for other in right)
-        yield from (f"{op.label} {reason}" for reason in dict.fromkeys(reasons) if reason is not None)
+        left, right = (
+            dict.fromkeys(_plain(each[plane]) for tensor_type, each in operands if tensor_type == role and name in quantized)
+            or (None,)
+            for role, plane in ((what.left, what.left_plane), (what.right, what.right_plane))
+        )
+        yield from (Product(index, name, one, other) for one in left for other in right)
+
+
+def _plain(fmt: Format) -> Format | None:
+    return None if fmt.family == "identity" else fmt
+
+
+class How(NamedTuple):
+    """``native``, ``emulated`` or ``high precision``, and why."""
+
+    status: str
+    reason: str
+
+
+def how(product: Product, spec: Any, env: Env) -> How:
+    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``."""
+    if product.left is None or product.right is None:
+        return How("high precision", "an operand is in high precision")
+    if product.clash is not None:
+        return How("emulated", product.clash.partition(". Cure")[0])
+    what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
+    widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
+    layouts = (
+        layout_of(fmt, plane, widths[role])
+        for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
+    )
+    reason = layout_refusal(*layouts, env.autocast or torch.bfloat16, machine(env.arch))
+    return How("emulated", reason) if reason else How("native", BACKENDS[product.left.family].name)

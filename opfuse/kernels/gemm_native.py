@@ -170,8 +170,13 @@ def _scaled_mm(
 
 @functools.cache
 def _machine(device: int) -> Machine:
+    return machine(torch.cuda.get_device_capability(device))
+
+
+def machine(arch: Version) -> Machine:
+    """A device of compute capability ``arch`` under the CUDA of this torch."""
     major, minor, *_ = (torch.version.cuda or "0.0").split(".")
-    return Machine(torch.cuda.get_device_capability(device), (int(major), int(minor)))
+    return Machine(arch, (int(major), int(minor)))
 
 
 def _range(backend: Backend) -> str:

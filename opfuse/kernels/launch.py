@@ -197,7 +197,7 @@ def load(variant: Variant, entry: str, device: int) -> Function:
     require_same_cuda()
     path = cubin_path(variant, architecture(device), cubin_cache(location()))
     kernel = _cupy().RawModule(path=str(path)).get_function(entry)
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes
     function = _functions[variant, entry, device] = Function(kernel, kernel.kernel.ptr)
     return function

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -44,8 +44,9 @@ class Plane:
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
         """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
         source = iter(tensors)
-        taken = [None if old is None else next(source) for old in (self.data, self.scale, self.amax)]
-        return Plane(self.usage, self.format, self.shape, cast(torch.Tensor, taken[0]), *taken[1:], self.swizzled)
+        data = next(source)
+        scale, amax = (None if old is None else next(source) for old in (self.scale, self.amax))
+        return Plane(self.usage, self.format, self.shape, data, scale, amax, self.swizzled)
 
     @property
     def layout(self) -> Layout:
@@ -142,8 +143,8 @@ class QuantizedStorage:
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """The same storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
-        planes = [None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise)]
-        return QuantizedStorage(self.shape, self.dtype, *planes, self.why)
+        rowwise, columnwise = (None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise))
+        return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, self.why)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.explain import explain
 from opfuse.compiler.fuser import recorded_plans
+from opfuse.kernels.gemm_native import Machine
 
 
 def mlp(size: int = 64) -> ops.Sequential:
@@ -167,3 +168,28 @@ def test_the_plan_explained_is_the_one_that_runs(offset: int, leaf: bool) -> Non
     assert [plan.key for plan in plans] == [plan.key for plan in found.plans]
     assert plans[0].key.env.aligned == (offset == 0)
     assert plans[0].fusions == found.fusions
+
+
+def _told_products(recipe, **sizes) -> list[tuple[str, str, str]]:
+    model = ops.Sequential(ops.Linear(sizes.get("k", 64), sizes.get("n", 96)))
+    with opfuse.autocast(recipe=recipe):
+        told = opfuse.explain(model, torch.randn(32, sizes.get("k", 64), requires_grad=True)).to_dict()
+    return [(each["product"], each["status"], each["reason"]) for each in told["pipelines"][0]["products"]]
+
+
+def test_each_product_is_told_native_or_emulated_and_why() -> None:
+    """On a CPU nothing is native; backward products under an override are in high precision."""
+    told = _told_products(recipes.Float8CurrentScaling())
+    assert [each[:2] for each in told] == [(name, "emulated") for name in ("fprop", "dgrad", "wgrad")]
+    assert all(reason == "compute capability: wants >= 9.0 and < 10.0, got 0.0" for *_, reason in told)
+    told = _told_products(recipes.MXFP8BlockScaling(backward_override="dequantized"))
+    assert [each[:2] for each in told] == [("fprop", "emulated"), ("dgrad", "high precision"), ("wgrad", "high precision")]
+
+
+def test_products_on_hopper_follow_the_rules_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    assert {each[1] for each in _told_products(recipes.Float8CurrentScaling())} == {"native"}
+    told = _told_products(recipes.Float8CurrentScaling(), n=72)
+    assert told[0] == ("fprop", "emulated", "right lines: wants a positive multiple of 16, got 72")
+    assert told[1] == ("dgrad", "emulated", "length of the sum: wants a positive multiple of 16, got 72")
+    assert told[2][:2] == ("wgrad", "native")

@@ -224,9 +224,9 @@ def test_h11_mixed_formats_are_emulated_on_request_and_reported(name):
         told = opfuse.explain(model, x.requires_grad_())
     assert told.backend == "emulated"
     (pipeline,) = told.to_dict()["pipelines"]
-    (mixed,) = pipeline["mixed"]
-    assert f"{name} of {CLASHES[name][1]}" in mixed
-    assert f"  emulated {mixed}" in str(told).splitlines()
+    (mixed,) = (each for each in pipeline["products"] if CLASHES[name][1] in each["reason"])
+    assert (mixed["product"], mixed["status"]) == (name, "emulated")
+    assert f"    {mixed['op']} {name}: emulated, {mixed['reason']}" in str(told).splitlines()
 
 
 @pytest.mark.row("H10")

@@ -23,7 +23,7 @@ slow: install
 # On a machine with a GPU, in an environment that has torch and CuPy already: parity, then timings, then the record.
 gpu:
 	$(PYTHON) -m pytest tests/gpu
-	$(PYTHON) benchmarks/record.py benchmarks/results/h200.json
+	$(PYTHON) -m benchmarks.record benchmarks/results/h200.json
 
 install: $(VENV)/.installed
 

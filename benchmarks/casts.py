@@ -1,4 +1,4 @@
-"""Casts and dequantize against a copy of the same matrix in the same process: ``python benchmarks/casts.py [--json FILE]``.
+"""Casts and dequantize against a copy of the same matrix in the same process: ``python -m benchmarks.casts [--json FILE]``.
 
 A kernel's bandwidth counts the fewest bytes that its result needs. 100 % is what torch's own copy reaches.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from timing import Call, device_time, host_time
 
+from benchmarks.timing import Call, device_time, host_time
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import cast, quantize
 from opfuse.kernels.cast_block import cast_block

@@ -1,4 +1,4 @@
-"""First calls of a process: compiling a cast, finding it on disk, another number of rows: ``python benchmarks/compiling.py``.
+"""First calls of a process: compiling a cast, finding it on disk, another number of rows: ``python -m benchmarks.compiling``.
 
 Each figure is of a process of its own, with a cache directory of its own. NVRTC loads its library at its first call, which is
 timed apart, on a text of one line.

@@ -1,4 +1,4 @@
-"""Chains of elementwise ops and their casts against a copy in the same process: ``python benchmarks/epilogues.py [--peers]``.
+"""Chains of elementwise ops and their casts against a copy in the same process: ``python -m benchmarks.epilogues [--peers]``.
 
 A kernel's bandwidth counts the fewest bytes that its result needs, per element of the chain's result. 100 % is torch's own copy.
 Beside them, what PyTorch takes for the same results: eagerly, and compiled (``--peers``).
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from timing import Call, device_time, host_time
 
+from benchmarks.timing import Call, device_time, host_time
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax

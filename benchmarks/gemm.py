@@ -1,10 +1,10 @@
-"""Quantized products of a linear layer against torch's own in bf16, same process and sizes: ``python benchmarks/gemm.py``."""
+"""Quantized products of a linear layer against torch's own in bf16, same process and sizes: ``python -m benchmarks.gemm``."""
 
 from __future__ import annotations
 
 import torch
-from timing import Call, device_time, host_time
 
+from benchmarks.timing import Call, device_time, host_time
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 

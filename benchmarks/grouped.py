@@ -1,4 +1,4 @@
-"""Grouped linear layers of mixtures of experts: ``python benchmarks/grouped.py [--json FILE]``.
+"""Grouped linear layers of mixtures of experts: ``python -m benchmarks.grouped [--json FILE]``.
 
 One layer of 7168 features in and 2048 out, rows spread evenly over its groups: forward, and forward with backward, without a
 recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host, but
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import Call, device_time
 
 import opfuse
+from benchmarks.timing import Call, device_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import KEEP
 

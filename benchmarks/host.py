@@ -1,4 +1,4 @@
-"""Host cost of planning and of finding a plan again: ``python benchmarks/host.py [--json [FILE]]``. Runs on the CPU.
+"""Host cost of planning and of finding a plan again: ``python -m benchmarks.host [--json [FILE]]``. Runs on the CPU.
 
 A *miss* lowers, covers and verifies a pipeline on an empty cache; the time should grow in proportion to the ops. A *hit* makes
 the key of a call and looks its plan up; it is set against a call of ``nn.Identity`` and of a small ``nn.Linear``. All times are

@@ -1,4 +1,4 @@
-"""Memory of training: every pipeline, recipe and override: ``python benchmarks/memory.py [--tokens M] [--hidden H] [--ffn F]``.
+"""Memory of training: every pipeline, recipe and override: ``python -m benchmarks.memory [--tokens M] [--hidden H] [--ffn F]``.
 
 Prints the bytes kept for the backward pass, counted through autograd's hooks by distinct storage and without inputs and
 parameters, beside what the formats say they must be, and as a part of bf16. On a GPU also the peak of a forward and backward
@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import opfuse
-from opfuse import ops, recipes
-from opfuse.errors import RecipeError
-from opfuse.recipes.policy import KEEP
+from benchmarks.models import LARGE, PIPELINES, SMALL, Sizes, active, settings
 from opfuse.recipes.recipe import Recipe
 
 BF16, FP32 = 2, 4
@@ -29,19 +24,6 @@ WORKSPACE = 32 * MIB
 """Scratch memory that the products may have."""
 
 SLACK = 1.02
-KINDS = ("none", *(kind for kind in recipes.RECIPES if kind != "custom"))
-
-
-class Sizes(NamedTuple):
-    """Tokens, width of the model, width inside the block."""
-
-    tokens: int
-    hidden: int
-    ffn: int
-
-
-SMALL, LARGE = Sizes(256, 128, 384), Sizes(8192, 4096, 14336)
-"""By default on a CPU, and on a GPU."""
 
 
 # -- what the formats say --------------------------------------------------------------------------------------------------
@@ -89,60 +71,30 @@ class Operands:
 
 # -- pipelines -------------------------------------------------------------------------------------------------------------
 
-
-class SwiGLU(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
-
-class Pipeline(NamedTuple):
-    """A pipeline of opfuse ops, the same in torch, its linear layers, and bytes that it saves whatever the recipe."""
-
-    fused: Callable[[Sizes], nn.Module]
-    eager: Callable[[Sizes], nn.Module]
-    linears: Callable[[Sizes], tuple[Operands, ...]]
-    always: Callable[[Sizes], int]
-
-
-PIPELINES = {
-    "A": Pipeline(
-        lambda s: ops.Sequential(ops.Linear(s.hidden, s.ffn), ops.GELU(), ops.Linear(s.ffn, s.hidden)),
-        lambda s: nn.Sequential(nn.Linear(s.hidden, s.ffn), nn.GELU("tanh"), nn.Linear(s.ffn, s.hidden)),
+# Linear layers, and bytes that are saved whatever the recipe, of each pipeline.
+SAVES: dict[str, tuple[Callable[[Sizes], tuple[Operands, ...]], Callable[[Sizes], int]]] = {
+    "A": (
         lambda s: (Operands(s.tokens, s.hidden, s.ffn, made=False), Operands(s.tokens, s.ffn, s.hidden)),
         lambda s: BF16 * s.tokens * s.ffn,
     ),
-    "B": Pipeline(
-        lambda s: ops.Sequential(
-            ops.RMSNorm(s.hidden),
-            ops.Linear(s.hidden, 2 * s.ffn, bias=False),
-            ops.SwiGLU(),
-            ops.Linear(s.ffn, s.hidden, bias=False),
-        ),
-        lambda s: nn.Sequential(
-            nn.RMSNorm(s.hidden),
-            nn.Linear(s.hidden, 2 * s.ffn, bias=False),
-            SwiGLU(),
-            nn.Linear(s.ffn, s.hidden, bias=False),
-        ),
+    "B": (
         lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn), Operands(s.tokens, s.ffn, s.hidden)),
         lambda s: BF16 * s.tokens * 2 * s.ffn + FP32 * s.tokens,
     ),
 }
-"""A = Linear, GELU, Linear with biases. B = RMSNorm, Linear to twice the width, SwiGLU, Linear."""
 
 
 def formula(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
     """Bytes that pipeline ``name`` must save beside its input and its parameters."""
-    pipeline = PIPELINES[name]
-    return pipeline.always(sizes) + sum(layer.bytes(kind, override) for layer in pipeline.linears(sizes))
+    layers, always = SAVES[name]
+    return always(sizes) + sum(layer.bytes(kind, override) for layer in layers(sizes))
 
 
 def transient(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
     """Bytes that a call may hold for a while beside what bf16 modules hold: casts, or dequantized operands, of one layer."""
     if kind == "none":
         return 0
-    layers = PIPELINES[name].linears(sizes)
+    layers = SAVES[name][0](sizes)
     if override == "dequantized":
         return max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)
     if override == "high_precision":
@@ -201,22 +153,6 @@ def peak_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
         peak = torch.cuda.max_memory_allocated() - before
         del y
     return peak
-
-
-def active(recipe: Recipe | None) -> Any:
-    """The region of a recipe, or none."""
-    return nullcontext() if recipe is None else opfuse.autocast(recipe=recipe)
-
-
-def settings() -> Iterator[tuple[str, str | None, Recipe | None]]:
-    """Every recipe under every override that it takes, high precision first."""
-    yield "none", None, None
-    for kind in KINDS[1:]:
-        for override in KEEP:
-            try:
-                yield kind, override, recipes.recipe_of(kind, {"backward_override": override})
-            except RecipeError:
-                continue  # delayed scaling takes no override
 
 
 def measure(sizes: Sizes, device: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Normalisations against a copy of the same matrix in the same process: ``python benchmarks/norms.py``.
+"""Normalisations against a copy of the same matrix in the same process: ``python -m benchmarks.norms``.
 
 A kernel's bandwidth counts the fewest bytes that its result needs, for each element. 100 % is torch's own copy. Beside it, what
 PyTorch takes for the same result: eagerly, and compiled (``--peers``).
@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import torch
-from timing import Call, device_time, host_time
 
+from benchmarks.timing import Call, device_time, host_time
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
 from opfuse.kernels.layouts import Layout

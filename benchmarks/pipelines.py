@@ -1,4 +1,4 @@
-"""Two pipelines beside the sum of their matrix products, every recipe and override: ``python benchmarks/pipelines.py``.
+"""Two pipelines beside the sum of their matrix products, every recipe and override: ``python -m benchmarks.pipelines``.
 
 A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear. bf16 weights and input.
 The products are measured alone, in the same process and in the same way: forward products in the recipe's format, backward
@@ -9,61 +9,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from timing import device_time, host_time
 from torch import nn
 
-import opfuse
+from benchmarks.models import LARGE, PIPELINES, active, settings
+from benchmarks.timing import device_time, host_time
 from opfuse import ops, recipes
-from opfuse.errors import RecipeError
-from opfuse.recipes.policy import KEEP
 from opfuse.recipes.recipe import QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
-
-TOKENS, HIDDEN, FFN = 8192, 4096, 14336
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    "delayed": recipes.DelayedScaling,
-    "current": recipes.Float8CurrentScaling,
-    "block": recipes.Float8BlockScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-}
-
-
-class Pipeline(NamedTuple):
-    """A pipeline of opfuse ops, the same in torch, and (inputs, outputs) of its linear layers."""
-
-    fused: Callable[[], nn.Module]
-    eager: Callable[[], nn.Module]
-    linears: tuple[tuple[int, int], ...]
-
-
-class SwiGLU(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
-
-PIPELINES = {
-    "A": Pipeline(
-        lambda: ops.Sequential(ops.Linear(HIDDEN, FFN), ops.GELU(), ops.Linear(FFN, HIDDEN)),
-        lambda: nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU("tanh"), nn.Linear(FFN, HIDDEN)),
-        ((HIDDEN, FFN), (FFN, HIDDEN)),
-    ),
-    "B": Pipeline(
-        lambda: ops.Sequential(
-            ops.RMSNorm(HIDDEN), ops.Linear(HIDDEN, 2 * FFN, bias=False), ops.SwiGLU(), ops.Linear(FFN, HIDDEN, bias=False)
-        ),
-        lambda: nn.Sequential(
-            nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, 2 * FFN, bias=False), SwiGLU(), nn.Linear(FFN, HIDDEN, bias=False)
-        ),
-        ((HIDDEN, 2 * FFN), (FFN, HIDDEN)),
-    ),
-}
 
 
 class Times(NamedTuple):
@@ -77,30 +32,28 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def module_times(model: nn.Module, recipe: Recipe | None, *, tokens: int = TOKENS) -> Times:
+def module_times(model: nn.Module, recipe: Recipe | None) -> Times:
     """Of a model that is warm under ``recipe``."""
-    x, dy = random(tokens, HIDDEN).requires_grad_(), random(tokens, HIDDEN)
-    active = (lambda: opfuse.autocast(recipe=recipe)) if recipe is not None else nullcontext
+    x, dy = random(LARGE.tokens, LARGE.hidden).requires_grad_(), random(LARGE.tokens, LARGE.hidden)
 
     @torch.no_grad()
     def forward() -> None:
-        with active():
+        with active(recipe):
             model(x)
 
     def training() -> None:
-        model.zero_grad()
-        with active():
+        with active(recipe):
             y = model(x)
         torch.autograd.grad(y, [x, *model.parameters()], dy)
 
     return Times(*(device_time([call], launches=4, repeats=5).median / 1e3 for call in (forward, training)))
 
 
-def product_times(pipeline: Pipeline, recipe: Recipe | None, override: str | None) -> Times:
-    """The sums of the products of its linear layers."""
+def product_times(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, override: str | None) -> Times:
+    """The sums of the products of linear layers of so many inputs and outputs."""
     took = dict.fromkeys(GEMMS, 0.0)
-    for inputs, outputs in pipeline.linears:
-        shapes = {"input": (TOKENS, inputs), "weight": (outputs, inputs), "grad_output": (TOKENS, outputs)}
+    for inputs, outputs in linears:
+        shapes = {"input": (LARGE.tokens, inputs), "weight": (outputs, inputs), "grad_output": (LARGE.tokens, outputs)}
         for name, what in GEMMS.items():
             operands: list[Any] = [random(*shapes[role]) / 16 for role in (what.left, what.right)]
             if recipe is not None and (override is None or name == "fprop"):
@@ -117,31 +70,25 @@ def product_times(pipeline: Pipeline, recipe: Recipe | None, override: str | Non
 def measure() -> Iterator[dict[str, Any]]:
     """One row for each pipeline, recipe and override, the peers first."""
     for label, pipeline in PIPELINES.items():
-        products: dict[tuple[str, bool], Times] = {("bf16", False): product_times(pipeline, None, None)}
-        eager = pipeline.eager().to("cuda", torch.bfloat16)
-        for peer, model in (("eager bf16", eager), ("torch.compile bf16", torch.compile(eager))):
-            yield _row(label, peer, None, module_times(model, None), products["bf16", False])
-        model = pipeline.fused().to("cuda", torch.bfloat16)
-        yield _row(label, "bf16", None, module_times(model, None), products["bf16", False])
-        for kind, make in RECIPES.items():
-            for override in KEEP:
-                try:
-                    recipe = make(backward_override=override)
-                except RecipeError:
-                    continue  # delayed scaling takes no override
-                key = kind, override is None
-                if key not in products:
-                    products[key] = product_times(pipeline, _stateless(recipe), override)
-                yield _row(label, kind, override, module_times(model, recipe), products[key])
+        products = {("none", True): product_times(pipeline.linears(LARGE), None, None)}
+        eager = pipeline.eager(LARGE).to("cuda", torch.bfloat16)
+        for peer, module in (("eager bf16", eager), ("torch.compile bf16", torch.compile(eager))):
+            yield _row(label, peer, None, module_times(module, None), products["none", True])
+        model = pipeline.fused(LARGE).to("cuda", torch.bfloat16)
+        for kind, override, recipe in settings():
+            key = kind, override is None
+            if key not in products:
+                products[key] = product_times(pipeline.linears(LARGE), _stateless(recipe), override)
+            yield _row(label, kind, override, module_times(model, recipe), products[key])
 
 
-def _stateless(recipe: Recipe) -> Recipe:
+def _stateless(recipe: Recipe | None) -> Recipe | None:
     """A recipe of the same products whose quantizers need no state."""
     return recipes.Float8CurrentScaling() if isinstance(recipe, recipes.DelayedScaling) else recipe
 
 
 def _row(pipeline: str, kind: str, override: str | None, took: Times, products: Times) -> dict[str, Any]:
-    name = f"{pipeline}, {kind}" + (f", {override}" if override else "")
+    name = ", ".join(filter(None, (pipeline, kind, override)))
     return {"name": name, "override": override, "kind": kind, "took": took, "products": products}
 
 
@@ -150,7 +97,7 @@ def records() -> Iterator[dict[str, Any]]:
     for row in measure():
         for what, took, products in zip(Times._fields, row["took"], row["products"]):
             name = f"{row['name']}, {what}"
-            native = row["kind"] in ("current", "block")
+            native = row["kind"] in ("fp8_current", "fp8_block")
             limit = 1.10 if row["override"] == "dequantized" and native and what == "training" else None
             ratio = took / products
             yield {"name": name, "value": took, "unit": "ms", "limit": None, "met": None}
@@ -169,17 +116,17 @@ def host_records() -> Iterator[dict[str, Any]]:
     fused = ops.Sequential(ops.Linear(small, small), ops.GELU(), ops.Linear(small, small)).to("cuda", torch.bfloat16)
     eager = nn.Sequential(nn.Linear(small, small), nn.GELU("tanh"), nn.Linear(small, small)).to("cuda", torch.bfloat16)
     x = random(small, small).requires_grad_()
-    models: dict[str, tuple[nn.Module, Recipe | None]] = {
-        "eager bf16": (eager, None),
-        "torch.compile bf16": (torch.compile(eager), None),
-        "bf16": (fused, None),
-        **{kind: (fused, make()) for kind, make in RECIPES.items()},
-    }
-    for name, (model, recipe) in models.items():
+    models: list[tuple[str, nn.Module, Recipe | None]] = [
+        ("eager bf16", eager, None),
+        ("torch.compile bf16", torch.compile(eager), None),
+        *((kind, fused, recipe) for kind, override, recipe in settings() if override is None),
+    ]
+    for name, model, recipe in models:
 
         def forward(model: nn.Module = model, recipe: Recipe | None = recipe) -> torch.Tensor:
-            with opfuse.autocast(recipe=recipe) if recipe is not None else nullcontext():
-                return model(x)
+            with active(recipe):
+                result: torch.Tensor = model(x)
+            return result
 
         def training(forward: Callable[..., torch.Tensor] = forward) -> None:
             forward().backward(x.detach())

@@ -1,4 +1,4 @@
-"""Measures on a GPU what benchmarks/casts.py and epilogues.py can, and writes the record: ``python benchmarks/record.py FILE``.
+"""Measures on a GPU what benchmarks/casts.py and epilogues.py can, and writes the record: ``python -m benchmarks.record FILE``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
 """
@@ -14,11 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import casts
-import epilogues
 import torch
 
 import opfuse
+from benchmarks import casts, epilogues
 from opfuse.kernels.registry import sources_digest
 
 # Percent of a copy of the same matrix in the same process, for 16384 x 8192 bf16.

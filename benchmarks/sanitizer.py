@@ -1,4 +1,4 @@
-"""compute-sanitizer over every kernel and case: ``python benchmarks/sanitizer.py [TOOL …]``. Needs the CUDA toolkit.
+"""compute-sanitizer over every kernel and case: ``python -m benchmarks.sanitizer [TOOL …]``. Needs the CUDA toolkit.
 
 Each tool watches several processes that share the cases; torch's caching allocator is off, so that every tensor has edges.
 Values are not compared here; tests/gpu does that.
@@ -36,7 +36,7 @@ def run_cases(share: int, shares: int) -> None:
 def errors(tool: str) -> tuple[int, int]:
     """What ``tool`` found, and in how many cases; RuntimeError with its output if it did not run them all."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, __file__, "--share"]
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "benchmarks.sanitizer", "--share"]
     shares = [
         subprocess.Popen(
             [*command, str(i), str(PROCESSES)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,0 +1,86 @@
+"""The two pipelines that benchmarks run: of opfuse ops, and the same in torch; recipes and overrides to run them under.
+
+A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import RecipeError
+from opfuse.recipes.policy import KEEP
+from opfuse.recipes.recipe import Recipe
+
+
+class Sizes(NamedTuple):
+    """Tokens, width of the model, width inside the block."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+
+
+SMALL, LARGE = Sizes(256, 128, 384), Sizes(8192, 4096, 14336)
+"""By default on a CPU, and on a GPU."""
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of opfuse ops, the same in torch, and (inputs, outputs) of its linear layers."""
+
+    fused: Callable[[Sizes], nn.Module]
+    eager: Callable[[Sizes], nn.Module]
+    linears: Callable[[Sizes], tuple[tuple[int, int], ...]]
+
+
+PIPELINES = {
+    "A": Pipeline(
+        lambda s: ops.Sequential(ops.Linear(s.hidden, s.ffn), ops.GELU(), ops.Linear(s.ffn, s.hidden)),
+        lambda s: nn.Sequential(nn.Linear(s.hidden, s.ffn), nn.GELU("tanh"), nn.Linear(s.ffn, s.hidden)),
+        lambda s: ((s.hidden, s.ffn), (s.ffn, s.hidden)),
+    ),
+    "B": Pipeline(
+        lambda s: ops.Sequential(
+            ops.RMSNorm(s.hidden),
+            ops.Linear(s.hidden, 2 * s.ffn, bias=False),
+            ops.SwiGLU(),
+            ops.Linear(s.ffn, s.hidden, bias=False),
+        ),
+        lambda s: nn.Sequential(
+            nn.RMSNorm(s.hidden),
+            nn.Linear(s.hidden, 2 * s.ffn, bias=False),
+            SwiGLU(),
+            nn.Linear(s.ffn, s.hidden, bias=False),
+        ),
+        lambda s: ((s.hidden, 2 * s.ffn), (s.ffn, s.hidden)),
+    ),
+}
+
+
+def settings() -> Iterator[tuple[str, str | None, Recipe | None]]:
+    """(kind, override, recipe) of every recipe under every override that it takes, no recipe first."""
+    yield "none", None, None
+    for kind in recipes.RECIPES:
+        for override in KEEP if kind != "custom" else ():
+            try:
+                yield kind, override, recipes.recipe_of(kind, {"backward_override": override})
+            except RecipeError:
+                continue  # delayed scaling takes no override
+
+
+def active(recipe: Recipe | None) -> Any:
+    """The region of a recipe, or none."""
+    return nullcontext() if recipe is None else opfuse.autocast(recipe=recipe)

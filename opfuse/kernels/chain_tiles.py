@@ -14,6 +14,7 @@ from opfuse.kernels.chain_call import Call, Cut
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
 
 _GROUP = 64  # columns that a warp has beside each other
+_HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
 
 
 class Tile(NamedTuple):
@@ -39,6 +40,10 @@ class Tile(NamedTuple):
         """Rows that a thread has."""
         return self.rows * self.columns // (8 * self.threads)
 
+    def lightened(self, part: float) -> Tile:
+        """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
+        return self._replace(resident=max(int(part * self.resident), 1), ahead=1)
+
     def cut(self, call: Call) -> Cut:
         """The call's results in tiles of this size."""
         columns = call.shape[-1]
@@ -50,29 +55,36 @@ _Kind = tuple[str, bool, bool]
 
 _TENSOR: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 4, 4),
-    ("forward", True, False): Tile(128, 64, 256, 4, 1),
-    ("backward", False, False): Tile(128, 64, 256, 4, 2),
-    ("backward", False, True): Tile(128, 64, 256, 4, 1),
-    ("backward", True, False): Tile(128, 64, 256, 4, 1),
-    ("backward", True, True): Tile(128, 64, 256, 3, 1),
+    ("forward", True, False): Tile(64, 64, 128, 9, 4),
+    ("backward", False, False): Tile(64, 64, 128, 9, 4),
+    ("backward", False, True): Tile(64, 64, 128, 9, 1),
+    ("backward", True, False): Tile(128, 64, 256, 4, 2),
+    ("backward", True, True): Tile(64, 64, 128, 5, 4),
 }
 _BLOCKS: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 4, 4),
-    ("forward", True, False): Tile(128, 128, 256, 3, 2),
-    ("backward", False, False): Tile(128, 128, 256, 3, 2),
-    ("backward", False, True): Tile(128, 128, 256, 3, 2),
-    ("backward", True, False): Tile(128, 128, 512, 1, 2),
-    ("backward", True, True): Tile(128, 128, 512, 1, 2),
+    ("forward", False, False): Tile(128, 128, 256, 3, 2),
+    ("forward", True, False): Tile(128, 128, 256, 4, 2),
+    ("backward", False, False): Tile(128, 128, 256, 3, 4),
+    ("backward", False, True): Tile(128, 128, 256, 3, 4),
+    ("backward", True, False): Tile(128, 128, 512, 1, 4),
+    ("backward", True, True): Tile(128, 128, 512, 1, 4),
 }
 _COMPACT: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(32, 256, 256, 4, 4),
-    ("forward", True, False): Tile(32, 256, 256, 4, 1),
-    ("backward", False, False): Tile(32, 256, 256, 4, 2),
-    ("backward", False, True): Tile(32, 256, 256, 3, 2),
-    ("backward", True, False): Tile(32, 256, 256, 3, 1),
-    ("backward", True, True): Tile(32, 256, 256, 2, 2),
+    ("forward", False, False): Tile(32, 256, 128, 5, 4),
+    ("forward", True, False): Tile(32, 256, 128, 7, 1),
+    ("backward", False, False): Tile(32, 256, 128, 6, 2),
+    ("backward", False, True): Tile(32, 256, 128, 6, 2),
+    ("backward", True, False): Tile(32, 128, 128, 5, 2),
+    ("backward", True, True): Tile(32, 128, 128, 5, 2),
 }
-_SWIZZLED: Mapping[_Kind, Tile] = {kind: Tile(128, 128, 512, max(t.resident // 2, 1), t.ahead) for kind, t in _COMPACT.items()}
+_SWIZZLED: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(128, 128, 256, 3, 4),
+    ("forward", True, False): Tile(128, 128, 256, 3, 1),
+    ("backward", False, False): Tile(128, 128, 256, 3, 2),
+    ("backward", False, True): Tile(128, 128, 256, 3, 2),
+    ("backward", True, False): Tile(128, 128, 512, 1, 4),
+    ("backward", True, True): Tile(128, 128, 512, 1, 4),
+}
 
 
 def _tile(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile | None:
@@ -84,13 +96,11 @@ def _tile(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile | None:
     if strands > 1 or any(width % tile.columns for width in widths):
         return None
     if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
-        return tile._replace(resident=1, ahead=1)
+        return tile.lightened(1 / 4)
     stored = code.stores or (code.direction == "forward" and code.saved)
-    if len([*code.of_kind("column")]) > 1:
-        return tile._replace(resident=max(tile.resident - 1, 1), ahead=1)
-    if code.source == "float" or (code.depths[0] and stored):
-        return tile._replace(resident=max(tile.resident - tile.own_rows // 4, 1), ahead=1)
-    return tile
+    held = sum(1 << code.depths[i + 1] for i, _, _, _ in code.of_kind("row", "column"))
+    heavy = code.source == "float" or (code.depths[0] and stored) or held > _HELD
+    return tile.lightened(2 / 3) if heavy else tile
 
 
 class TileCast(NamedTuple):

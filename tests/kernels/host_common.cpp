@@ -79,6 +79,7 @@ EACH(e8m0_from_bf16_amax_e5m2, u8, u16, e8m0_from_bf16_amax<E5M2>(x))
 
 EACH(pow2_floor, float, float, pow2_floor(x))
 EACH(scale_from_amax, float, float, scale_from_amax(x, c[0], c[1], c[2]))
+EACH(pow2_scale_from_amax, float, float, pow2_scale_from_amax(x, c[0], c[1], c[2]))
 EACH(decode_scale, float, float, decode_scale(x, c[i]))
 EACH(nvfp4_global_scale, float, float, nvfp4_global_scale(x, c[0]))
 EACH(nvfp4_block_scale, u8, float, nvfp4_block_scale(x, c[i]))

@@ -89,8 +89,8 @@ class Host:
     def scale_from_amax(
         self, amax: np.ndarray, largest: int, *, eps: int = 0, pow2: bool = False, inf_value: int = integer.LARGEST
     ) -> np.ndarray:
-        scale = self.each("scale_from_amax", U32, amax, np.array([largest, eps, inf_value], U32))
-        return self.each("pow2_floor", U32, scale) if pow2 else scale
+        name = "pow2_scale_from_amax" if pow2 else "scale_from_amax"
+        return self.each(name, U32, amax, np.array([largest, eps, inf_value], U32))
 
     def decode_scale(self, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
         return self.each("decode_scale", U32, scale, amax)

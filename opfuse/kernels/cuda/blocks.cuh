@@ -23,18 +23,25 @@ struct Scale {
 };
 
 OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
-    float amax = float_of(bits), scale = scale_from_amax(amax, OUT::MAX, p.eps, p.inf_value);
-    if (p.pow2) scale = pow2_floor(scale);
+    float amax = float_of(bits);
+    if (p.pow2) {
+        float scale = pow2_scale_from_amax(amax, OUT::MAX, p.eps, p.inf_value);
+        return {scale, is_finite(amax) ? e8m0_multiplier(bits_of(scale) >> 23) : float_of(NAN_BITS)};
+    }
+    float scale = scale_from_amax(amax, OUT::MAX, p.eps, p.inf_value);
     return {scale, decode_scale(scale, amax)};
 }
 
+// Wide arithmetic is that of the thread's first row, and so is done once.
 OPFUSE_FN void store_row(const Blocks& p, const Tile& tile, int i, uint2 codes) {
-    long long row = tile.row + own_row(tile, i), column = tile.column + tile.across * 8, there = p.columns - column;
-    if (row >= p.rows || there <= 0) return;
+    long long first = tile.row + own_row(tile, 0), column = tile.column + tile.across * 8, rows = p.rows - first, there = p.columns - column;
+    int down = own_row(tile, i) - own_row(tile, 0);
+    if (down >= (rows < BLOCK ? int(rows) : BLOCK) || there <= 0) return;
+    u8* codes_of_row = p.rowwise + (first * p.columns + column) + u64(down) * u32(p.columns);
     if constexpr (ALIGNED)
-        store_eight(p.rowwise + row * p.columns + column, codes);
+        store_eight(codes_of_row, codes);
     else
-        store_some(p.rowwise + row * p.columns + column, codes, there);
+        store_some(codes_of_row, codes, there);
 }
 
 // Scale `at` of a row of scales, of which `used` hold something.

@@ -52,7 +52,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) chain_backward(const __gri
 #endif
         }
     }
-    store_row_part(p, at, sum);
+    __shared__ __align__(16) float of_warp[BLOCK_THREADS * 8];
+#pragma unroll
+    for (int k = 0; k < ROW_SUMS; ++k) {
+        __syncthreads();
+        leave_row_part(p, at, sum[k], of_warp);
+        __syncthreads();
+        store_row_part(p, at, k, of_warp);
+    }
 #if AMAX
     raise_amax<THREADS>(parameters.amax, magnitude_bits<IO>(best));
 #endif

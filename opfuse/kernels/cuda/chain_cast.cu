@@ -63,12 +63,18 @@ OPFUSE_FN void take_results(const Parameters& p, const Tile& tile, const Thread&
     if constexpr (STRAND + 1 < STRANDS) take_results<STRAND + 1>(p, tile, at, i, in, out, count, held, shared, running);
 }
 
+// Strands one after the other, or, where each has shared memory of its own, with one barrier for all.
 template <int STRAND = 0>
 OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thread& at, const Held (&held)[STRANDS], u8* shared) {
+    constexpr bool TOGETHER = STRAND_BYTES > 0, LAST = STRAND + 1 == STRANDS;
     const Cut& cut = p.chain.cut;
-    complete(p.encode, tile_of_strand<STRAND>(cut, tile), thread_of_strand<STRAND>(cut, at), held[STRAND], shared + STRAND * STRAND_BYTES,
-             STRAND == 0);
-    if constexpr (STRAND + 1 < STRANDS) complete_strands<STRAND + 1>(p, tile, at, held, shared);
+    Tile own = tile_of_strand<STRAND>(cut, tile);
+    shared += STRAND * STRAND_BYTES;
+    prepare(p.encode, own, thread_of_strand<STRAND>(cut, at), held[STRAND], shared);
+    if constexpr (!TOGETHER || LAST) __syncthreads();
+    if constexpr (!TOGETHER) store_prepared(p.encode, own, shared);
+    if constexpr (!LAST) complete_strands<STRAND + 1>(p, tile, at, held, shared - STRAND * STRAND_BYTES);
+    if constexpr (TOGETHER) store_prepared(p.encode, own, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_cast(const __grid_constant__ Parameters parameters) {
@@ -95,7 +101,13 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_cast(
         add_row(sum, out.row_sum, place.count);
         take_results(parameters, tile, at, i, in[i % AHEAD], out, place.count, held, shared, running);
     }
+    constexpr int OF_WARPS = BLOCK_THREADS / 32 * 64;
+    __shared__ __align__(16) float of_warp[SOME(ROW_SUMS * OF_WARPS)];
+#pragma unroll
+    for (int k = 0; k < ROW_SUMS; ++k) leave_row_part(p, at, sum[k], of_warp + k * OF_WARPS);
+    leave(running, shared);
     complete_strands(parameters, tile, at, held, shared);
-    store_row_part(p, at, sum);
-    finish(parameters.encode, running);
+#pragma unroll
+    for (int k = 0; k < ROW_SUMS; ++k) store_row_part(p, at, k, of_warp + k * OF_WARPS);
+    finish(parameters.encode, running, shared);
 }

@@ -215,13 +215,21 @@ OPFUSE_FN u32 e8m0_from_bf16_amax(u32 amax) {
 
 // ----------------------------------------------------------------------------------------------------------------- fp32 scales
 
-// Encode scale largest / max(amax, eps): 1 where amax is 0, inf or NaN, inf_value where the quotient overflows. For scales that
-// are powers of two, pow2_floor of it.
+// Encode scale largest / max(amax, eps): 1 where amax is 0, inf or NaN, inf_value where the quotient overflows.
 OPFUSE_FN float scale_from_amax(float amax, float largest, float eps, float inf_value) {
     float safe = amax < eps ? eps : amax;
     if (safe == 0.0f || !is_finite(safe)) return 1.0f;
     float scale = largest / safe;
     return is_finite(scale) ? scale : inf_value;
+}
+
+// pow2_floor of that without a division: the exponent of a quotient is the difference of the exponents, less one where the divisor
+// has the larger mantissa. largest >= 4, so that no quotient is subnormal.
+OPFUSE_FN float pow2_scale_from_amax(float amax, float largest, float eps, float inf_value) {
+    float safe = amax < eps ? eps : amax;
+    if (safe == 0.0f || !is_finite(safe)) return 1.0f;
+    u32 exponent = 127 + (bits_of(largest) >> 23) - ((bits_of(safe) + (~bits_of(largest) & 0x7fffff)) >> 23);
+    return exponent > 254 ? pow2_floor(inf_value) : float_of(exponent << 23);
 }
 
 // 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it.
@@ -253,12 +261,23 @@ struct Words4 {
     u32 word[4];
 };
 
+// The whole product; of the plain expression the compiler makes a 64-bit one, with an addition of 0 at every use.
+OPFUSE_FN u64 wide_product(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__)
+    u64 product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+#else
+    return u64(a) * b;
+#endif
+}
+
 // Philox4x32-10 (Salmon et al., SC 2011): four random words for a counter, under a 64-bit key.
 OPFUSE_FN Words4 philox(Words4 counter, u64 key) {
     u32 c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
     u32 k0 = u32(key), k1 = u32(key >> 32);
     for (int round = 0; round < 10; ++round) {
-        u64 p0 = u64(0xd2511f53) * c0, p1 = u64(0xcd9e8d57) * c2;
+        u64 p0 = wide_product(0xd2511f53, c0), p1 = wide_product(0xcd9e8d57, c2);
         c0 = u32(p1 >> 32) ^ c1 ^ k0, c1 = u32(p1);
         c2 = u32(p0 >> 32) ^ c3 ^ k1, c3 = u32(p0);
         k0 += 0x9e3779b9, k1 += 0xbb67ae85;

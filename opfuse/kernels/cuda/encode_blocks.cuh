@@ -19,11 +19,14 @@ OPFUSE_FN Running begin(const Encode&) { return {}; }
 
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
 
-OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread&, const Held& held, u8* shared, bool) {
-    u32* codes_of_columns = reinterpret_cast<u32*>(shared);
-    cast_tile(p, tile, held.v, codes_of_columns);
-    __syncthreads();
-    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, codes_of_columns, tile, p.rows, p.columns);
+OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread&, const Held& held, u8* shared) {
+    cast_tile(p, tile, held.v, reinterpret_cast<u32*>(shared));
 }
 
-OPFUSE_FN void finish(const Encode&, const Running&) {}
+OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
+    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
+}
+
+OPFUSE_FN void leave(const Running&, u8*) {}
+
+OPFUSE_FN void finish(const Encode&, const Running&, const u8*) {}

@@ -103,7 +103,7 @@ OPFUSE_FN void store_scales(const Encode& p, const Tile& tile, const u8* row_cod
 
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
 
-OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread& at, const Held& held, u8* shared, bool) {
+OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, const Held& held, u8* shared) {
     const Values& v = held.v;
     u32* exchange = reinterpret_cast<u32*>(shared);
     u8 *row_codes = shared + EXCHANGE, *column_codes = row_codes + ROW_CODES;
@@ -130,9 +130,12 @@ OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread& at, con
         }
         gather_rows(row_codes, tile, at, code);
     }
-    if (!p.rowwise && !SWIZZLED) return;
-    __syncthreads();
-    store_scales(p, tile, row_codes, column_codes);
 }
 
-OPFUSE_FN void finish(const Encode&, const Running&) {}
+OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
+    store_scales(p, tile, shared + EXCHANGE, shared + EXCHANGE + ROW_CODES);
+}
+
+OPFUSE_FN void leave(const Running&, u8*) {}
+
+OPFUSE_FN void finish(const Encode&, const Running&, const u8*) {}

@@ -29,7 +29,7 @@ struct Held {
     uint2 codes[4];
 };
 
-constexpr int STRAND_BYTES = TILE_ROWS * TILE_COLUMNS, SHARED_BYTES = STRANDS * STRAND_BYTES;
+constexpr int STRAND_BYTES = TILE_ROWS * TILE_COLUMNS, AMAX_AT = STRANDS * STRAND_BYTES, SHARED_BYTES = AMAX_AT + TILE_THREADS / 8;
 
 // Whether a running maximum is that of a value that is not finite.
 OPFUSE_FN bool holds_nonfinite(u32 best) {
@@ -58,13 +58,17 @@ OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, 
     if (p.columnwise) transpose_into(reinterpret_cast<u32*>(shared), tile, held.codes, i / 4);
 }
 
-OPFUSE_FN void complete(const Encode& p, const Tile& tile, const Thread&, const Held&, u8* shared, bool first) {
-    if (!p.columnwise) return;
-    if (first) __syncthreads();
-    store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
+OPFUSE_FN void prepare(const Encode&, const Tile&, const Thread&, const Held&, u8*) {}
+
+OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
+    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
 }
 
-OPFUSE_FN void finish(const Encode& p, const Running& running) {
+OPFUSE_FN void leave(const Running& running, u8* shared) {
+    leave_amax(reinterpret_cast<u32*>(shared + AMAX_AT), magnitude_bits<IN>(running.best));
+}
+
+OPFUSE_FN void finish(const Encode& p, const Running& running, const u8* shared) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = 1.0f / running.scale;
-    raise_amax<TILE_THREADS>(p.amax, magnitude_bits<IN>(running.best));
+    raise_left<TILE_THREADS>(p.amax, reinterpret_cast<const u32*>(shared + AMAX_AT));
 }

@@ -16,29 +16,25 @@ OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOM
         for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // columns that are not there have sums that nobody reads
 }
 
-// The row sums of a block's threads: over the lines of each warp as a tree, then over the warps of a group in turn.
-OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, float (&sum)[SOME(ROW_SUMS)][8]) {
-    constexpr int WARPS = BLOCK_THREADS / 32;
-    __shared__ __align__(16) float of_warp[WARPS * 32 * 8];
-    int width = 8 << p.cut.log_across, groups = p.cut.groups, warp = threadIdx.x / 32;
-    long long first = (long long)at.tile_column * groups * width;
+// Row sum k of a block's threads: over the lines of each warp as a tree, to of_warp; after a barrier, over the warps of a group in
+// turn. of_warp has BLOCK_THREADS / 32 times the columns of a group.
+OPFUSE_FN void leave_row_part(const Chain& p, const Thread& at, float (&sum)[8], float* of_warp) {
+    for (int mask = 16; mask >> p.cut.log_across; mask >>= 1)
 #pragma unroll
-    for (int k = 0; k < ROW_SUMS; ++k) {
-        for (int mask = 16; mask >> p.cut.log_across; mask >>= 1)
+        for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
+    if (threadIdx.x % 32 >> p.cut.log_across != 0) return;
+    float* own = of_warp + (threadIdx.x / 32 << p.cut.log_across + 3) + at.lane * 8;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[k][i] += __shfl_xor_sync(~0u, sum[k][i], mask);
-        __syncthreads();
-        if (threadIdx.x % 32 >> p.cut.log_across == 0)
-#pragma unroll
-            for (int i = 0; i < 8; i += 4)
-                *reinterpret_cast<float4*>(of_warp + warp * width + at.lane * 8 + i) =
-                    make_float4(sum[k][i], sum[k][i + 1], sum[k][i + 2], sum[k][i + 3]);
-        __syncthreads();
-        for (int j = threadIdx.x; j < width * groups && first + j < p.cut.columns; j += BLOCK_THREADS) {
-            float total = of_warp[j];
-            for (int w = groups; w < WARPS; w += groups) total += of_warp[w * width + j];
-            p.row_parts[((long long)at.tile * ROW_SUMS + k) * p.cut.columns + first + j] = total;
-        }
+    for (int i = 0; i < 8; i += 4) *reinterpret_cast<float4*>(own + i) = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+}
+
+OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const float* of_warp) {
+    int tile = p.cut.groups * 8 << p.cut.log_across, all = BLOCK_THREADS / 4 << p.cut.log_across;
+    long long first = (long long)at.tile_column * tile;
+    for (int j = threadIdx.x; j < tile && first + j < p.cut.columns; j += BLOCK_THREADS) {
+        float total = of_warp[j];
+        for (int i = j + tile; i < all; i += tile) total += of_warp[i];
+        p.row_parts[((long long)at.tile * ROW_SUMS + k) * p.cut.columns + first + j] = total;
     }
 }
 
@@ -62,6 +58,7 @@ OPFUSE_FN void add_parts(const float* part, long long parts, long long size, Sto
     long long index = (long long)blockIdx.x * 32 + threadIdx.x % 32;
     float total = 0.0f;
     if (index < size)
+#pragma unroll 8
         for (long long k = threadIdx.x / 32; k < parts; k += 8) total += part[k * size + index];
     of_thread[threadIdx.x] = total;
     __syncthreads();

@@ -147,16 +147,26 @@ OPFUSE_FN void raise(float* amax, u32 bits) {
     if (bits > known) atomicMax(reinterpret_cast<u32*>(amax), bits);
 }
 
+// The largest `bits` of each warp, to of_warp; after a barrier, *amax is raised to the largest of them.
+OPFUSE_FN void leave_amax(u32* of_warp, u32 bits) {
+    bits = __reduce_max_sync(~0u, bits);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+}
+
+template <int THREADS>
+OPFUSE_FN void raise_left(float* amax, const u32* of_warp) {
+    if (threadIdx.x >= 32) return;
+    u32 bits = __reduce_max_sync(~0u, threadIdx.x < THREADS / 32 ? of_warp[threadIdx.x] : 0);
+    if (threadIdx.x == 0) raise(amax, bits);
+}
+
 // Raises *amax to the largest `bits` of the block's threads, which all call it, once. Holds a barrier.
 template <int THREADS>
 OPFUSE_FN void raise_amax(float* amax, u32 bits) {
     __shared__ u32 of_warp[THREADS / 32];
-    bits = __reduce_max_sync(~0u, bits);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+    leave_amax(of_warp, bits);
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    bits = __reduce_max_sync(~0u, threadIdx.x < THREADS / 32 ? of_warp[threadIdx.x] : 0);
-    if (threadIdx.x == 0) raise(amax, bits);
+    raise_left<THREADS>(amax, of_warp);
 }
 
 // ----------------------------------------------------------------------------------------------------------------------- casts

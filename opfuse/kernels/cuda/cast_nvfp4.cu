@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_rows
     u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * BLOCK;
     if (row >= p.rows || column >= p.columns) return;
-    int there = p.rows - row < ROWS ? int(p.rows - row) : ROWS;
+    int there = int(smaller_of(p.rows - row, ROWS));
     Sixteen v[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_rows
 // apart that eight chunks of a column meet each bank once.
 constexpr int CHUNKS = TILE_ROWS / BLOCK, ROW_WORDS = 64, CHUNK_WORDS = BLOCK * ROW_WORDS + 2 * sizeof(IN);
 constexpr int TILE_COLUMNS = 4 * ROW_WORDS / sizeof(IN), ACROSS = TILE_COLUMNS / BLOCK, STEP = 32 / ACROSS, ITEMS = BLOCK / STEP;
+constexpr int PAIRS = TILE_COLUMNS / 64;  // of columns, to a thread
 
 // Values of a row, as the block `across` of it.
 OPFUSE_FN void store_shared(u32* row, int across, const Sixteen& v) {
@@ -128,19 +129,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
 
     int across = lane % ACROSS, down = lane / ACROSS;
     long long row = first_row + warp * BLOCK + down, column = first_column + across * BLOCK;
+    int there = int(smaller_of(p.rows - row, BLOCK));  // of the rows from `row` on
     Sixteen v[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        v[i] = load_sixteen(parameters.x + (row + i * STEP) * p.columns + column, row + i * STEP < p.rows ? p.columns - column : 0);
+        v[i] = load_sixteen(parameters.x + (row + i * STEP) * p.columns + column, i * STEP < there ? p.columns - column : 0);
     if (p.columnwise.codes)
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) store_shared(shared + warp * CHUNK_WORDS + (down + i * STEP) * ROW_WORDS, across, v[i]);
-    if (p.rowwise.codes && column < p.columns) {
-        Level level = level_of(p, p.rowwise, row < p.rows ? row : 0);
+    if (p.rowwise.codes && column < p.columns && there > 0) {
+        Level level = level_of(p, p.rowwise, row);
         Place place = place_of(p.rowwise, p.swizzled, row, p.columns, column);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (row + i * STEP >= p.rows) break;
+            if (i * STEP >= there) break;
             if (i && p.per_line) level = level_of(p, p.rowwise, row + i * STEP);
             Encoded block = encode_block(p, v[i], level, (row + i * STEP) * p.columns + column, 0);
             store_block(place, i * STEP, block, p.columns - column);
@@ -150,22 +152,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
     __syncthreads();
 
     // Neighbouring lanes have neighbouring chunks, whose codes lie side by side.
-    int chunk = lane % CHUNKS;
-    row = first_row + chunk * BLOCK;
-    if (row >= p.rows) return;
-    Level level = level_of(p, p.columnwise, 0);
+    int chunk = lane % CHUNKS, pair = warp * (32 / CHUNKS) + lane / CHUNKS;
+    row = first_row + chunk * BLOCK, column = first_column + pair * 2;
+    if (row >= p.rows || column >= p.columns) return;
+    Level level = level_of(p, p.columnwise, column);
+    Place place = place_of(p.columnwise, p.swizzled, column, p.rows, row);
 #pragma unroll 1
-    for (int pair = warp * (32 / CHUNKS) + lane / CHUNKS; pair < TILE_COLUMNS / 2; pair += THREADS / CHUNKS) {
-        Columns c = load_columns(shared + chunk * CHUNK_WORDS, pair);
-        long long line = first_column + pair * 2;
-        Place place = place_of(p.columnwise, p.swizzled, line, p.rows, row);
+    for (int k = 0; k < PAIRS; ++k) {
+        Columns c = load_columns(shared + chunk * CHUNK_WORDS, pair + k * 32);
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-            if (line + side >= p.columns) break;
-            if (p.per_line) level = level_of(p, p.columnwise, line + side);
-            Encoded block = encode_block(p, column_of(c, side), level, (line + side) * p.rows + row, 1);
+            if (column + side >= p.columns) return;
+            if (p.per_line) level = level_of(p, p.columnwise, column + side);
+            Encoded block = encode_block(p, column_of(c, side), level, (column + side) * p.rows + row, 1);
             store_block(place, side, block, p.rows - row);
         }
+        place = ahead_64(place, p.swizzled), column += 64;
     }
 }
 
@@ -176,19 +178,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_squa
     __shared__ __align__(8) u8 scales[CHUNKS][SQUARES];
     const Nvfp4& p = parameters.planes;
     Square own = this_square(p);
+    int there = own.column < p.columns ? int(smaller_of(p.rows - own.row, BLOCK)) : 0;  // of the rows from the thread's first on
     Sixteen v[SQUARE_ROWS];
 #pragma unroll
-    for (int i = 0; i < SQUARE_ROWS; ++i) {
-        long long row = own.row + i * 4;
-        v[i] = load_sixteen(parameters.x + row * p.columns + own.column, row < p.rows ? p.columns - own.column : 0);
-    }
+    for (int i = 0; i < SQUARE_ROWS; ++i)
+        v[i] = load_sixteen(parameters.x + (own.row + i * 4) * p.columns + own.column, i * 4 < there ? p.columns - own.column : 0);
     Encoded block[SQUARE_ROWS];
     encode_square(p, own, v, block);
     Place place = place_of(p.rowwise, p.swizzled, own.row, p.columns, own.column);
 #pragma unroll
     for (int i = 0; i < SQUARE_ROWS; ++i) {
-        bool there = own.row + i * 4 < p.rows && own.column < p.columns;
-        if (p.rowwise.codes && there) store_block(place, i * 4, block[i], p.columns - own.column);
+        if (p.rowwise.codes && i * 4 < there) store_block(place, i * 4, block[i], p.columns - own.column);
         *reinterpret_cast<uint2*>(codes + square_slot(own.in_tile + i * 4, threadIdx.x % SQUARES * 2)) = block[i].codes;
     }
     if (!p.columnwise.codes) return;

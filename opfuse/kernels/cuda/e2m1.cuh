@@ -53,11 +53,21 @@ OPFUSE_FN u32 four_e2m1(Magnitude magnitude) {
     return bits_of(add_e2m1(multiply_add(sum, 16.0f, -15.0f * UNIT), magnitude(0)));
 }
 
-// The code of a magnitude raised by random / 256 of the step there, then cut to the grid; random is 0 ... 255 and a number.
-OPFUSE_FN u32 e2m1_stochastic(float magnitude, float random) {
+// Byte i of a word as 512ths: next to 64, an fp32 counts them in its second byte.
+OPFUSE_FN float random_share(u32 word, int i) {
+#if defined(__CUDA_ARCH__)
+    u32 bits = __byte_perm(word, 0x42800000, 0x7604 | i << 4);
+#else
+    u32 bits = 0x42800000 | (word >> 8 * i & 0xff) << 8;
+#endif
+    return float_of(bits) - 64.0f;
+}
+
+// The code of a magnitude raised by that share of twice the step there, then cut to the grid.
+OPFUSE_FN u32 e2m1_stochastic(float magnitude, float share) {
     float x = magnitude < E2M1::MAX ? magnitude : E2M1::MAX;
     float twice_step = float_of(bits_of(x < 1.0f ? 1.0f : x) & INF_BITS);
-    return cut_e2m1(multiply_add(random * 0.001953125f, twice_step, x)) >> 22;
+    return cut_e2m1(multiply_add(share, twice_step, x)) >> 22;
 }
 
 // The value of a code without sign.

@@ -24,6 +24,8 @@ struct Nvfp4 {
     u32 swizzled, per_line, unused;
 };
 
+OPFUSE_FN long long smaller_of(long long a, long long b) { return a < b ? a : b; }
+
 // ---------------------------------------------------------------------------------------------------------------------- values
 
 struct Sixteen {
@@ -80,10 +82,11 @@ OPFUSE_FN float multiplier_of(u32 scale, const Level& level) { return fminf(1.0f
 // Random bytes of 16 elements of a plane, from its element `first` on.
 OPFUSE_FN Words4 random_bytes(const Nvfp4& p, long long first, u32 stream) {
     if constexpr (MODE != STOCHASTIC) return {};
-    Words4 random = random_block(*p.seed, first / 16, stream);
+    u64 seed = __ldg(p.seed), block = u64(first) / 16;
+    Words4 random = random_block(seed, block, stream);
     if constexpr (!ALIGNED) {
-        u32 skip = first % 16;
-        Words4 more = skip ? random_block(*p.seed, first / 16 + 1, stream) : Words4{};
+        u32 skip = u32(first) % 16;
+        Words4 more = skip ? random_block(seed, block + 1, stream) : Words4{};
         u32 word[8] = {random.word[0], random.word[1], random.word[2], random.word[3], more.word[0], more.word[1], more.word[2], more.word[3]};
 #pragma unroll
         for (int i = 0; i < 6; ++i) word[i] = skip & 8 ? word[i + 2] : word[i];
@@ -95,9 +98,6 @@ OPFUSE_FN Words4 random_bytes(const Nvfp4& p, long long first, u32 stream) {
     return random;
 }
 
-// Byte i % 4 as a number: next to 2^23, an fp32 counts in its lowest bits.
-OPFUSE_FN float random_number(u32 word, int i) { return float_of(__byte_perm(word, 0x4b000000, 0x7650 | i % 4)) - 8388608.0f; }
-
 // Codes of 16 values times `multiplier`, without signs.
 OPFUSE_FN uint2 codes_of(const Sixteen& v, float multiplier, const Words4& random) {
     u32 codes[2];
@@ -108,7 +108,7 @@ OPFUSE_FN uint2 codes_of(const Sixteen& v, float multiplier, const Words4& rando
             codes[h] = 0;
 #pragma unroll
             for (int i = 7; i >= 0; --i)
-                codes[h] = codes[h] << 4 | e2m1_stochastic(magnitude(of, i) * multiplier, random_number(random.word[2 * h + i / 4], i));
+                codes[h] = codes[h] * 16 + e2m1_stochastic(magnitude(of, i) * multiplier, random_share(random.word[2 * h + i / 4], i % 4));
         } else {
             u32 low = four_e2m1([&](int i) { return magnitude(of, i) * multiplier; });
             u32 high = four_e2m1([&](int i) { return magnitude(of, i + 4) * multiplier; });
@@ -125,8 +125,9 @@ struct Encoded {
 
 // The block with its signs, whose codes so far have none.
 OPFUSE_FN Encoded with_signs(const Sixteen& v, const Encoded& block) {
-    if (block.scale == E4M3_NAN) return {block.scale, make_uint2(0x77777777, 0x77777777)};
-    return {block.scale, make_uint2(block.codes.x | signs_of(v.half[0]), block.codes.y | signs_of(v.half[1]))};
+    u32 first = block.codes.x | signs_of(v.half[0]), second = block.codes.y | signs_of(v.half[1]);
+    bool nan = block.scale == E4M3_NAN;
+    return {block.scale, make_uint2(nan ? 0x77777777 : first, nan ? 0x77777777 : second)};
 }
 
 // The block whose largest value, of the bits `amax`, becomes 6.

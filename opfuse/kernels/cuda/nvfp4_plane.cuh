@@ -24,8 +24,14 @@ struct Place {
 };
 
 OPFUSE_FN Place place_of(const Plane& plane, u32 swizzled, long long line, long long length, long long position) {
-    long long block = position / BLOCK, compact = line * plane.quads * 4 + block;
-    long long tiled = (line / 128 * plane.quads + block / 4) * 512 + line % 32 * 16 + line % 128 / 32 * 4 + block % 4;
-    u8* scale = plane.scales + (swizzled ? tiled : compact);
-    return {plane.codes + (line * length + position) / 2, scale, length / 2, swizzled ? 16 : plane.quads * 4};
+    long long block = position >> 4, compact = line * plane.quads * 4 + block;
+    long long tile = (line >> 7) * plane.quads + (block >> 2);
+    u32 in_tile = (u32(line) & 31) << 4 | (u32(line) >> 5 & 3) << 2 | (u32(block) & 3);
+    u8* scale = plane.scales + (swizzled ? tile * 512 + in_tile : compact);
+    return {plane.codes + ((line * length + position) >> 1), scale, length >> 1, swizzled ? 16 : plane.quads * 4};
+}
+
+// The same 64 lines ahead, in the same tile of 128.
+OPFUSE_FN Place ahead_64(const Place& place, u32 swizzled) {
+    return {place.codes + 64 * place.next_codes, place.scale + (swizzled ? 8 : 64 * place.next_scale), place.next_codes, place.next_scale};
 }

@@ -69,18 +69,20 @@ OPFUSE_FN void transpose_codes(const u32 (&row)[8], u32 (&column)[8]) {
 OPFUSE_FN void store_transposed(const Nvfp4& p, const Square& own, const u32* codes) {
     int eight = threadIdx.x % 16, word = threadIdx.x / 16;
     long long row = own.tile_row + eight * 8, column = own.tile_column + word * 8;
+    if (row >= p.rows) return;
+    int there = int(smaller_of(p.columns - column, 8)), bytes = int(smaller_of((p.rows - row) / 2, 4));
     u32 rows[8], columns[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) rows[i] = codes[square_slot(eight * 8 + i, word)];
     transpose_codes(rows, columns);
+    u8* out = p.columnwise.codes + ((column * p.rows + row) >> 1);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if (row >= p.rows || column + j >= p.columns) return;
-        u8* out = p.columnwise.codes + ((column + j) * p.rows + row) / 2;
+    for (int j = 0; j < 8; ++j, out += p.rows >> 1) {
+        if (j >= there) return;
         if constexpr (ALIGNED)
             *reinterpret_cast<u32*>(out) = columns[j];
         else
-            store_some(out, make_uint2(columns[j], 0), (p.rows - row) / 2 < 4 ? (p.rows - row) / 2 : 4);
+            store_some(out, make_uint2(columns[j], 0), bytes);
     }
 }
 

@@ -16,7 +16,7 @@ MOST_REGISTERS = {
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
     "cast_block.cu": {"cast_block": 128},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
-    "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 128},
+    "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 160},
     "amax_nvfp4.cu": {"amax_nvfp4": 80},
     "dequantize.cu": {"dequantize_rows": 64, "dequantize_tile": 48},
     "dequantize_nvfp4.cu": {"decode_rows": 64, "decode_columns": 64},

@@ -27,7 +27,13 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 constexpr int ROWS = 4;  // of a warp in cast_rows; a divisor of 32
 
-extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_rows(const __grid_constant__ Parameters parameters) {
+// Blocks that share a multiprocessor: as many as leave enough registers to each.
+template <class T>
+constexpr int RESIDENT = CHOOSES ? 1 : 2;
+template <>
+constexpr int RESIDENT<bf16> = CHOOSES ? 1 : !ALIGNED ? 2 : MODE == NEAREST ? 4 : 3;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(const __grid_constant__ Parameters parameters) {
     const Nvfp4& p = parameters.planes;
     u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * BLOCK;
@@ -115,12 +121,6 @@ OPFUSE_FN Sixteen column_of(const Columns& c, int side) {
     return out;
 }
 
-// Blocks that share a multiprocessor: as many as leave enough registers to each.
-template <class T>
-constexpr int RESIDENT = MODE == NEAREST && ALIGNED ? 3 : 2;
-template <>
-constexpr int RESIDENT<bf16> = MODE == NEAREST && ALIGNED ? 4 : MODE == STOCHASTIC && ALIGNED ? 3 : 2;
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(const __grid_constant__ Parameters parameters) {
     const Nvfp4& p = parameters.planes;
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
     if (row >= p.rows || column >= p.columns) return;
     Level level = level_of(p, p.columnwise, column);
     Place place = place_of(p.columnwise, p.swizzled, column, p.rows, row);
-#pragma unroll 1
+#pragma unroll
     for (int k = 0; k < PAIRS; ++k) {
         Columns c = load_columns(shared + chunk * CHUNK_WORDS, pair + k * 32);
 #pragma unroll
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
 
 // --------------------------------------------------------------------------------------------------------------------- squares
 
-extern "C" __global__ void __launch_bounds__(THREADS, CHOOSES ? 1 : 2) cast_square(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_square(const __grid_constant__ Parameters parameters) {
     __shared__ __align__(16) u32 codes[SQUARE_WORDS];
     __shared__ __align__(8) u8 scales[CHUNKS][SQUARES];
     const Nvfp4& p = parameters.planes;

@@ -152,7 +152,15 @@ OPFUSE_FN void decode_line(const Line& line, float level, float (&value)[BLOCK])
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_columns(const __grid_constant__ Parameters p) {
+// Blocks that share a multiprocessor: one more hides what turning back takes, where the registers suffice.
+template <class T>
+constexpr int RESIDENT = 4;
+#if __CUDA_ARCH__ < 1200
+template <>
+constexpr int RESIDENT<bf16> = ROTATED && ALIGNED ? 5 : 4;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<OUT>) decode_columns(const __grid_constant__ Parameters p) {
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
     u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), chunk = threadIdx.x % CHUNKS, pair = threadIdx.x / CHUNKS;
     long long first_row = (long long)(blockIdx.x / tiles_across) * TILE_ROWS, first_column = (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS;

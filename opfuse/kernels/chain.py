@@ -20,11 +20,13 @@ from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.chain_call import CUT, THREADS, Call, Cut, Tensors, backward_call, forward_call
 from opfuse.kernels.chain_code import ChainCode
 from opfuse.kernels.chain_text import text_of
+from opfuse.kernels.chain_tiles import plain_tile
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
 
+_SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64  # of one part of a sum
 _ADDERS = 32  # sums of a block that adds up parts
 
 
@@ -64,7 +66,7 @@ def backward_chain(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensors]:
     """One read of ``dy``, of what was saved and of each operand; operand gradients are summed in two passes of fixed order."""
-    call = backward_call(dy, stages, saved_inputs, rounding, dtype)
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
     if call is None or call.result is None:
         return epilogue.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     if not call.is_nothing:
@@ -137,9 +139,14 @@ def backward_chain_amax(
 
 
 def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
-    """A chain whose result is stored; ``amax`` is raised to its largest magnitude."""
-    address = 0 if amax is None else amax.data_ptr()
-    run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}",), extra="P", fields=(address,))
+    """A chain whose result is stored; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
+    fields = (0 if amax is None else amax.data_ptr(),)
+    if call.has_sums:
+        tile = plain_tile(call)
+        defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
+        run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
+    else:
+        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}",), extra="P", fields=fields)
 
 
 def run(
@@ -150,14 +157,12 @@ def run(
     defines, extra, fields: definitions, the packing and the values of what follows the chain in the parameter.
     """
     code = call.code
-    sums = {
-        "row_sums": (cut.tiles_down, len(code.row_sums) * cut.columns),
-        "column_sums": (cut.groups_across, len(code.column_sums) * cut.rows),
-    }
+    pieces, groups = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS)
+    sums = {"row_sums": (pieces, len(code.row_sums) * cut.columns), "column_sums": (groups, len(code.column_sums) * cut.rows)}
     parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
     program = _program(name, code, len(call.tensors), (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), extra)
     pointers = [*(t.data_ptr() for t in call.tensors), *(0 if part is None else part.data_ptr() for part in parts)]
-    packed = (*pointers, cut.tiles_down, cut.groups_across, *cut.fields, *call.constants, *fields)
+    packed = (*pointers, pieces, groups, *cut.fields, *call.constants, *fields)
     grids = {name: cut.grid}
     grids |= {entry: Grid(ceil_div(size, _ADDERS), THREADS) for entry, (_, size) in sums.items() if size}
     for entry, grid in grids.items():

@@ -20,8 +20,6 @@ THREADS = 256
 
 _DENSE = (Tensor, torch.nn.Parameter)
 _FLAT_COLUMNS = 2048  # of a matrix whose shape does not matter
-_SUMMED_LANES = 32  # what one warp adds up
-_SUM_STEPS = 16  # rows that a thread adds up
 _VECTOR = 8  # elements
 
 Tensors = list[dict[str, Tensor]]
@@ -48,11 +46,6 @@ class Cut(NamedTuple):
     @property
     def tiles_across(self) -> int:
         return ceil_div(self.columns, (_VECTOR << self.log_across) * self.groups)
-
-    @property
-    def groups_across(self) -> int:
-        """Groups of columns of the matrix, in each of which columns are added up."""
-        return ceil_div(self.columns, _VECTOR << self.log_across)
 
     @property
     def grid(self) -> Grid:
@@ -97,14 +90,18 @@ class Call:
         """Whether every result is an input."""
         return self.result is self.tensors[0] and not any(stage.grads or stage.saved for stage in self.code.stages)
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients of operands are added up."""
+        return bool(self.code.row_sums or self.code.column_sums)
+
     def cut(self) -> Cut:
-        """Wide pieces of few rows; where rows or columns are added up, taller ones of at most 32 packs."""
-        code, size, columns = self.code, self.shape.numel(), self.shape[-1]
-        sums = bool(code.row_sums or code.column_sums)
-        if code.is_flat and size % _VECTOR == 0:
+        """Wide pieces of few rows."""
+        size, columns = self.shape.numel(), self.shape[-1]
+        if self.code.is_flat and size % _VECTOR == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
-        lanes = min(_SUMMED_LANES if sums else THREADS, ceil_div(columns, _VECTOR))
-        return Cut(size // columns, columns, lanes.bit_length() - 1, 1, _SUM_STEPS if sums else code.packs)
+        lanes = min(THREADS, ceil_div(columns, _VECTOR))
+        return Cut(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
 
     def is_aligned(self, columns: int) -> bool:
         """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""

@@ -57,7 +57,7 @@ def backward_then_cast(
     return encode(dx), dx if stores else None, grads
 
 
-@kernel("chain_cast.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1), cases=chain_cast_cases.FORWARD)
+@kernel("chain_tile.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1), cases=chain_cast_cases.FORWARD)
 def forward_chain_cast(
     launch: Launcher,
     x: Tensor,
@@ -77,7 +77,7 @@ def forward_chain_cast(
     return planes, call.result, call.kept
 
 
-@kernel("chain_cast.cu", reference=backward_then_cast, tolerance=Tolerance(ulp=4), cases=chain_cast_cases.BACKWARD)
+@kernel("chain_tile.cu", reference=backward_then_cast, tolerance=Tolerance(ulp=4), cases=chain_cast_cases.BACKWARD)
 def backward_chain_cast(
     launch: Launcher,
     dy: Tensor,
@@ -106,7 +106,7 @@ def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] |
         return None
     planes, fields = cast.outputs(call, encode)
     defines = (*tile.defines, f"CAST={cast.name}", f"OUT={encode.layouts[0].element.name.upper()}", *cast.defines(encode))
-    run(launch, "chain_cast", call, tile.cut(call), defines=defines, extra=cast.packing, fields=fields)
+    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=cast.packing, fields=fields)
     return planes
 
 

@@ -14,6 +14,7 @@ from opfuse.kernels.chain_call import Call, Cut
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
 
 _GROUP = 64  # columns that a warp has beside each other
+_MOST_THREADS = 256  # of a block that has registers for two strands and sums over columns
 _HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
 
 
@@ -50,9 +51,14 @@ class Tile(NamedTuple):
         return Cut(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
 
 
-# By measurements on an H200: for a direction, whether something is gated, and whether gradients of operands are added up.
+# By measurements on an H200: for a direction, whether something is gated, and whether gradients of operands are added up; then
+# threads have four rows, and tiles pieces of 64.
 _Kind = tuple[str, bool, bool]
 
+_PLAIN: Mapping[_Kind, Tile] = {
+    ("backward", False, True): Tile(64, 64, 128, 9, 1),
+    ("backward", True, True): Tile(64, 64, 128, 5, 4),
+}
 _TENSOR: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 4, 4),
     ("forward", True, False): Tile(64, 64, 128, 9, 4),
@@ -65,7 +71,7 @@ _BLOCKS: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 3, 2),
     ("forward", True, False): Tile(128, 128, 256, 4, 2),
     ("backward", False, False): Tile(128, 128, 256, 3, 4),
-    ("backward", False, True): Tile(128, 128, 256, 3, 4),
+    ("backward", False, True): Tile(128, 128, 512, 2, 2),
     ("backward", True, False): Tile(128, 128, 512, 1, 4),
     ("backward", True, True): Tile(128, 128, 512, 1, 4),
 }
@@ -73,34 +79,35 @@ _COMPACT: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(32, 256, 128, 5, 4),
     ("forward", True, False): Tile(32, 256, 128, 7, 1),
     ("backward", False, False): Tile(32, 256, 128, 6, 2),
-    ("backward", False, True): Tile(32, 256, 128, 6, 2),
+    ("backward", False, True): Tile(64, 128, 256, 4, 2),
     ("backward", True, False): Tile(32, 128, 128, 5, 2),
-    ("backward", True, True): Tile(32, 128, 128, 5, 2),
+    ("backward", True, True): Tile(64, 128, 256, 2, 2),
 }
 _SWIZZLED: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 3, 4),
     ("forward", True, False): Tile(128, 128, 256, 3, 1),
     ("backward", False, False): Tile(128, 128, 256, 3, 2),
-    ("backward", False, True): Tile(128, 128, 256, 3, 2),
+    ("backward", False, True): Tile(128, 128, 512, 2, 1),
     ("backward", True, False): Tile(128, 128, 512, 1, 4),
     ("backward", True, True): Tile(128, 128, 512, 1, 4),
 }
 
 
-def _tile(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile | None:
-    """The tile for a call; None if the columns of a tile do not lie together in every strand of dx, or if there are many."""
+def _of_kind(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile:
+    """The tile for a call, with room for the registers that it takes."""
     code = call.code
-    strands = code.depths[code.final]
-    tile = tiles[code.direction, code.depths[0] > 0, bool(code.row_sums or code.column_sums)]
-    widths = [call.shape[-1], *(stage.interleave for stage in code.stages)] if strands else []
-    if strands > 1 or any(width % tile.columns for width in widths):
-        return None
+    tile = tiles[code.direction, code.depths[0] > 0, call.has_sums]
     if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
         return tile.lightened(1 / 4)
     stored = code.stores or (code.direction == "forward" and code.saved)
     held = sum(1 << code.depths[i + 1] for i, _, _, _ in code.of_kind("row", "column"))
     heavy = code.source == "float" or (code.depths[0] and stored) or held > _HELD
     return tile.lightened(2 / 3) if heavy else tile
+
+
+def plain_tile(call: Call) -> Tile:
+    """The tile for a call with sums whose result is not cast."""
+    return _of_kind(call, _PLAIN)
 
 
 class TileCast(NamedTuple):
@@ -117,9 +124,18 @@ class TileCast(NamedTuple):
     defines: Callable[[Any], tuple[str, ...]]
 
     def tile(self, call: Call, encode: Encoding) -> Tile | None:
-        """The tile for a call and an encoding; None if there is no kernel for them."""
-        tiles = self.tiles(encode) if len({(layout.format, layout.swizzled) for layout in encode.layouts}) == 1 else None
-        return None if tiles is None else _tile(call, tiles)
+        """The tile for a call and an encoding; None if there is no kernel for them.
+
+        The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, and a large block's
+        threads not beside sums over columns.
+        """
+        tiles, code = self.tiles(encode), call.code
+        if tiles is None or len({(layout.format, layout.swizzled) for layout in encode.layouts}) > 1:
+            return None
+        tile, strands = _of_kind(call, tiles), code.depths[code.final]
+        widths = [call.shape[-1], *(stage.interleave for stage in code.stages)] if strands else []
+        crowded = strands and code.column_sums and tile.threads > _MOST_THREADS
+        return None if crowded or strands > 1 or any(width % tile.columns for width in widths) else tile
 
 
 def _tensor_outputs(call: Call, encode: Recording) -> tuple[list[Encoded], tuple[float, ...]]:

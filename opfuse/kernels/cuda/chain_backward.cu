@@ -1,14 +1,10 @@
-// chain_backward: the gradients of a chain of elementwise ops, from one read of dy and of what was saved.
+// chain_backward: the gradients of a chain of elementwise ops, from one read of dy and of what was saved, where none is a sum.
 //
-// Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, store_row_sum,
-//                store_column_sum, and result if AMAX; ROW_SUMS and COLUMN_SUMS count the gradients that are sums over rows and
-//                over columns, whose second pass is in sums.cuh
+// Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, and result if AMAX
 // AMAX = 1       raises *amax to the largest magnitude of dx, as it is stored
-// Grid           chain_backward: a block of 256 threads for each tile that `cut` makes, which is at most 32 packs wide if there
-//                are sums
-// Defined by     opfuse/kernels/epilogue.py, backward_chain; bitwise where no op approximates, sums in another order
+// Grid           a block of 256 threads for each tile that `cut` makes, with steps = PACKS
+// Defined by     opfuse/kernels/epilogue.py, backward_chain; bitwise where no op approximates
 #include "chain.cuh"
-constexpr int BLOCK_THREADS = THREADS;
 #include "generated.cuh"
 
 struct Parameters {
@@ -16,8 +12,7 @@ struct Parameters {
     float* amax;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
-
-#include "sums.cuh"
+static_assert(ROW_SUMS == 0 && COLUMN_SUMS == 0, "sums are those of chain_tile");
 
 #if AMAX
 template <int STRAND = 0>
@@ -33,32 +28,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) chain_backward(const __gri
     int lines = THREADS >> p.cut.log_across;
     Thread at = this_thread(p.cut, lines);
     RowOperands<8> operands = load_row_operands(p, at.place(0));
-    float sum[SOME(ROW_SUMS)][8] = {};
+    Inputs<8> in[PACKS];
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k) in[k] = load_inputs(p, at.place(k * lines));
     u32 best = 0;
-#pragma unroll 1
-    for (u32 step = 0; step < p.cut.steps; step += PACKS) {
-        Inputs<8> in[PACKS];
 #pragma unroll
-        for (int k = 0; k < PACKS; ++k) in[k] = load_inputs(p, at.place((step + k) * lines));
-#pragma unroll
-        for (int k = 0; k < PACKS; ++k) {
-            Place place = at.place((step + k) * lines);
-            Results<8> out = run_chain(p, operands, in[k]);
-            store_results(p, in[k], out, place);
-            store_column_part(p, at, out.column_sum, place);
-            add_row(sum, out.row_sum, place.count);
+    for (int k = 0; k < PACKS; ++k) {
+        Place place = at.place(k * lines);
+        Results<8> out = run_chain(p, operands, in[k]);
+        store_results(p, in[k], out, place);
 #if AMAX
-            best = larger_result(best, in[k], out, place.count);
+        best = larger_result(best, in[k], out, place.count);
 #endif
-        }
-    }
-    __shared__ __align__(16) float of_warp[BLOCK_THREADS * 8];
-#pragma unroll
-    for (int k = 0; k < ROW_SUMS; ++k) {
-        __syncthreads();
-        leave_row_part(p, at, sum[k], of_warp);
-        __syncthreads();
-        store_row_part(p, at, k, of_warp);
     }
 #if AMAX
     raise_amax<THREADS>(parameters.amax, magnitude_bits<IO>(best));

@@ -13,7 +13,8 @@ struct Held {
     Values v;
 };
 
-constexpr int STRAND_BYTES = 0, SHARED_BYTES = TILE_ROWS * TILE_COLUMNS;  // one strand after the other
+constexpr bool TOGETHER = false;
+constexpr int STRAND_BYTES = 0, SHARED_BYTES = TILE_ROWS * TILE_COLUMNS;
 
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 

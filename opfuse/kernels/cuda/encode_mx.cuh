@@ -21,6 +21,7 @@ struct Held {
     Values v;
 };
 
+constexpr bool TOGETHER = true;
 constexpr int BLOCKS_ACROSS = TILE_COLUMNS / MX_BLOCK, WARPS = TILE_THREADS / 32, ROW_CODES = TILE_ROWS * BLOCKS_ACROSS;
 constexpr int COLUMN_WORDS = 8 * 2 * sizeof(IN), EXCHANGE = TILE_STEPS == 1 ? WARPS * COLUMN_WORDS * 4 : 0;
 constexpr int STRAND_BYTES = EXCHANGE + ROW_CODES + TILE_COLUMNS * 4, SHARED_BYTES = STRANDS * STRAND_BYTES;

@@ -29,6 +29,7 @@ struct Held {
     uint2 codes[4];
 };
 
+constexpr bool TOGETHER = true;
 constexpr int STRAND_BYTES = TILE_ROWS * TILE_COLUMNS, AMAX_AT = STRANDS * STRAND_BYTES, SHARED_BYTES = AMAX_AT + TILE_THREADS / 8;
 
 // Whether a running maximum is that of a value that is not finite.

@@ -1,11 +1,14 @@
-// sums: gradients of operands that are sums over rows or columns: one for each tile of the matrix, then the sum of these.
+// sums: gradients of operands that are sums over rows or columns: one for each piece of the matrix, then the sum of these.
 //
-// row_parts      fp32 [tiles down, ROW_SUMS, columns]; column_parts fp32 [groups across, COLUMN_SUMS, rows]
-// Order          of every addition fixed by the shape: nothing is added atomically
+// row_parts      fp32 [pieces of SUMMED_ROWS rows, ROW_SUMS, columns]; column_parts fp32 [groups of 64 columns, COLUMN_SUMS, rows]
+// Order          of every addition fixed, the same for every tile and cast: four rows in a thread, the four of a warp's 16 rows as
+//                a tree, 64 rows one after the other, then the pieces. Nothing is added atomically
 // Grid           row_sums, column_sums: a block of 256 threads for each 32 sums
-// Compiled       after the generated text of a chain; Parameters has it as `chain`. A block has BLOCK_THREADS, whose warps are
-//                beside each other in `groups` of 2^log_across lanes; 2^log_across divides 32 if there are sums
+// Compiled       after tile.cuh and the generated text of a chain; Parameters has it as `chain`
 #pragma once
+
+constexpr int SUMMED_ROWS = 64, OF_WARPS = TILE_THREADS / 32 * 64;
+static_assert(ROW_SUMS == 0 || (TILE_STEPS == 1 && TILE_ROWS % SUMMED_ROWS == 0), "a thread has four neighbouring rows");
 
 // A row's part of the row sums of a thread.
 OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOME(ROW_SUMS)][8], int count) {
@@ -16,38 +19,42 @@ OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOM
         for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // columns that are not there have sums that nobody reads
 }
 
-// Row sum k of a block's threads: over the lines of each warp as a tree, to of_warp; after a barrier, over the warps of a group in
-// turn. of_warp has BLOCK_THREADS / 32 times the columns of a group.
-OPFUSE_FN void leave_row_part(const Chain& p, const Thread& at, float (&sum)[8], float* of_warp) {
-    for (int mask = 16; mask >> p.cut.log_across; mask >>= 1)
+// A row sum of a block's threads: over the 16 rows of each warp, to of_warp; after a barrier, over those of 64 rows.
+OPFUSE_FN void leave_row_part(const Thread& at, float (&sum)[8], float* of_warp) {
+#pragma unroll
+    for (int mask = 16; mask >= 8; mask >>= 1)
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
-    if (threadIdx.x % 32 >> p.cut.log_across != 0) return;
-    float* own = of_warp + (threadIdx.x / 32 << p.cut.log_across + 3) + at.lane * 8;
+    if (threadIdx.x % 32 >= 8) return;
+    float* own = of_warp + threadIdx.x / 32 * 64 + at.lane * 8;
 #pragma unroll
     for (int i = 0; i < 8; i += 4) *reinterpret_cast<float4*>(own + i) = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
 }
 
 OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const float* of_warp) {
-    int tile = p.cut.groups * 8 << p.cut.log_across, all = BLOCK_THREADS / 4 << p.cut.log_across;
-    long long first = (long long)at.tile_column * tile;
-    for (int j = threadIdx.x; j < tile && first + j < p.cut.columns; j += BLOCK_THREADS) {
-        float total = of_warp[j];
-        for (int i = j + tile; i < all; i += tile) total += of_warp[i];
-        p.row_parts[((long long)at.tile * ROW_SUMS + k) * p.cut.columns + first + j] = total;
+    constexpr int PIECES = TILE_ROWS / SUMMED_ROWS;
+    for (int j = threadIdx.x; j < PIECES * TILE_COLUMNS; j += TILE_THREADS) {
+        long long piece = (long long)at.tile * PIECES + j / TILE_COLUMNS, column = (long long)at.tile_column * TILE_COLUMNS + j % TILE_COLUMNS;
+        if (piece >= p.row_pieces || column >= p.cut.columns) continue;
+        const float* first = of_warp + j / TILE_COLUMNS * (4 * TILE_COLUMNS) + j % TILE_COLUMNS;
+        float total = first[0];
+#pragma unroll
+        for (int w = 1; w < 4; ++w) total += first[w * TILE_COLUMNS];
+        p.row_parts[(piece * ROW_SUMS + k) * p.cut.columns + column] = total;
     }
 }
 
 // The column sums of a row, over the lanes that share it.
 OPFUSE_FN void store_column_part(const Chain& p, const Thread& at, const float (&value)[SOME(COLUMN_SUMS)][8], const Place& place) {
-    long long group = at.first >> p.cut.log_across + 3;
 #pragma unroll
     for (int k = 0; k < COLUMN_SUMS; ++k) {
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) total += is_there(i, place.count) ? value[k][i] : 0.0f;
-        for (int mask = 1 << p.cut.log_across >> 1; mask > 0; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
-        if (at.lane == 0 && place.count > 0) p.column_parts[(group * COLUMN_SUMS + k) * p.cut.rows + place.row + place.down] = total;
+#pragma unroll
+        for (int mask = 4; mask > 0; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
+        if (at.lane == 0 && place.count > 0)
+            p.column_parts[(at.first / 64 * COLUMN_SUMS + k) * p.cut.rows + place.row + place.down] = total;
     }
 }
 

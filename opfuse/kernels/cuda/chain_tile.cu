@@ -1,19 +1,21 @@
-// chain_cast: a chain of elementwise ops, forward or backward, whose result is cast in the same kernel.
+// chain_tile: a chain of elementwise ops, forward or backward, in tiles: gradients that are sums, and casts of the result.
 //
 // Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, store_row_sum,
 //                store_column_sum, and result: STRANDS packs, whose columns are those of result_column
-// CAST           what becomes of the result: TENSOR, BLOCKS or MX, in the header of that name, whose fields are Encode
+// CAST           what else becomes of the result: NOTHING, its AMAX, or codes as TENSOR, BLOCKS or MX, in the header of that name,
+//                whose fields are Encode
 // Grid           a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS of what the chain's result, or dy, is. With several strands,
 //                columns are multiples of TILE_COLUMNS, and so are groups of halves
 // RESIDENT       blocks that share a multiprocessor; AHEAD: rows of inputs that a thread loads before it needs them, a divisor of
 //                those that it has
-// Defined by     opfuse/kernels/chain_cast.py
-#define TENSOR 0
-#define BLOCKS 1
-#define MX 2
+// Defined by     opfuse/kernels/chain_cast.py and, for sums alone, epilogue.py, backward_chain
+#define NOTHING 0
+#define AMAX 1
+#define TENSOR 2
+#define BLOCKS 3
+#define MX 4
 #include "tile.cuh"
 #include "chain.cuh"
-constexpr int BLOCK_THREADS = TILE_THREADS;
 #include "generated.cuh"
 using IN = IO;
 using Values = Eight<IN>[OWN_ROWS];
@@ -26,12 +28,16 @@ OPFUSE_FN void store_codes(u8* x, long long width, const Place& at, uint2 codes)
     store(x, width, [](long long c) { return c; }, at, Pack<u8, 8>{codes.x, codes.y});
 }
 
+// What a cast is: the fields that the host packs, what a thread holds, and what it does with each row of a strand (take), before a
+// barrier with all of them (prepare, leave) and after it (store_prepared, finish). TOGETHER: a barrier serves all strands.
 #if CAST == TENSOR
 #include "encode_tensor.cuh"
 #elif CAST == BLOCKS
 #include "encode_blocks.cuh"
-#else
+#elif CAST == MX
 #include "encode_mx.cuh"
+#else
+#include "encode_amax.cuh"
 #endif
 
 struct Parameters {
@@ -63,10 +69,9 @@ OPFUSE_FN void take_results(const Parameters& p, const Tile& tile, const Thread&
     if constexpr (STRAND + 1 < STRANDS) take_results<STRAND + 1>(p, tile, at, i, in, out, count, held, shared, running);
 }
 
-// Strands one after the other, or, where each has shared memory of its own, with one barrier for all.
 template <int STRAND = 0>
 OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thread& at, const Held (&held)[STRANDS], u8* shared) {
-    constexpr bool TOGETHER = STRAND_BYTES > 0, LAST = STRAND + 1 == STRANDS;
+    constexpr bool LAST = STRAND + 1 == STRANDS;
     const Cut& cut = p.chain.cut;
     Tile own = tile_of_strand<STRAND>(cut, tile);
     shared += STRAND * STRAND_BYTES;
@@ -77,7 +82,7 @@ OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thr
     if constexpr (TOGETHER) store_prepared(p.encode, own, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_cast(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(const __grid_constant__ Parameters parameters) {
     __shared__ __align__(16) u8 shared[SHARED_BYTES];
     const Chain& p = parameters.chain;
     u32 down = tile_of(p.cut, blockIdx.x), across = blockIdx.x - down * p.cut.tiles_across;
@@ -101,10 +106,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_cast(
         add_row(sum, out.row_sum, place.count);
         take_results(parameters, tile, at, i, in[i % AHEAD], out, place.count, held, shared, running);
     }
-    constexpr int OF_WARPS = BLOCK_THREADS / 32 * 64;
     __shared__ __align__(16) float of_warp[SOME(ROW_SUMS * OF_WARPS)];
 #pragma unroll
-    for (int k = 0; k < ROW_SUMS; ++k) leave_row_part(p, at, sum[k], of_warp + k * OF_WARPS);
+    for (int k = 0; k < ROW_SUMS; ++k) leave_row_part(at, sum[k], of_warp + k * OF_WARPS);
     leave(running, shared);
     complete_strands(parameters, tile, at, held, shared);
 #pragma unroll

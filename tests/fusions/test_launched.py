@@ -1,0 +1,99 @@
+"""What the rules would launch on a GPU: the chain and the cast as one kernel, and never a pass over what it made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opfuse import ops
+from opfuse.fusions import RULES
+from opfuse.kernels.registry import Kernel
+from tests.compiler.harness import UNFUSED, Step, randn, recipe_for, run, to
+
+ROWS, WIDTH = 64, 128
+CASTS = {"delayed": "CAST=TENSOR", "fp8_block": "CAST=BLOCKS", "mxfp8": "CAST=MX"}
+MEASURED = ("fp8_current", "nvfp4")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, entry, definitions, ops of the chain) of all that a GPU would be asked to launch; the definitions run."""
+    calls = []
+    within = []
+
+    def record(variant, entry, *_, device):
+        chain = variant.generated.partition(".")[0].removeprefix("// The chain ")
+        calls.append((within[0].name, entry, variant.defines, chain))
+
+    def call(self, *args, **kwargs):
+        if within:
+            return self.reference(*args, **kwargs)
+        within.append(self)
+        self.run(record, *args, **kwargs)
+        result = self.reference(*args, **kwargs)
+        within.clear()
+        return result
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    return calls
+
+
+def mlp(activation):
+    wide = 2 * WIDTH if activation is ops.SwiGLU else WIDTH
+    return to(ops.Sequential(ops.Linear(WIDTH, wide), activation(), ops.Linear(WIDTH, WIDTH)), torch.bfloat16)
+
+
+def step(activation, name, rules, override=None):
+    x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    return run(mlp(activation), x, step=Step(recipe_for(name, override), rules))
+
+
+def of(launched, kernel, entry, chain=None):
+    return [defines for name, each, defines, ops in launched if (name, each) == (kernel, entry) and chain in (None, ops)]
+
+
+def names(launched):
+    return {name for name, *_ in launched}
+
+
+@pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
+@pytest.mark.parametrize("name", CASTS)
+def test_r5_chain_and_cast_are_one_kernel_in_both_directions(name, activation, launched):
+    step(activation, name, RULES)
+    for kernel in ("forward_chain_cast", "backward_chain_cast"):
+        (defines,) = of(launched, kernel, "chain_tile", f"bias, {activation.kind}")
+        assert CASTS[name] in defines
+    assert not names(launched) & {"forward_chain_amax", "backward_chain_amax"}
+    launched.clear()
+    step(activation, name, UNFUSED)
+    assert not names(launched) & {"forward_chain_cast", "backward_chain_cast"}
+
+
+@pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
+@pytest.mark.parametrize("name", MEASURED)
+def test_r5_the_amax_comes_from_the_chain(name, activation, launched):
+    step(activation, name, RULES)
+    chain = f"bias, {activation.kind}"
+    (forward,) = of(launched, "forward_chain_amax", "chain_forward", chain)
+    assert "AMAX=1" in forward
+    (backward,) = of(launched, "backward_chain_amax", "chain_tile", chain)
+    assert "CAST=AMAX" in backward
+    assert of(launched, "backward_chain_amax", "chain_tile", "bias")
+    fused = len(of(launched, "tensor_amax", "amax"))
+    launched.clear()
+    step(activation, name, UNFUSED)
+    assert len(of(launched, "tensor_amax", "amax")) - fused == (3 if name == "fp8_current" else 0)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_r5_an_override_that_saves_the_original_casts_a_tensor_that_exists(name, launched):
+    step(ops.GELU, name, RULES, "high_precision")
+    assert of(launched, "forward_chain", "chain_forward")
+    assert not names(launched) & {"forward_chain_cast", "forward_chain_amax"}
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_r5_an_override_that_saves_rows_casts_rows_in_the_chain(name, launched):
+    step(ops.GELU, name, RULES, "dequantized")
+    assert of(launched, "forward_chain_cast", "chain_tile")
+    assert not of(launched, "backward_chain_cast", "chain_tile")

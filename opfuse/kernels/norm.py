@@ -11,6 +11,7 @@ length alone: the result of a row is the same in any batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
 # -- sums of one order -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def team(columns: int) -> int:
     """Threads that share a row: enough for four eights each, from a warp to a block."""
     return min(max(_power_of_two(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)

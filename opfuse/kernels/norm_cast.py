@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from opfuse.kernels.chain_cast import forward_chain_cast
 from opfuse.kernels.chain_tiles import CASTS
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
+from opfuse.kernels.launch import Variant
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout
 from opfuse.kernels.norm import Norm, NormKind, Statistics
-from opfuse.kernels.norm_call import NORM, Call, call_of
+from opfuse.kernels.norm_call import NORM, Call, Form, addresses, call_of
 from opfuse.kernels.norm_rows import norm_forward, run_forward
 from opfuse.kernels.pointwise import OperandKind, Pointwise
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
 from opfuse.kernels.variants import C_TYPES, variant_of
 
-Target = tuple[str, tuple[int | float, ...], Tensor]
-"""How the target of a cast is packed, its fields, and the decode scale that the kernel stores."""
+Target = tuple[Sequence[float], Tensor]
+"""The fields of the target of a cast by rows, and the decode scale that the kernel stores."""
 
 
 def norm_then_cast(
@@ -52,7 +54,7 @@ def norm_cast(
         return norm_then_cast(x, norm, encode, dtype=dtype)
     if isinstance(encode, Measured):
         return _measured(launch, call, encode, dtype)
-    if call.matrix == encode.layouts[0].shape:
+    if (call.rows, call.columns) == encode.layouts[0].shape:
         if type(encode) in _TARGETS and _is_by_rows(encode):
             return _by_rows(launch, call, encode, dtype), call.statistics
         if type(encode) in CASTS:
@@ -82,42 +84,58 @@ def _is_by_rows(encode: Encoding) -> bool:
 def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
     (layout,) = encode.layouts
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
-    packing, target, scale = _TARGETS[type(encode)](encode, layout, dtype, data)
-    parameters = struct.Struct(f"{NORM}P{packing}0q")
-    held = call.held()
-    variant = variant_of(
-        "norm_cast.cu",
-        parameters,
-        **call.defines(held, data),
-        IO=C_TYPES[dtype],
-        OUT=layout.element.name.upper(),
-        CAST=type(encode).__name__,
-        SWIZZLED=layout.swizzled,
-        RESIDENT=call.resident(held, data),
-    )
+    target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
+    parameters, variant = _variant(call.form(data), type(encode), layout.element.name, layout.swizzled, dtype)
     fields = (*call.fields(), data.data_ptr(), *target)
     launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
     return [(data, scale)]
 
 
+@functools.cache
+def _variant(form: Form, encoding: type, element: str, swizzled: bool, made: torch.dtype) -> tuple[struct.Struct, Variant]:
+    parameters = struct.Struct(f"{NORM}P{_TARGETS[encoding].packing}0q")
+    variant = variant_of(
+        "norm_cast.cu",
+        parameters,
+        **form.defines(form.held()),
+        IO=C_TYPES[made],
+        OUT=element.upper(),
+        CAST=encoding.__name__,
+        SWIZZLED=swizzled,
+        RESIDENT=form.resident(),
+    )
+    return parameters, variant
+
+
 def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
-    return "PPP", (encode.scale.data_ptr(), encode.amax.data_ptr(), decode_scale.data_ptr()), decode_scale
+    return addresses(encode.scale, encode.amax, decode_scale), decode_scale
 
 
 def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
     inf_value = min(torch.finfo(dtype).max, FLT_MAX)
-    return "PqffII", (scale.data_ptr(), scale.shape[1], encode.eps, inf_value, encode.pow2, 0), scale
+    return (scale.data_ptr(), scale.shape[1], encode.eps, inf_value, encode.pow2, 0), scale
 
 
 def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
     scale = new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=data.device)
-    return "PII", (scale.data_ptr(), encode.rounding == "ceil", 0), scale
+    return (scale.data_ptr(), encode.rounding == "ceil", 0), scale
 
 
-_TARGETS: Mapping[type, Callable[..., Target]] = {Recording: _recording, Blocks: _blocks, Microscaled: _microscaled}
+class _RowCast(NamedTuple):
+    """How the target of a cast by rows is packed, and how its fields are made."""
+
+    packing: str
+    fields: Callable[..., Target]
+
+
+_TARGETS: Mapping[type, _RowCast] = {
+    Recording: _RowCast("PPP", _recording),
+    Blocks: _RowCast("PqffII", _blocks),
+    Microscaled: _RowCast("PII", _microscaled),
+}
 """The casts by rows, by the type of the encoding."""
 
 # -- by tiles ----------------------------------------------------------------------------------------------------------------
@@ -125,7 +143,7 @@ _TARGETS: Mapping[type, Callable[..., Target]] = {Recording: _recording, Blocks:
 
 def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
     run_forward(launch, call, None)
-    x = call.x.view(call.matrix)
+    x = call.x.view(call.rows, call.columns)
     rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
     stage = stage_of(call.norm, call.statistics)
     encoded, _, _ = forward_chain_cast.run(launch, x, [stage], encode, rounding=rounding, dtype=dtype)

@@ -6,6 +6,7 @@ definition, which runs it or says what is wrong: other dtypes than fp32, bf16, f
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from opfuse.kernels import norm as definition
 from opfuse.kernels import norm_cases
 from opfuse.kernels.epilogue import Rounding
-from opfuse.kernels.launch import Grid
+from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import ceil_div, round_up
 from opfuse.kernels.norm import BLOCKS, EIGHT, THREADS, Gradients, Norm, Statistics
-from opfuse.kernels.norm_call import NORM, Call, call_of
+from opfuse.kernels.norm_call import NORM, Call, Form, addresses, call_of
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.variants import C_TYPES, variant_of
 
@@ -44,18 +45,28 @@ def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype 
 
 def run_forward(launch: Launcher, call: Call, y: Tensor | None, amax: Tensor | None = None) -> None:
     """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them."""
-    held, made = call.held(), [] if y is None else [y]
-    variant = variant_of(
+    form = call.form() if y is None else call.form(y)
+    variant = _forward_variant(form, None if y is None else y.dtype, amax is not None)
+    fields = (*call.fields(), *addresses(y, amax))
+    launch(variant, "norm_forward", call.grid, _FORWARD, *fields, device=call.x.get_device())
+
+
+@functools.cache
+def _forward_variant(form: Form, made: torch.dtype | None, measures: bool) -> Variant:
+    dtypes = [] if made is None else [made]
+    return variant_of(
         "norm_forward.cu",
         _FORWARD,
-        **call.defines(held, *made),
-        IO=C_TYPES[call.x.dtype if y is None else y.dtype],
-        STORES=y is not None,
-        MEASURES=amax is not None,
-        RESIDENT=call.resident(held, *made),
+        **form.defines(form.held(*dtypes)),
+        IO=C_TYPES[made or form.x],
+        STORES=made is not None,
+        MEASURES=measures,
+        RESIDENT=form.resident(*dtypes),
     )
-    fields = (*call.fields(), *(0 if t is None else t.data_ptr() for t in (y, amax)))
-    launch(variant, "norm_forward", call.grid, _FORWARD, *fields, device=call.x.get_device())
+
+
+_Types = tuple[torch.dtype, torch.dtype, torch.dtype | None]
+"""Of dy, of dx, and of what is added to it, if anything is."""
 
 
 class _Tensors(NamedTuple):
@@ -86,32 +97,42 @@ def norm_backward(
     call = call_of(x, norm, statistics, [dtype], *others)
     if call is None or rounding not in _ADD or any(t.shape != x.shape for t in others):
         return definition.norm_backward(dy, x, norm, statistics, extra=extra, rounding=rounding, dtype=dtype)
-    parameters = call.parameters
     weight, bias = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (norm.weight, norm.bias))
+    sums = (weight is not None) + (bias is not None)
     dx = torch.empty(x.shape, dtype=dtype, device=x.device)
-    blocks, pitch = min(BLOCKS, call.grid.blocks), round_up(call.matrix[1], EIGHT)
-    parts = torch.empty((blocks, len(parameters), pitch), dtype=torch.float32, device=x.device)
+    blocks, pitch = min(BLOCKS, call.grid.blocks), round_up(call.columns, EIGHT)
+    parts = torch.empty((blocks, sums, pitch), dtype=torch.float32, device=x.device)
     made = _Tensors(dy.contiguous(), None if extra is None else extra.contiguous(), dx, parts, weight, bias)
-    _run_backward(launch, call, made, _ADD[rounding] if extra is not None else 0)
+    _run_backward(launch, call, made, rounding)
     return Gradients(dx, weight, bias)
 
 
-def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, add: int) -> None:
-    blocks, sums, pitch = tensors.parts.shape
-    full = [tensors.dy, tensors.dx, *([] if tensors.extra is None else [tensors.extra])]
-    held = call.held(tensors.dy) if sums * call.packs * _SUM_BYTES <= _MOST_SHARED else 0
+def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, rounding: Rounding) -> None:
+    dy, extra, dx, parts, *_ = tensors
+    blocks, sums, pitch = parts.shape
+    form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
+    variant, shared = _backward_variant(form, (dy.dtype, dx.dtype, None if extra is None else extra.dtype), sums, rounding)
+    fields = (*call.fields(), *addresses(*tensors), blocks, pitch)
+    device = call.x.get_device()
+    launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD, *fields, device=device)
+    if sums:
+        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD, *fields, device=device)
+
+
+@functools.cache
+def _backward_variant(form: Form, types: _Types, sums: int, rounding: Rounding) -> tuple[Variant, int]:
+    """The variant, and the bytes of shared memory for sums of columns."""
+    dy, dx, extra = types
+    dtypes = [dtype for dtype in types if dtype is not None]
+    held = form.held(*dtypes) if sums * form.packs * _SUM_BYTES <= _MOST_SHARED else 0
     variant = variant_of(
         "norm_backward.cu",
         _BACKWARD,
-        **call.defines(held, *full),
-        GRAD=C_TYPES[tensors.dy.dtype],
-        EXTRA=C_TYPES[full[-1].dtype],
-        IO=C_TYPES[tensors.dx.dtype],
-        ADD=add,
-        RESIDENT=call.resident_backward(held, *full),
+        **form.defines(held),
+        GRAD=C_TYPES[dy],
+        EXTRA=C_TYPES[extra or dx],
+        IO=C_TYPES[dx],
+        ADD=0 if extra is None else _ADD[rounding],
+        RESIDENT=form.resident_backward(*dtypes),
     )
-    fields = (*call.fields(), *(0 if t is None else t.data_ptr() for t in tensors), blocks, pitch)
-    device = call.x.get_device()
-    launch(variant, "norm_backward", Grid(blocks, THREADS, sums * held * _SUM_BYTES), _BACKWARD, *fields, device=device)
-    if sums:
-        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD, *fields, device=device)
+    return variant, sums * held * _SUM_BYTES

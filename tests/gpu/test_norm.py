@@ -93,12 +93,16 @@ CASTS = {"delayed": "CAST=Recording", "fp8_block": "CAST=Blocks", "mxfp8": "CAST
 @pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
 def test_r4_norm_quantize_launches_one_kernel(norm, name, device, launched):
     """Without a weight gradient there is nothing to cast by columns. Outputs, gradients, saved state as without the rule."""
-    model = ops.Sequential(norm(256), ops.Linear(256, 256))
-    model[1].weight.requires_grad_(False)
+
+    def model():
+        made = ops.Sequential(norm(256), ops.Linear(256, 256))
+        made[1].weight.requires_grad_(False)
+        return made
+
     recipe = recipe_for(name)
-    unfused = step(model, UNFUSED, recipe, device)
+    unfused = step(model(), UNFUSED, recipe, device)
     assert not any(CASTS[name] in each for each in launched)
-    fused = step(model, RuleSet([rule for rule in RULES.rules if rule.name == "norm_quantize"]), recipe, device)
+    fused = step(model(), RuleSet(tuple(rule for rule in RULES.rules if rule.name == "norm_quantize")), recipe, device)
     assert fused.outcomes("norm_quantize")[0].status == "fused"
     assert any(CASTS[name] in each for each in launched)
     assert differences(fused.tensors, unfused.tensors) == []

@@ -32,6 +32,12 @@ OPFUSE_FN void cast_blocks(uint2 (&codes)[N], const Eight<IO> (&y)[N], F scale_o
     }
 }
 
+// Whether the block of scales of eight u, which SHARING lanes have, starts in the row.
+template <int SHARING>
+OPFUSE_FN bool has_block(const Row& at, int u) {
+    return at.exists && (WHOLE || at.column(u) / (SHARING * 8) * (SHARING * 8) < at.columns);
+}
+
 struct Recording {
     struct Target {
         const float* scale;
@@ -77,7 +83,7 @@ struct Blocks {
         cast_blocks<16>(codes, y, [&](int k, u32 bits) {
             float amax = float_of(bits), scale = scale_from_amax(amax, OUT::MAX, target.eps, target.inf_value);
             if (target.pow2) scale = pow2_floor(scale);
-            if (k < N && at.count(first + k) > 0) store(decode_scale(scale, amax), at.row, at.column(first + k) / 128);
+            if (k < N && has_block<16>(at, first + k)) store(decode_scale(scale, amax), at.row, at.column(first + k) / 128);
             return scale;
         });
     }
@@ -106,7 +112,7 @@ struct Microscaled {
         cast_blocks<4>(codes, y, [&](int k, u32 bits) {
             u32 code = larger(bits >> 23, EXPONENT) - EXPONENT;
             if (target.ceil || bits >= INF_BITS) code = e8m0_from_amax<OUT>(float_of(bits));
-            if (k < N && at.count(first + k) > 0) target.scale[place(at.row, at.column(first + k) / 32)] = u8(code);
+            if (k < N && has_block<4>(at, first + k)) target.scale[place(at.row, at.column(first + k) / 32)] = u8(code);
             return e8m0_multiplier(code);
         });
     }

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -92,7 +92,7 @@ class Kernel(Generic[P, R]):
     cases: Mapping[str, Case] = field(repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        x: Any = args[0]
+        x = leading(args)
         if x.is_cuda and x.numel() and runs_kernels(x):
             return self.run(launch, *args, **kwargs)
         return self.reference(*args, **kwargs)
@@ -106,9 +106,15 @@ class Kernel(Generic[P, R]):
                 found[variant, entry] = (*found.get((variant, entry), ()), name)
 
             arguments = case(torch.device("cpu"))
-            if arguments.args[0].numel():
+            if leading(arguments.args).numel():
                 self.run(record, *arguments.args, **arguments.kwargs)
         return found
+
+
+def leading(args: Sequence[Any]) -> torch.Tensor:
+    """The tensor that says where a call with these arguments runs: the first one, or the first of a list of them."""
+    first: torch.Tensor = args[0][0] if isinstance(args[0], list) else args[0]
+    return first
 
 
 def runs_kernels(x: torch.Tensor) -> bool:

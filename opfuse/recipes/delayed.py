@@ -1,9 +1,7 @@
 """Delayed scaling: the state of one tensor, and when it is updated.
 
-A cast uses the scale of the last update and max-accumulates its amax into slot 0 of the history. An update takes
-``amax`` = the maximum of the history, or its slot 0; shifts the history (``new[i] = old[i+1]``, ``new[L-1] = old[0]``, slot 0
-zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this order of divisions, infinite quotients becoming the
-largest fp32. A zero or non-finite ``amax`` keeps the old scale.
+A cast uses the scale of the last update and max-accumulates its amax into slot 0 of the history. An update finds the new scale
+from the history, and moves that by a slot; ``opfuse/kernels/delayed.py`` has its rule.
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
 them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
@@ -25,6 +23,7 @@ import torch
 import torch.distributed
 
 from opfuse.errors import QuantizerError, RecipeError, describe
+from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.recipe import QuantizerRole
@@ -34,7 +33,6 @@ from opfuse.tensors.quantizers.base import reduce_amax
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_FLOAT_MAX = torch.finfo(torch.float32).max
 _FORWARD, _BACKWARD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="grad_output")
 
 
@@ -181,27 +179,6 @@ class _Active(NamedTuple):
 _SNAPSHOT: ContextVar[_Active | None] = ContextVar("opfuse_scale_snapshot", default=None)
 
 
-class UpdateRule(NamedTuple):
-    """What states must share to be updated by the same tensor operations."""
-
-    fp8_max: float
-    margin: int
-    algorithm: str
-    length: int
-    device: torch.device
-
-
-def delayed_update(history: torch.Tensor, scale: torch.Tensor, rule: UpdateRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """New history (n, length) and scale (n, 1), fp32, of n states; the formula is in the module's text."""
-    amax = history.amax(1, keepdim=True) if rule.algorithm == "max" else history[:, :1]
-    # full_like: torch divides a Python number by a tensor through a reciprocal, which rounds twice.
-    quotient = torch.full_like(amax, rule.fp8_max) / amax / 2.0**rule.margin
-    quotient = torch.where(quotient.isinf(), _FLOAT_MAX, quotient)
-    history = history.roll(-1, 1)
-    history[:, 0] = 0
-    return history, torch.where((amax > 0) & amax.isfinite(), quotient, scale)
-
-
 @dataclass(frozen=True, eq=False)
 class _Use:
     """How a state was last used: what its update needs."""
@@ -210,9 +187,9 @@ class _Use:
     element_max: float
     group: ProcessGroup | None
 
-    def rule(self, state: DelayedScalingState) -> UpdateRule:
-        recipe = self.recipe
-        return UpdateRule(self.element_max, recipe.margin, recipe.amax_compute_algo, len(state.amax_history), state.scale.device)
+    @property
+    def rule(self) -> UpdateRule:
+        return UpdateRule(self.element_max, self.recipe.margin, self.recipe.amax_compute_algo)
 
 
 class _Pending:
@@ -228,12 +205,9 @@ class _Pending:
         """Update every state once. Ranks of a group must have used the same states in the same order."""
         with torch.no_grad():
             _reduce_amaxes(self._uses)
-            for rule, states in _grouped({state: use.rule(state) for state, use in self._uses.items()}):
-                history, scale = delayed_update(
-                    torch.stack([state.amax_history for state in states]), torch.stack([state.scale for state in states]), rule
-                )
-                torch._foreach_copy_([state.amax_history for state in states], list(history.unbind()))
-                torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
+            for _, states in _grouped({state: state.scale.device for state in self._uses}):
+                histories, scales = [state.amax_history for state in states], [state.scale for state in states]
+                delayed_update(histories, scales, [self._uses[state].rule for state in states])
         self._uses.clear()
 
 

@@ -28,12 +28,12 @@ def tensors(value):
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
 def test_r1_r8_r10_r18_launch_equals_definition(kernel, case, device):
-    """Results, and arguments changed in place; no byte outside of them."""
+    """Results, and arguments changed in place; no byte outside of results, where there are any."""
     here, there = kernel.cases[case](torch.device("cpu")), kernel.cases[case](device)
     wanted = kernel.reference(*here.args, **here.kwargs)
     with Guards() as guards:
         got = kernel(*there.args, **there.kwargs)
-    if here.args[0].numel():
+    if wanted is not None and registry.leading(here.args).numel():
         guards.check()
     for result, definition in zip(tensors((got, there.args)), tensors((wanted, here.args)), strict=True):
         assert kernel.tolerance.mismatch(result, definition) is None, kernel.tolerance.mismatch(result, definition)

@@ -12,6 +12,7 @@ import torch
 
 from opfuse import ops
 from opfuse.errors import QuantizerError, RecipeError
+from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.recipes import (
     DelayedScaling,
     DelayedScalingState,
@@ -63,19 +64,20 @@ def test_update_rule_is_bitwise_the_formula(algorithm, margin):
     history[: len(special), 0] = special
     history[len(special) : 2 * len(special)] = np.array(special, dtype=np.float32)[:, None]
     scale = np.exp(rng.uniform(-5, 5, (400, 1))).astype(np.float32)
-    rule = delayed.UpdateRule(E4M3_MAX, margin, algorithm, length, torch.device("cpu"))
-    new_history, new_scale = delayed.delayed_update(torch.from_numpy(history), torch.from_numpy(scale), rule)
+    new_history, new_scale = torch.from_numpy(history.copy()), torch.from_numpy(scale.copy())
+    delayed_update([*new_history], [*new_scale], [UpdateRule(E4M3_MAX, margin, algorithm)] * len(history))
     wanted = [oracle(h, s, E4M3_MAX, margin, algorithm) for h, s in zip(history, scale[:, 0])]
     assert new_scale.numpy().tobytes() == np.array([w[1] for w in wanted]).tobytes()
     assert new_history.numpy().tobytes() == np.stack([w[0] for w in wanted]).tobytes()
 
 
 def test_update_shifts_the_history_by_one():
-    rule = delayed.UpdateRule(E4M3_MAX, 0, "max", 4, torch.device("cpu"))
-    history, scale = delayed.delayed_update(torch.tensor([[4.0, 1.0, 2.0, 3.0]]), torch.ones(1, 1), rule)
-    assert history.tolist() == [[0.0, 2.0, 3.0, 4.0]]
+    history, scale, rule = torch.tensor([4.0, 1.0, 2.0, 3.0]), torch.ones(1), UpdateRule(E4M3_MAX, 0, "max")
+    delayed_update([history], [scale], [rule])
+    assert history.tolist() == [0.0, 2.0, 3.0, 4.0]
     assert scale.item() == 112.0
-    assert delayed.delayed_update(history, scale, rule._replace(algorithm="most_recent"))[1].item() == 112.0  # slot 0 is empty
+    delayed_update([history], [scale], [rule._replace(algorithm="most_recent")])
+    assert scale.item() == 112.0  # slot 0 is empty
 
 
 @pytest.mark.parametrize(("amax", "wanted"), [(1.0, 448.0), (3.0, np.float32(448) / np.float32(3)), (1e-38, FLOAT_MAX)])

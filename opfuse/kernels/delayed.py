@@ -1,0 +1,87 @@
+"""The update of delayed scaling: many histories and scales in one launch.
+
+An update takes ``amax`` = the maximum of the history, or its slot 0; shifts the history (``new[i] = old[i+1]``,
+``new[L-1] = old[0]``, slot 0 zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this order of divisions,
+infinite quotients becoming the largest fp32. A zero or non-finite ``amax`` keeps the old scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from opfuse.kernels.launch import Grid
+from opfuse.kernels.registry import BITWISE, Arguments, Launcher, kernel
+from opfuse.kernels.scalars import FLT_MAX
+from opfuse.kernels.variants import variant_of
+
+Algorithm = Literal["max", "most_recent"]
+
+_STATE = "PPifiI"
+_MOST = 125  # states of a launch, in a parameter of 4000 bytes
+_THREADS = 256
+
+
+class UpdateRule(NamedTuple):
+    """How a scale follows from a history: the largest value of the element, powers of two to stay below it, which amax counts."""
+
+    fp8_max: float
+    margin: int
+    algorithm: Algorithm
+
+
+def _definition(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> None:
+    """Update fp32 histories (length,), of any lengths, and fp32 scales (1,), in place, all on one device."""
+    for history, scale, rule in zip(histories, scales, rules, strict=True):
+        amax = history.amax(0, keepdim=True) if rule.algorithm == "max" else history[:1]
+        # full_like: torch divides a Python number by a tensor through a reciprocal, which rounds twice.
+        quotient = torch.full_like(amax, rule.fp8_max) / amax / 2.0**rule.margin
+        quotient = torch.where(quotient.isinf(), FLT_MAX, quotient)
+        scale.copy_(torch.where((amax > 0) & amax.isfinite(), quotient, scale))
+        history.copy_(history.roll(-1))
+        history[0] = 0
+
+
+def _cases() -> Iterator[tuple[str, functools.partial[Arguments]]]:
+    for length, algorithm in itertools.product((1, 2, 9, 1024, 1025, 5000), get_args(Algorithm)):
+        yield f"{length} slots, {algorithm}", functools.partial(_case, (length,) * 40, algorithm)
+    yield "more states than a launch has room for", functools.partial(_case, tuple(range(1, 2 * _MOST + 2)), "max")
+
+
+def _case(lengths: Sequence[int], algorithm: Algorithm, device: torch.device) -> Arguments:
+    """Histories that begin with a hard value, are nothing else, or have it in their midst; all are neighbours in memory."""
+    generator = torch.Generator().manual_seed(len(lengths) + lengths[0])
+    hard = (0.0, torch.inf, torch.nan, 1e-45, 1e-38, FLT_MAX, 448.0, -1.0)
+    histories = torch.exp2(torch.rand(sum(lengths), generator=generator) * 240 - 120)
+    for i, history in enumerate(histories.split(lengths)):
+        middle = len(history) // 2
+        history[(slice(1), slice(None), slice(middle, middle + 1))[i // len(hard) % 3]] = hard[i % len(hard)]
+    scales = torch.exp2(torch.rand(len(lengths), generator=generator) * 20 - 10)
+    rules = [UpdateRule((448.0, 57344.0)[i % 2], (0, 1, -2, 100, -100)[i % 5], algorithm) for i in range(len(lengths))]
+    return Arguments((list(histories.to(device).split(lengths)), list(scales.to(device).split(1)), rules))
+
+
+@kernel("delayed.cu", reference=_definition, tolerance=BITWISE, cases=dict(_cases()))
+def delayed_update(
+    launch: Launcher, histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]
+) -> None:
+    """One launch for each 125 states; a block each."""
+    variant, device = variant_of("delayed.cu", _layout(_MOST), MOST=_MOST), histories[0].get_device()
+    states = [
+        (history.data_ptr(), scale.data_ptr(), len(history), rule.fp8_max, rule.margin, rule.algorithm == "most_recent")
+        for history, scale, rule in zip(histories, scales, rules, strict=True)
+    ]
+    for chunk in (states[i : i + _MOST] for i in range(0, len(states), _MOST)):
+        fields = itertools.chain.from_iterable(chunk)
+        launch(variant, "delayed_update", Grid(len(chunk), _THREADS), _layout(len(chunk)), *fields, device=device)
+
+
+@functools.cache
+def _layout(states: int) -> struct.Struct:
+    """The parameter as far as ``states`` fill it: what lies behind belongs to blocks that a launch does not have."""
+    return struct.Struct(_STATE * states)

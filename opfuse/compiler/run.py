@@ -172,6 +172,8 @@ class Runner:
                     self._backward_group(Group((index,)), grads)
             else:
                 self._backward_group(group, grads)
+            for index in contexts.keys() & set(group.nodes):
+                contexts[index].forget()
         return grads
 
     def _backward_group(self, group: Group, grads: Gradients) -> None:

@@ -81,7 +81,7 @@ class _SegmentFunction(torch.autograd.Function):
             received[value] = grad if earlier is None or grad is None else earlier + grad
             if grad is None:
                 received[value] = earlier
-        grads = ctx.runner.backward(received, iter(_saved_tensors(ctx)))
+        grads = ctx.runner.backward(received, _handed_over(ctx))
         inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
         return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
 
@@ -103,6 +103,14 @@ def _released(runner: Runner) -> list[torch.Tensor]:
     saved = [tensor for context in runner.contexts.values() for tensor in context.release()]
     runner.dirty, runner.kwargs = [], ()
     return saved
+
+
+def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
+    """What was saved, one by one. Unless the graph is kept, who takes them is the only one to hold them."""
+    saved = list(reversed(_saved_tensors(ctx)))
+    ctx.maybe_clear_saved_tensors()
+    while saved:
+        yield saved.pop()
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:

@@ -162,6 +162,10 @@ class Context:
         copy._saved = {name: _refill(value, tensors) for name, value in self._saved.items()}
         return copy
 
+    def forget(self) -> None:
+        """Let go of the saved values, once the op's backward is over: their memory serves what comes after it."""
+        self._saved = {}
+
 
 _RELEASED = torch.empty(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -313,7 +314,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes)]
 
     def _put_off(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
-        self._delayed.append((ctx, dy, groups))
+        self._delayed.append((copy.copy(ctx), dy, groups))  # the call's own context forgets what it saved
         return [None] * len(self.weight_names)
 
     def backward_dw(self) -> None:

@@ -1,7 +1,13 @@
 """The built-in fusion rules, in the order in which they claim: the more particular before the more general."""
 
 from opfuse.compiler.registry import RuleSet
-from opfuse.fusions.backward import BACKWARD_ACTIVATION_BIAS, BACKWARD_ADD_RMS_NORM, BACKWARD_LINEAR_ADD, BACKWARD_LINEAR_SCALE
+from opfuse.fusions.backward import (
+    BACKWARD_ACTIVATION_BIAS,
+    BACKWARD_ADD_RMS_NORM,
+    BACKWARD_ELEMENTWISE,
+    BACKWARD_LINEAR_ADD,
+    BACKWARD_LINEAR_SCALE,
+)
 from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD, NORM_QUANTIZE
 
 RULES = RuleSet(
@@ -14,6 +20,7 @@ RULES = RuleSet(
         BACKWARD_LINEAR_SCALE,
         BACKWARD_ADD_RMS_NORM,
         BACKWARD_ACTIVATION_BIAS,
+        BACKWARD_ELEMENTWISE,
     )
 )
 """Forward rules first, then backward rules."""

@@ -21,6 +21,11 @@ def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chai
     return run_chain_backward_cast(dy, chain, quantize.op, rounding=rounding)
 
 
+def backward_elementwise(dy: torch.Tensor, *, chain: Sequence[Context]) -> torch.Tensor:
+    """Derivatives of a run of elementwise ops, where no product reads a quantized gradient."""
+    return run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
+
+
 def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.Tensor | None:
     """dx = dy W, summed into the gradient of the extra output."""
     d_extra = extra.grad_extras[0]
@@ -86,4 +91,11 @@ BACKWARD_ACTIVATION_BIAS = fusion(
     when=(is_not("env.recipe", None), is_("env.recipe.backward_override", None)),
     backward=backward_activation_bias,
     doc=backward_activation_bias.__doc__ or "",
+)
+
+BACKWARD_ELEMENTWISE = fusion(
+    "backward_elementwise",
+    {"chain": run("elementwise", low=2)},
+    backward=backward_elementwise,
+    doc=backward_elementwise.__doc__ or "",
 )

@@ -78,6 +78,11 @@ PLACES = {
         ("quantize", "bias", "constant_scale", "geglu"),
         ("bias", "constant_scale", "geglu"),
     ),
+    "backward_elementwise": Place(
+        lambda: ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.ConstantScale(1.5), ops.GEGLU(), ops.Linear(WIDTH, WIDTH)),
+        ("bias", "constant_scale", "geglu"),
+        ("bias", "constant_scale", "geglu"),
+    ),
 }
 NEEDS_QUANTIZED_BACKWARD = ("backward_activation_bias",)
 

@@ -1,4 +1,4 @@
-"""Casts and dequantize against a copy of the same matrix in the same process: ``python -m benchmarks.casts [--json FILE]``.
+"""Casts and dequantize against a copy of the same matrix in the same process: ``python -m benchmarks.casts [--only NAME]``.
 
 A kernel's bandwidth counts the fewest bytes that its result needs. 100 % is what torch's own copy reaches.
 """
@@ -6,9 +6,7 @@ A kernel's bandwidth counts the fewest bytes that its result needs. 100 % is wha
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,7 +18,6 @@ from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.decode import dequantize
 from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout
-from opfuse.kernels.registry import sources_digest
 
 SHAPES = ((16384, 8192), (8192, 14336), (4096, 4096))
 LAST_LEVEL_CACHE = 64 << 20  # bytes, of the largest so far
@@ -95,48 +92,48 @@ def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> M
     return make
 
 
-# Name: (fewest bytes an element, the least percentage of copy on the first shape, how to make a call for a bf16 matrix). "NVFP4,
+# Name: (fewest bytes an element, how to make a call for a bf16 matrix). "NVFP4,
 # measured" and "stochastic" are the rotated cast of both planes with the pass over the matrix that finds its amaxes, and with
 # random rounding.
-CASTS: dict[str, tuple[float, int | None, Make]] = {
-    "amax": (2, 98, lambda x: lambda: cast.tensor_amax(x)),
-    "delayed, row": (3, 95, delayed(ROW)),
-    "delayed, row + col": (4, 87, delayed(BOTH)),
-    "delayed, col": (3, None, delayed(COL)),
-    "current, row": (5, 92, current(ROW)),
-    "current, row + col": (6, None, current(BOTH)),
-    "MXFP8, row": (3 + 1 / 32, 95, mx(ROW)),
-    "MXFP8, row swizzled": (3 + 1 / 32, None, mx(ROW, swizzled=True)),
-    "MXFP8, col": (3 + 1 / 32, None, mx(COL)),
-    "MXFP8, row + col": (4 + 2 / 32, 88, mx(BOTH)),
-    "MXFP8, both swizzled": (4 + 2 / 32, None, mx(BOTH, swizzled=True)),
-    "1x128, row": (3 + 1 / 32, 95, block(1, ROW)),
-    "1x128, col": (3 + 1 / 32, None, block(1, COL)),
-    "1x128, row + col": (4 + 2 / 32, 85, block(1, BOTH)),
-    "128x128, row": (3, 95, block(2, ROW)),
-    "128x128, col": (3, None, block(2, COL)),
-    "128x128, row + col": (4, 86, block(2, BOTH)),
-    "decode, row": (3, 90, decoded(fp8_tensor(E4M3))),
-    "decode, col": (3, None, decoded(fp8_tensor(E4M3), COLUMNWISE)),
-    "decode 1x128, row": (3 + 1 / 32, 90, decoded(fp8_block(E4M3, 1))),
-    "decode 1x128, col": (3 + 1 / 32, None, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
-    "decode 128x128, row": (3, 90, decoded(fp8_block(E4M3, 2))),
-    "decode 128x128, col": (3, None, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
-    "decode MXFP8, row": (3 + 1 / 32, 90, decoded(mxfp8(E4M3))),
-    "decode MXFP8, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE)),
-    "decode MX swz, row": (3 + 1 / 32, None, decoded(mxfp8(E4M3), swizzled=True)),
-    "decode MX swz, col": (3 + 1 / 32, None, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
-    "NVFP4, row": (2.5 + 1 / 16, 70, nv(ROW)),
-    "NVFP4, row stochastic": (2.5 + 1 / 16, None, nv(ROW, seed=1)),
-    "NVFP4, col": (2.5 + 1 / 16, None, nv(COL)),
-    "NVFP4, row + col": (3 + 2 / 16, None, nv(BOTH)),
-    "NVFP4, row + rotated": (3 + 2 / 16, 45, nv(BOTH, rotated=True)),
-    "NVFP4, measured": (5 + 2 / 16, None, nv(BOTH, rotated=True, measured=True)),
-    "NVFP4, stochastic": (3 + 2 / 16, None, nv(BOTH, rotated=True, seed=1)),
-    "NVFP4 16x16, both": (3 + 2 / 16, None, nv(BOTH, rows=16)),
-    "decode NVFP4, row": (2.5 + 1 / 16, None, decoded(NVFP4)),
-    "decode NVFP4, col": (2.5 + 1 / 16, None, decoded(NVFP4, COLUMNWISE)),
-    "decode NVFP4, rotated": (2.5 + 1 / 16, None, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
+CASTS: dict[str, tuple[float, Make]] = {
+    "amax": (2, lambda x: lambda: cast.tensor_amax(x)),
+    "delayed, row": (3, delayed(ROW)),
+    "delayed, row + col": (4, delayed(BOTH)),
+    "delayed, col": (3, delayed(COL)),
+    "current, row": (5, current(ROW)),
+    "current, row + col": (6, current(BOTH)),
+    "MXFP8, row": (3 + 1 / 32, mx(ROW)),
+    "MXFP8, row swizzled": (3 + 1 / 32, mx(ROW, swizzled=True)),
+    "MXFP8, col": (3 + 1 / 32, mx(COL)),
+    "MXFP8, row + col": (4 + 2 / 32, mx(BOTH)),
+    "MXFP8, both swizzled": (4 + 2 / 32, mx(BOTH, swizzled=True)),
+    "1x128, row": (3 + 1 / 32, block(1, ROW)),
+    "1x128, col": (3 + 1 / 32, block(1, COL)),
+    "1x128, row + col": (4 + 2 / 32, block(1, BOTH)),
+    "128x128, row": (3, block(2, ROW)),
+    "128x128, col": (3, block(2, COL)),
+    "128x128, row + col": (4, block(2, BOTH)),
+    "decode, row": (3, decoded(fp8_tensor(E4M3))),
+    "decode, col": (3, decoded(fp8_tensor(E4M3), COLUMNWISE)),
+    "decode 1x128, row": (3 + 1 / 32, decoded(fp8_block(E4M3, 1))),
+    "decode 1x128, col": (3 + 1 / 32, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
+    "decode 128x128, row": (3, decoded(fp8_block(E4M3, 2))),
+    "decode 128x128, col": (3, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
+    "decode MXFP8, row": (3 + 1 / 32, decoded(mxfp8(E4M3))),
+    "decode MXFP8, col": (3 + 1 / 32, decoded(mxfp8(E4M3), COLUMNWISE)),
+    "decode MX swz, row": (3 + 1 / 32, decoded(mxfp8(E4M3), swizzled=True)),
+    "decode MX swz, col": (3 + 1 / 32, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
+    "NVFP4, row": (2.5 + 1 / 16, nv(ROW)),
+    "NVFP4, row stochastic": (2.5 + 1 / 16, nv(ROW, seed=1)),
+    "NVFP4, col": (2.5 + 1 / 16, nv(COL)),
+    "NVFP4, row + col": (3 + 2 / 16, nv(BOTH)),
+    "NVFP4, row + rotated": (3 + 2 / 16, nv(BOTH, rotated=True)),
+    "NVFP4, measured": (5 + 2 / 16, nv(BOTH, rotated=True, measured=True)),
+    "NVFP4, stochastic": (3 + 2 / 16, nv(BOTH, rotated=True, seed=1)),
+    "NVFP4 16x16, both": (3 + 2 / 16, nv(BOTH, rows=16)),
+    "decode NVFP4, row": (2.5 + 1 / 16, decoded(NVFP4)),
+    "decode NVFP4, col": (2.5 + 1 / 16, decoded(NVFP4, COLUMNWISE)),
+    "decode NVFP4, rotated": (2.5 + 1 / 16, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
 }
 
 
@@ -147,36 +144,28 @@ def measure(shape: tuple[int, int], only: str = "") -> list[dict[str, object]]:
     targets = [torch.empty_like(x) for x in matrices]
     copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
     rows = [{"shape": list(shape), "cast": "copy", "us": copy.median, "bytes": 4, "percent": 100.0}]
-    for name, (size, limit, make) in CASTS.items():
+    for name, (size, make) in CASTS.items():
         if only not in name:
             continue
         calls = [make(x) for x in matrices]
         took = device_time(calls)
         percent = 100 * size / 4 * copy.median / took.median
-        row = {"shape": list(shape), "cast": name, "us": took.median, "bytes": size, "percent": percent, "range": took[1:]}
-        if limit is not None and shape == SHAPES[0]:
-            row |= {"limit": limit, "met": percent >= limit}
-        rows.append(row)
+        rows.append({"shape": list(shape), "cast": name, "us": took.median, "bytes": size, "percent": percent})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="measure casts whose names hold this")
     arguments = parser.parse_args()
     rows = [row for shape in SHAPES for row in measure(shape, arguments.only)]
     small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    host = {name: host_time(make(small)).median for name, (_, _, make) in CASTS.items() if arguments.only in name}
+    host = {name: host_time(make(small)).median for name, (_, make) in CASTS.items() if arguments.only in name}
     for row in rows:
-        limit = f", at least {row['limit']}: {'met' if row['met'] else 'NOT MET'}" if "limit" in row else ""
         place, name, us, percent = (row[k] for k in ("shape", "cast", "us", "percent"))
-        print(f"{place[0]:6d} x {place[1]:5d}  {name:20s} {us:8.1f} us {percent:6.1f} % of copy{limit}")
+        print(f"{place[0]:6d} x {place[1]:5d}  {name:20s} {us:8.1f} us {percent:6.1f} % of copy")
     for name, us in host.items():
         print(f"host            {name:20s} {us:8.1f} us")
-    if arguments.json:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "kernels": sources_digest()}
-        arguments.json.write_text(json.dumps({**machine, "casts": rows, "host_us": host}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from benchmarks.timing import Call, device_time, host_time
@@ -33,7 +36,8 @@ def product(name: str, sizes: tuple[int, int, int], kind: str) -> Call:
     return lambda: gemm(name, left, right, dtype=torch.bfloat16)
 
 
-def main() -> None:
+def measure() -> Iterator[dict[str, Any]]:
+    """One row for each size, product and format: TFLOP/s, and how many times as fast as bf16."""
     for sizes in SIZES:
         work = 2 * sizes[0] * sizes[1] * sizes[2]
         for name in GEMMS:
@@ -41,7 +45,23 @@ def main() -> None:
             for kind in ("bf16", *FORMATS):
                 took = device_time([product(name, sizes, kind)], launches=8, repeats=5).median
                 plain = plain or took
-                print(f"{sizes} {name} {kind:15s} {work / took / 1e6:6.0f} TFLOP/s {plain / took:5.2f} x bf16")
+                yield {"sizes": sizes, "product": name, "kind": kind, "tflops": work / took / 1e6, "times": plain / took}
+
+
+def records() -> Iterator[dict[str, Any]]:
+    """Figures for the record."""
+    for row in measure():
+        name = f"{row['kind']} {row['product']}, {'x'.join(map(str, row['sizes']))}"
+        yield {"name": name, "value": row["tflops"], "unit": "TFLOP/s", "limit": None, "met": None}
+        yield {"name": name, "value": row["times"], "unit": "x bf16", "limit": None, "met": None}
+
+
+def main() -> None:
+    for row in measure():
+        print(
+            f"{row['sizes']} {row['product']} {row['kind']:15s} {row['tflops']:6.0f} TFLOP/s {row['times']:5.2f} x bf16",
+            flush=True,
+        )
     for kind in ("bf16", *FORMATS):
         print(f"host {kind:15s} {host_time(product('fprop', (256, 256, 256), kind)).median:6.1f} us")
 

@@ -1,6 +1,7 @@
-"""Measures on a GPU what benchmarks/casts.py and epilogues.py can, and writes the record: ``python -m benchmarks.record FILE``.
+"""Measures on a GPU what the benchmarks can, and writes the record: ``python -m benchmarks.record FILE [--only SCRIPT …]``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
+With ``--only``, the figures of other scripts stay as they are in FILE, which must be of the same kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import argparse
 import datetime
 import json
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ from typing import Any
 import torch
 
 import opfuse
-from benchmarks import casts, epilogues
+from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer
 from opfuse.kernels.registry import sources_digest
 
-# Percent of a copy of the same matrix in the same process, for 16384 x 8192 bf16.
-LIMITS = {
+Record = dict[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+# Percent of a copy of the same matrix in the same process, for 16384 x 8192 bf16: at least.
+LEAST = {
     "delayed, row": 97,
     "1x128, row": 97,
     "128x128, row": 97,
@@ -35,47 +40,97 @@ LIMITS = {
     "decode 1x128, row": 92,
     "decode 128x128, row": 92,
     "decode MXFP8, row": 92,
+    "NVFP4, row": 70,
+    "NVFP4, row + rotated": 45,
     "bias, GELU, cast both": 85,
     "bias, GELU, blocks both": 78,
+    "bias, GELU, MXFP8 both": 80,
     "SwiGLU, cast both": 90,
+    "RMSNorm, delayed, row": 88,
     "d GELU, d bias, cast both": 85,
     "d SwiGLU, d bias, cast both": 85,
 }
+# Microseconds for 4096 x 4096 bf16: at most.
+MOST = {
+    **dict.fromkeys(("delayed, row", "1x128, row", "128x128, row", "MXFP8, row"), 17),
+    **dict.fromkeys(("delayed, row + col", "1x128, row + col", "128x128, row + col", "MXFP8, row + col"), 23),
+}
 
 
-def records() -> Iterator[dict[str, Any]]:
-    """All figures, the largest shape first."""
-    for script, measure, word in (("casts.py", casts.measure, "cast"), ("epilogues.py", epilogues.measure, "chain")):
-        for shape in casts.SHAPES:
-            for row in measure(shape):
-                limit = LIMITS.get(str(row[word])) if shape == casts.SHAPES[0] else None
-                name = f"{row[word]}, {shape[0]}x{shape[1]} bf16"
-                met = None if limit is None else row["percent"] >= limit
-                yield {"name": name, "value": row["percent"], "unit": "% of copy", "limit": limit, "met": met, "script": script}
-                yield {"name": name, "value": row["us"], "unit": "us", "limit": None, "met": None, "script": script}
+def bandwidths(measure: Callable[[tuple[int, int]], Rows], word: str) -> Iterator[Record]:
+    """Of a table of kernels, whose rows call them by ``word``: the large shape as a part of copy, the small one in time."""
+    large, small = (16384, 8192), (4096, 4096)
+    for shape in (large, small):
+        for row in measure(shape):
+            name = str(row[word])
+            least, most = (LEAST.get(name), None) if shape == large else (None, MOST.get(name))
+            label = f"{name}, {shape[0]}x{shape[1]} bf16"
+            percent, us = row["percent"], row["us"]
+            yield {"name": label, "value": percent, "unit": "% of copy", "limit": least, "met": least and percent >= least}
+            yield {"name": label, "value": us, "unit": "us", "limit": most, "met": most and us <= most}
+
+
+def peers() -> Iterator[Record]:
+    """What PyTorch takes for the same results, as multiples of the kernels' times."""
+    for row in epilogues.measure_peers((16384, 8192)):
+        name = f"{row['chain']}, PyTorch {row['peer']}, 16384x8192 bf16"
+        yield {"name": name, "value": row["times"], "unit": "x time", "limit": None, "met": None}
+
+
+SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
+    "casts": lambda: bandwidths(casts.measure, "cast"),
+    "epilogues": lambda: bandwidths(epilogues.measure, "chain"),
+    "peers": peers,
+    "norms": lambda: bandwidths(norms.measure, "norm"),
+    "gemm": gemm.records,
+    "pipelines": pipelines.records,
+    "host": pipelines.host_records,
+    "memory": memory.records,
+    "compiling": compiling.records,
+    "sanitizer": sanitizer.records,
+}
+"""What is measured, in this order; all but the last by default, which takes minutes."""
+
+
+def versions() -> dict[str, str]:
+    """Of the machine and of what runs on it."""
+    packages = {"opfuse": opfuse.__version__, "torch": torch.__version__, "cupy": version("cupy-cuda13x")}
+    return {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **packages}
+
+
+def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
+    """The figures of other scripts in ``file``, if it is of these kernels."""
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    same = earlier.get("kernels_digest") == sources_digest()
+    return [record for record in earlier.get("results", ()) if same and record["script"] not in scripts]
 
 
 def main() -> None:
-    """Measure, print what misses its limit, write the file."""
+    """Measure, print what has a limit, write the file after each script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=[name for name in SCRIPTS if name != "sanitizer"])
     arguments = parser.parse_args()
-    found = list(records())
-    for record in found:
-        if record["limit"] is not None:
-            state = "met" if record["met"] else "NOT MET"
-            print(f"{record['name']:48s} {record['value']:6.1f} {record['unit']}, at least {record['limit']}: {state}")
-    versions = {"opfuse": opfuse.__version__, "torch": torch.__version__, "cupy": version("cupy-cuda13x")}
-    machine = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    record = {
-        "date": date,
-        "versions": machine,
-        "kernels_digest": sources_digest(),
-        "script": "benchmarks/record.py",
-        "results": found,
-    }
-    arguments.file.write_text(json.dumps(record, indent=1) + "\n")
+    found = kept(arguments.file, arguments.only)
+    for script in arguments.only:
+        start = time.perf_counter()
+        for record in SCRIPTS[script]():
+            found.append({**record, "script": script})
+            if record["limit"] is not None:
+                state = "met" if record["met"] else "NOT MET"
+                print(f"{record['name']:60s} {record['value']:8.1f} {record['unit']}, limit {record['limit']:.1f}: {state}")
+        print(f"{script}: {time.perf_counter() - start:.0f} s", flush=True)
+        order = list(SCRIPTS)
+        found.sort(key=lambda record: order.index(record["script"]))
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        whole = {
+            "date": date,
+            "versions": versions(),
+            "kernels_digest": sources_digest(),
+            "script": "python -m benchmarks.record",
+            "results": found,
+        }
+        arguments.file.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+GPU_JOBS ?= 8
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow gpu install clean
+.PHONY: demo test check slow gpu sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -20,10 +21,14 @@ check: install
 slow: install
 	$(BIN)/pytest -n $(JOBS) -m slow
 
-# On a machine with a GPU, in an environment that has torch and CuPy already: parity, then timings, then the record.
+# On a machine with a GPU, in an environment that has torch and CuPy already: parity, then timings, then the record; ten minutes.
 gpu:
-	$(PYTHON) -m pytest tests/gpu
+	$(PYTHON) -m pytest tests/gpu -n $(GPU_JOBS)
 	$(PYTHON) -m benchmarks.record benchmarks/results/h200.json
+
+# With the CUDA toolkit as well: compute-sanitizer over every kernel, added to the record.
+sanitize:
+	$(PYTHON) -m benchmarks.record benchmarks/results/h200.json --only sanitizer
 
 install: $(VENV)/.installed
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import LARGE, PIPELINES, SMALL, Sizes, active, settings
+from opfuse import recipes
 from opfuse.recipes.recipe import Recipe
 
 BF16, FP32 = 2, 4
@@ -91,15 +92,28 @@ def formula(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
 
 
 def transient(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
-    """Bytes that a call may hold for a while beside what bf16 modules hold: casts, or dequantized operands, of one layer."""
+    """Bytes that a call may hold for a while beside what bf16 modules hold: casts, or dequantized operands, of one layer.
+
+    A gradient that is cast under its own amax is stored first. A product that is emulated multiplies bf16 copies of its operands.
+    """
     if kind == "none":
         return 0
     layers = SAVES[name][0](sizes)
     if override == "dequantized":
-        return max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)
-    if override == "high_precision":
-        return max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
-    return max(2 * layer.tokens * layer.outputs for layer in layers)
+        casts = max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)
+    elif override == "high_precision":
+        casts = max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
+    else:
+        stored = BF16 if kind in ("fp8_current", "nvfp4") else 0
+        casts = max((2 + stored) * layer.tokens * layer.outputs for layer in layers)
+    native = recipes.support(kind).status == "native"
+    return casts if native else casts + max(_copies(layer, override) for layer in layers)
+
+
+def _copies(layer: Operands, override: str | None) -> int:
+    """Bytes of bf16 copies of the operands of the layer's largest product: forward, or any without an override."""
+    x, w, dy = layer.tokens * layer.inputs, layer.inputs * layer.outputs, layer.tokens * layer.outputs
+    return BF16 * (x + w if override is not None else max(x + w, dy + w, dy + x))
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------------

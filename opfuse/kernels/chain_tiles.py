@@ -56,22 +56,22 @@ class Tile(NamedTuple):
 _Kind = tuple[str, bool, bool]
 
 _PLAIN: Mapping[_Kind, Tile] = {
-    ("backward", False, True): Tile(64, 64, 128, 9, 1),
-    ("backward", True, True): Tile(64, 64, 128, 5, 4),
+    ("backward", False, True): Tile(64, 128, 256, 3, 4),
+    ("backward", True, True): Tile(128, 64, 256, 3, 4),
 }
 _TENSOR: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 4, 4),
     ("forward", True, False): Tile(64, 64, 128, 9, 4),
-    ("backward", False, False): Tile(64, 64, 128, 9, 4),
-    ("backward", False, True): Tile(64, 64, 128, 9, 1),
+    ("backward", False, False): Tile(64, 64, 128, 9, 1),
+    ("backward", False, True): Tile(64, 64, 128, 7, 4),
     ("backward", True, False): Tile(128, 64, 256, 4, 2),
     ("backward", True, True): Tile(64, 64, 128, 5, 4),
 }
 _BLOCKS: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 3, 2),
+    ("forward", False, False): Tile(128, 128, 256, 3, 4),
     ("forward", True, False): Tile(128, 128, 256, 4, 2),
     ("backward", False, False): Tile(128, 128, 256, 3, 4),
-    ("backward", False, True): Tile(128, 128, 512, 2, 2),
+    ("backward", False, True): Tile(128, 128, 512, 2, 4),
     ("backward", True, False): Tile(128, 128, 512, 1, 4),
     ("backward", True, True): Tile(128, 128, 512, 1, 4),
 }
@@ -79,15 +79,15 @@ _COMPACT: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(32, 256, 128, 5, 4),
     ("forward", True, False): Tile(32, 256, 128, 7, 1),
     ("backward", False, False): Tile(32, 256, 128, 6, 2),
-    ("backward", False, True): Tile(64, 128, 256, 4, 2),
+    ("backward", False, True): Tile(64, 128, 256, 4, 4),
     ("backward", True, False): Tile(32, 128, 128, 5, 2),
-    ("backward", True, True): Tile(64, 128, 256, 2, 2),
+    ("backward", True, True): Tile(64, 128, 256, 2, 4),
 }
 _SWIZZLED: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(128, 128, 256, 3, 4),
     ("forward", True, False): Tile(128, 128, 256, 3, 1),
     ("backward", False, False): Tile(128, 128, 256, 3, 2),
-    ("backward", False, True): Tile(128, 128, 512, 2, 1),
+    ("backward", False, True): Tile(128, 128, 512, 2, 4),
     ("backward", True, False): Tile(128, 128, 512, 1, 4),
     ("backward", True, True): Tile(128, 128, 512, 1, 4),
 }

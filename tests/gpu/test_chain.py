@@ -90,7 +90,12 @@ def test_r4_fused_chain_equals_its_ops_one_by_one_on_the_device(seed, device):
     for i in reversed(range(len(stages))):
         dy, (alone,) = backward_chain(dy, [stages[i]], {0: kept[i]})
         for name, grad in alone.items():
-            assert_same(grads[i][name], grad)
+            if stages[i].math.operands[name] == "column" and any(stage.math.is_gated for stage in stages[i + 1 :]):
+                # Halves of a later unit are added up pair by pair in the chain, one after the other alone.
+                scale = float(grad.abs().max()) if grad.numel() else 0.0
+                torch.testing.assert_close(grads[i][name], grad, rtol=RELATIVE[chain.io], atol=2**-9 * scale)
+            else:
+                assert_same(grads[i][name], grad)
     assert_same(dx, dy)
 
 
@@ -150,12 +155,11 @@ def equal_to_two_kernels(kernel, name, device):
     assert (result is None) == (wanted_result is None)
     if result is not None:
         assert_same(result, wanted_result)
-    for i, stage in enumerate(args[1]):
-        if isinstance(others, dict):
-            assert_same(others[i], wanted_others[i])
-            continue
-        for operand, grad in wanted_others[i].items():
-            assert_same(others[i][operand], grad)
+    for i in range(len(args[1])):
+        got, definition = ({"kept": each[i]} if isinstance(others, dict) else each[i] for each in (others, wanted_others))
+        assert got.keys() == definition.keys()
+        for operand, tensor in definition.items():
+            assert_same(got[operand], tensor)
 
 
 @pytest.mark.parametrize("name", sorted(forward_chain_amax.cases))

@@ -82,56 +82,68 @@ OPFUSE_FN void cast_square(const Blocks& p, const Tile& tile, const Values& v, u
 
 // ----------------------------------------------------------------------------------------------------- 1 x 128 and 128 x 1 blocks
 
-OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u32* shared) {
-    __shared__ u32 row_amax[WARPS_ACROSS][BLOCK], column_amax[WARPS_DOWN][BLOCK];
-    __shared__ float row_scale[BLOCK], column_scale[BLOCK];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = threadIdx.x % BLOCK;
-    if (p.rowwise) {
-        Maxima<IN, OWN_ROWS> along = maxima_along(v);
-        along.across(1), along.across(2), along.across(4);
-        if (lane % 8 == 0)
+static_assert(WARPS_ACROSS == 2, "two warps share a row of a block");
+
+// Encode scales of the thread's rows. Two warps wait for each other; of the eight lanes that share rows, each finds the scale of one.
+OPFUSE_FN void scales_along(const Blocks& p, const Tile& tile, const Values& v, float (&scale)[OWN_ROWS]) {
+    __shared__ u32 amax[WARPS_ACROSS][BLOCK];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = own_row(tile, lane % OWN_ROWS);
+    Maxima<IN, OWN_ROWS> along = maxima_along(v);
+    along.across(1), along.across(2), along.across(4);
+    if (lane % 8 == 0)
 #pragma unroll
-            for (int i = 0; i < OWN_ROWS; ++i) row_amax[warp % WARPS_ACROSS][own_row(tile, i)] = along.bits(i);
+        for (int i = 0; i < OWN_ROWS; ++i) amax[warp % 2][own_row(tile, i)] = along.bits(i);
+    asm volatile("bar.sync %0, 64;" ::"r"(warp / 2 + 1) : "memory");
+    Scale own = scale_of(p, larger(amax[0][mine], amax[1][mine]));
+    if (warp % 2 == 0 && lane % 8 < OWN_ROWS)
+        store_scale(p.row_scale + tile.column / BLOCK * p.row_pitch, tile.row + mine, p.rows, p.row_pitch, own.decode);
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) scale[i] = __shfl_sync(~0u, own.encode, (lane & 24) + i);
+}
+
+// Encode scales of the thread's columns, from what each warp has left of its rows before a barrier. Of the four lanes that share
+// columns, each finds the scales of two.
+OPFUSE_FN void scales_down(const Blocks& p, const Tile& tile, const u32 (&amax)[WARPS_DOWN][BLOCK], float (&scale)[8]) {
+    int lane = threadIdx.x % 32, mine = tile.across * 8 + lane / 8 * 2;
+    Scale own[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        u32 bits = amax[0][mine + j];
+#pragma unroll
+        for (int w = 1; w < WARPS_DOWN; ++w) bits = larger(bits, amax[w][mine + j]);
+        own[j] = scale_of(p, bits);
+        if (threadIdx.x / 32 < WARPS_ACROSS)
+            store_scale(p.column_scale + tile.row / BLOCK * p.column_pitch, tile.column + mine + j, p.columns, p.column_pitch, own[j].decode);
     }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scale[j] = __shfl_sync(~0u, own[j % 2].encode, j / 2 * 8 + lane % 8);
+}
+
+OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u32* shared) {
+    __shared__ u32 column_amax[WARPS_DOWN][BLOCK];
     if (p.columnwise) {
         Maxima<IN, 8> down = maxima_down(v);
         down.across(8), down.across(16);
-        if (lane < 8)
+        if (threadIdx.x % 32 < 8)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) column_amax[warp / WARPS_ACROSS][tile.across * 8 + j] = down.bits(j);
+            for (int j = 0; j < 8; ++j) column_amax[threadIdx.x / 32 / WARPS_ACROSS][tile.across * 8 + j] = down.bits(j);
     }
+    if (p.rowwise) {
+        float scale[OWN_ROWS];
+        scales_along(p, tile, v, scale);
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i) store_row(p, tile, i, encode_eight<OUT>(v[i], [&](int) { return scale[i]; }));
+    }
+    if (!p.columnwise) return;
     __syncthreads();
-    if (threadIdx.x < BLOCK && p.rowwise) {
-        Scale scale = scale_of(p, larger(row_amax[0][line], row_amax[1][line]));
-        row_scale[line] = scale.encode;
-        store_scale(p.row_scale + tile.column / BLOCK * p.row_pitch, tile.row + line, p.rows, p.row_pitch, scale.decode);
-    }
-    if (threadIdx.x / BLOCK == 1 && p.columnwise) {
-        u32 amax = 0;
+    float scale[8];
+    scales_down(p, tile, column_amax, scale);
 #pragma unroll
-        for (int w = 0; w < WARPS_DOWN; ++w) amax = larger(amax, column_amax[w][line]);
-        Scale scale = scale_of(p, amax);
-        column_scale[line] = scale.encode;
-        store_scale(p.column_scale + tile.row / BLOCK * p.column_pitch, tile.column + line, p.columns, p.column_pitch, scale.decode);
-    }
-    __syncthreads();
-    if (p.rowwise)
+    for (int step = 0; step < TILE_STEPS; ++step) {
+        uint2 codes[4];
 #pragma unroll
-        for (int i = 0; i < OWN_ROWS; ++i) {
-            float scale = row_scale[own_row(tile, i)];
-            store_row(p, tile, i, encode_eight<OUT>(v[i], [scale](int) { return scale; }));
-        }
-    if (p.columnwise) {
-        float scale[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) scale[j] = column_scale[tile.across * 8 + j];
-#pragma unroll
-        for (int step = 0; step < TILE_STEPS; ++step) {
-            uint2 codes[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) codes[i] = encode_eight<OUT>(v[step * 4 + i], [&](int j) { return scale[j]; });
-            transpose_into(shared, tile, codes, step);
-        }
+        for (int i = 0; i < 4; ++i) codes[i] = encode_eight<OUT>(v[step * 4 + i], [&](int j) { return scale[j]; });
+        transpose_into(shared, tile, codes, step);
     }
 }
 

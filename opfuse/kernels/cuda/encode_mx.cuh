@@ -57,13 +57,13 @@ OPFUSE_FN Maxima<IN, 8> maxima_of_blocks(const Values& v, u32* exchange) {
 }
 
 // Codes of rows to shared memory, 0 for rows and blocks that are not there. Lane i of a block's four leaves those of rows i and i + 4.
-OPFUSE_FN void gather_rows(u8* row_codes, const Tile& tile, const Thread& at, const u32 (&code)[OWN_ROWS]) {
+OPFUSE_FN void gather_rows(const Encode& p, u8* row_codes, const Tile& tile, const Thread& at, const u32 (&code)[OWN_ROWS]) {
 #pragma unroll
     for (int step = 0; step < TILE_STEPS; ++step) {
         const u32* four = code + step * 4;
         int mine = threadIdx.x % 4, row = own_row(tile, step * 4) + mine;
         u32 own = (mine & 2 ? (mine & 1 ? four[3] : four[2]) : mine & 1 ? four[1] : four[0]);
-        bool there = at.columns > 0 && step * 16 + mine < at.rows;
+        bool there = tile.column + tile.across / 4 * MX_BLOCK < p.columns && step * 16 + mine < at.rows;
         row_codes[row * BLOCKS_ACROSS + tile.across / 4] = there ? u8(own) : 0;
     }
 }
@@ -129,7 +129,7 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
             float multiplier = mx_multiplier(code[i]);
             store_codes(p.rowwise, p.columns, at.place(down_of(i)), encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
         }
-        gather_rows(row_codes, tile, at, code);
+        gather_rows(p, row_codes, tile, at, code);
     }
 }
 

@@ -50,7 +50,8 @@ class Form(NamedTuple):
         """Blocks of a forward kernel of these types that share a multiprocessor, as its registers allow."""
         if not self._is_light(*dtypes):
             return 1
-        return 3 if self.kind == "layer_norm" or self._is_wide(*dtypes) else 4
+        many = self.kind == "layer_norm" and team(self.columns) < THREADS
+        return 3 if many or self._is_wide(*dtypes) else 4
 
     def resident_backward(self, *dtypes: torch.dtype) -> int:
         """The same of a backward kernel."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import norm as definition
 from opfuse.kernels.cases import hard
 from opfuse.kernels.cast import cast_current, tensor_amax
@@ -201,9 +201,10 @@ def _cast(rows: Rows, encoding: str, element: Element, usages: tuple[Usage, ...]
     return Arguments((x, norm, _ENCODINGS[encoding]((matrix, element, usages), device)), {"dtype": rows.types.made})
 
 
+_BOTH = (Rows("rms_norm", (96, 288)), Rows("layer_norm", (64, 1024), Types(FP16, FP16)), Rows("l2_normalization", (32, 2080)))
+_TURNS = zip(itertools.product(_CAST, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.cycle((*_PLANES, (ROWWISE,))))
+_ALL_BOTH = zip(itertools.product(_BOTH, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.repeat(USAGES))
 CAST: dict[str, Case] = {
     f"{rows.name} {encoding} {element.name} {'+'.join(usages)}": functools.partial(_cast, rows, encoding, element, usages)
-    for ((rows, encoding), element, usages) in zip(
-        itertools.product(_CAST, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.cycle((*_PLANES, (ROWWISE,)))
-    )
+    for (rows, encoding), element, usages in (*_TURNS, *_ALL_BOTH)
 }

@@ -57,7 +57,7 @@ def norm_cast(
     if (call.rows, call.columns) == encode.layouts[0].shape:
         if type(encode) in _TARGETS and _is_by_rows(encode):
             return _by_rows(launch, call, encode, dtype), call.statistics
-        if type(encode) in CASTS:
+        if type(encode) in CASTS and all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts):
             return _by_tiles(launch, call, encode, dtype), call.statistics
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     run_forward(launch, call, y)

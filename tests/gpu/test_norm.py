@@ -81,7 +81,9 @@ def launched(monkeypatch):
     return seen
 
 
-def step(model, rules, recipe, device):
+def step(make, rules, recipe, device):
+    torch.manual_seed(0)
+    model = make()
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
     return run(to(model, BF16).to(device), x.to(device), step=Step(recipe, rules, steps=2))
 
@@ -100,9 +102,9 @@ def test_r4_norm_quantize_launches_one_kernel(norm, name, device, launched):
         return made
 
     recipe = recipe_for(name)
-    unfused = step(model(), UNFUSED, recipe, device)
+    unfused = step(model, UNFUSED, recipe, device)
     assert not any(CASTS[name] in each for each in launched)
-    fused = step(model(), RuleSet(tuple(rule for rule in RULES.rules if rule.name == "norm_quantize")), recipe, device)
+    fused = step(model, RuleSet(tuple(rule for rule in RULES.rules if rule.name == "norm_quantize")), recipe, device)
     assert fused.outcomes("norm_quantize")[0].status == "fused"
     assert any(CASTS[name] in each for each in launched)
     assert differences(fused.tensors, unfused.tensors) == []
@@ -116,6 +118,6 @@ def test_r4_all_rules_around_a_norm(name, device, launched):
         )
 
     recipe = recipe_for(name)
-    fused, unfused = (step(model(), rules, recipe, device) for rules in (RULES, UNFUSED))
+    fused, unfused = (step(model, rules, recipe, device) for rules in (RULES, UNFUSED))
     assert differences(fused.tensors, unfused.tensors) == []
     assert any(each[0] == "norm_backward.cu" and "ADD=1" in each for each in launched)

@@ -87,11 +87,16 @@ class Cast:
         return self.quantizer if self.state is None else self._delayed(self.state)
 
     def _delayed(self, state: DelayedScalingState) -> Quantizer:
-        recipe = cast(DelayedScaling, cast(Recipe, self.env.recipe).delayed_scaling(self.op.quantizer_role(self.role)))
+        recipe = self._delayed_scaling
         state.resize(recipe.amax_history_len)
         if self.role == GRADIENT:
             touch_backward(state, recipe, group=self.group)
         elif self.env.grad:
             touch_forward(state, recipe)
         wanted = cast(Float8Quantizer, self.quantizer)
-        return state.quantizer(wanted.fp8_dtype).wanting(rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+
+    @functools.cached_property
+    def _delayed_scaling(self) -> DelayedScaling:
+        """The recipe of the role, which has a state."""
+        return cast(DelayedScaling, cast(Recipe, self.env.recipe).delayed_scaling(self.op.quantizer_role(self.role)))

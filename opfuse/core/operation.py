@@ -184,11 +184,11 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
-        return tuple(name for name, _ in self.parameter_slots())
+        return tuple([name for name, _ in self.parameter_slots()])
 
     def parameter_values(self) -> tuple[nn.Parameter | None, ...]:
         """The parameters as they are now, in order."""
-        return tuple(slot[name.rpartition(".")[2]] for name, slot in self.parameter_slots())
+        return tuple([slot[name.rpartition(".")[2]] for name, slot in self.parameter_slots()])
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name as it is now; PipelineError if there is none."""

@@ -5,6 +5,7 @@ A launch takes a contiguous matrix of any size; where rows do not start on 16 by
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ import torch
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
-from opfuse.kernels.launch import Grid
+from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scales import Rounding
@@ -72,25 +73,36 @@ def _cast_tensor(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Data of the planes and their decode scale; ``scaling`` is the addresses of the scale, 0 if amax decides it, and of amax."""
     x = x.contiguous()
-    rows, columns = x.shape
+    work = _tensor_work(tuple(layouts), x.dtype, on_bytes(x, _VECTOR), scaling[0] != 0)
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
-    tiled, rowwise = COLUMNWISE in data, ROWWISE in data
+    out = [data[usage].data_ptr() if usage in data else 0 for usage in USAGES]
+    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *x.shape, *rule)
+    launch(*work, _CAST_TENSOR, *fields, device=x.get_device())
+    return [data[layout.usage] for layout in layouts], decode_scale
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool, record: bool) -> tuple[Variant, str, Grid]:
+    """Variant, entry and grid that cast a contiguous matrix of ``dtype`` to these planes."""
+    rows, columns = layouts[0].shape
+    usages = {layout.usage for layout in layouts}
+    tiled = COLUMNWISE in usages
     variant = variant_of(
         "cast_tensor.cu",
         _CAST_TENSOR,
-        IN=C_TYPES[x.dtype],
+        IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
-        RECORD=scaling[0] != 0,
-        ROWWISE=rowwise,
-        ALIGNED=on_bytes(x, _VECTOR) and not (tiled and (columns % _EIGHT or rows % 16)),
+        RECORD=record,
+        ROWWISE=ROWWISE in usages,
+        ALIGNED=on_vectors and not (tiled and (columns % _EIGHT or rows % 16)),
     )
     tiles = ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
-    entry, grid = ("cast_tile", Grid(tiles, 512)) if tiled else ("cast_rows", Grid(ceil_div(x.numel(), _ROWS_BLOCK), 256))
-    out = (data[ROWWISE].data_ptr() if rowwise else 0, data[COLUMNWISE].data_ptr() if tiled else 0)
-    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), rows, columns, *rule)
-    launch(variant, entry, grid, _CAST_TENSOR, *fields, device=x.get_device())
-    return [data[layout.usage] for layout in layouts], decode_scale
+    return (
+        (variant, "cast_tile", Grid(tiles, 512))
+        if tiled
+        else (variant, "cast_rows", Grid(ceil_div(rows * columns, _ROWS_BLOCK), 256))
+    )
 
 
 @kernel("cast_mx.cu", reference=quantize.cast_mx, tolerance=BITWISE, cases=cases.MX)
@@ -99,27 +111,33 @@ def cast_mx(
 ) -> list[quantize.Encoded]:
     """One read of ``x``; ``rows`` is 1 or 32, and the layouts agree on whether scales are swizzled."""
     x = x.contiguous()
-    height, width = x.shape
+    work = _mx_work(tuple(layouts), x.dtype, on_bytes(x, _VECTOR), rows != 1)
     planes, fields = new_mx(layouts, x, rounding)
+    launch(*work, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _mx_work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool, square: bool) -> tuple[Variant, str, Grid]:
+    """Variant, entry and grid that cast a contiguous matrix of ``dtype`` to these planes."""
+    rows, columns = layouts[0].shape
     usages = {layout.usage for layout in layouts}
-    tiled = rows != 1 or COLUMNWISE in usages or width % _MX_BLOCK != 0
+    tiled = square or COLUMNWISE in usages or columns % _MX_BLOCK != 0
     variant = variant_of(
         "cast_mx.cu",
         _CAST_MX,
-        IN=C_TYPES[x.dtype],
+        IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in usages,
         COLUMNWISE=COLUMNWISE in usages,
-        SQUARE=rows != 1,
+        SQUARE=square,
         SWIZZLED=layouts[0].swizzled,
-        ALIGNED=on_bytes(x, _VECTOR) and not (tiled and width % _EIGHT),
+        ALIGNED=on_vectors and not (tiled and columns % _EIGHT),
     )
-    entry, grid = "cast_rows", Grid(ceil_div(x.numel(), _MX_ROWS_BLOCK), 256)
-    if tiled:
-        tile_rows, tile_columns, threads = _MX_TILES[layouts[0].swizzled]
-        entry, grid = "cast_tile", Grid(ceil_div(height, tile_rows) * ceil_div(width, tile_columns), threads)
-    launch(variant, entry, grid, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
-    return planes
+    if not tiled:
+        return variant, "cast_rows", Grid(ceil_div(rows * columns, _MX_ROWS_BLOCK), 256)
+    tile_rows, tile_columns, threads = _MX_TILES[layouts[0].swizzled]
+    return variant, "cast_tile", Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads)
 
 
 def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tuple[list[quantize.Encoded], tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import torch
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, USAGES
 from opfuse.kernels import cases, quantize
-from opfuse.kernels.launch import Grid
+from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
@@ -28,24 +29,30 @@ def cast_block(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
 ) -> list[quantize.Encoded]:
     """One read of ``x``, whose planes are of one format."""
+    x = x.contiguous()
+    variant, grid = _work(tuple(layouts), x.dtype, on_bytes(x, 16))
+    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
+    """What casts a contiguous matrix of ``dtype`` to these planes; QuantizerError if they are of two formats."""
     formats = {layout.format for layout in layouts}
     if len(formats) > 1:
         cure = "cast once for each format"
         raise QuantizerError(describe("cast_block", wanted="planes of one format", got=", ".join(map(str, formats)), cure=cure))
-    x = x.contiguous()
-    rows, columns = x.shape
-    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    rows, columns = layouts[0].shape
     variant = variant_of(
         "cast_block.cu",
         _PARAMETERS,
-        IN=C_TYPES[x.dtype],
+        IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         SQUARE=layouts[0].block[0] != 1,
-        ALIGNED=on_bytes(x, 16) and columns % 8 == 0 and not (rows % 16 and any(u.usage == COLUMNWISE for u in layouts)),
+        ALIGNED=on_vectors and columns % 8 == 0 and not (rows % 16 and any(u.usage == COLUMNWISE for u in layouts)),
     )
-    grid = Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
-    launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
-    return planes
+    return variant, Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
 
 
 def new_blocks(

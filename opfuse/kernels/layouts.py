@@ -41,6 +41,9 @@ class Layout:
     shape: tuple[int, int]
     swizzled: bool = False
 
+    def __hash__(self) -> int:  # casts and products are looked up by their layouts
+        return hash((self.usage, self.shape, self.swizzled))
+
     @functools.cached_property
     def lines(self) -> tuple[int, int]:
         """(number of lines, their length)."""

@@ -90,7 +90,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)
-        return env.autocast or self.checked_dtype("weight", self.owner.weight.dtype)
+        return env.autocast or self.checked_dtype("weight", self.parameter("weight").dtype)
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
@@ -129,7 +129,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, mixed=ctx.env.mixes)
         if scale is not None:
             grad = (grad * scale).to(ctx.compute_dtype)
-        return grad.to(self.owner.weight.dtype)
+        return grad.to(self.parameter("weight").dtype)
 
     def _gradient(self, ctx: Context, dy: Value) -> Value:
         dy = ctx.cast("grad_output", dy)
@@ -155,7 +155,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         return weight if isinstance(weight, QuantizedTensor) else self._saved(ctx, weight)
 
     def _check_input(self, x: Value) -> None:
-        if len(x.shape) < 1 or x.shape[-1] != self.in_features:
+        if len(x.shape) < 1 or x.shape[-1] != self.spec.in_features:
             raise ShapeError(
                 describe(
                     f"{self.label} input",

@@ -95,7 +95,8 @@ class PointwiseOperation(BasicOperation):
         A parameter whose value no gradient reads lends its dtype only; so does what stands for an extra input whose value only
         an unwanted gradient reads.
         """
-        operands = {name: value for name in self.math.operands if (value := getattr(ctx.saved, name)) is not None}
+        saved = ctx.saved
+        operands = {name: value for name in self.math.operands if (value := getattr(saved, name)) is not None}
         for name, source in self.sources.items():
             if not source.startswith("extra"):
                 operands.setdefault(name, self.parameter(source))

@@ -104,7 +104,10 @@ def at_outermost_exit(key: Hashable, make: Callable[[], Hook]) -> Hook:
         raise RecipeError(
             describe(str(key), wanted="an active autocast region", got=None, cure="call it inside opfuse.autocast(...)")
         )
-    return cast(Hook, region.hooks.setdefault(key, make()))
+    hook = region.hooks.get(key)
+    if hook is None:
+        hook = region.hooks[key] = make()
+    return cast(Hook, hook)
 
 
 @contextlib.contextmanager

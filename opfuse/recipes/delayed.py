@@ -45,30 +45,45 @@ class DelayedScalingState:
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
-        self.scale = torch.ones(1, dtype=torch.float32, device=device)
-        self.amax_history = torch.zeros(length, dtype=torch.float32, device=device)
+        self._hold(torch.ones(1, dtype=torch.float32, device=device), torch.zeros(length, dtype=torch.float32, device=device))
+
+    def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Take these tensors in place of those before, with the quantizers over them."""
+        self.scale, self.amax_history = scale, amax_history
+        self._quantizers: dict[tuple[torch.dtype, bool, bool], Float8Quantizer] = {}
+
+    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.scale, self.amax_history
+
+    def __setstate__(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._hold(*tensors)
 
     @property
     def amax(self) -> torch.Tensor:
         """Slot 0 of the history, shape (1,), sharing its memory: where casts accumulate."""
         return self.amax_history[:1]
 
-    def quantizer(self, fp8_dtype: torch.dtype) -> Float8Quantizer:
+    def quantizer(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> Float8Quantizer:
         """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing."""
         active = _SNAPSHOT.get()
-        scale, amax = (self.scale, self.amax) if active is None else active.snapshot.tensors(self, replaying=active.replaying)
-        return Float8Quantizer(scale, amax, fp8_dtype, rowwise=True, columnwise=True)
+        if active is not None:
+            scale, amax = active.snapshot.tensors(self, replaying=active.replaying)
+            return Float8Quantizer(scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        key = fp8_dtype, rowwise, columnwise
+        if key not in self._quantizers:
+            self._quantizers[key] = Float8Quantizer(self.scale, self.amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        return self._quantizers[key]
 
     def resize(self, length: int) -> None:
         """Cut the history to its first ``length`` slots or pad it with zeros; the scale stays."""
         old = self.amax_history
         if len(old) != length:
-            self.amax_history = old.new_zeros(length)
+            self._hold(self.scale, old.new_zeros(length))
             self.amax_history[: len(old)] = old[:length]
 
     def to(self, device: torch.device | str) -> None:
         """Move both tensors."""
-        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+        self._hold(self.scale.to(device), self.amax_history.to(device))
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """The state as plain tensors (clones)."""
@@ -113,7 +128,7 @@ class DelayedScalingStates:
         finally:
             self._states = {key: state for key, (state, _, _) in before.items()}
             for state, scale, history in before.values():
-                state.scale, state.amax_history = scale, history
+                state._hold(scale, history)
 
     def to(self, device: torch.device | str) -> None:
         """Move every state."""

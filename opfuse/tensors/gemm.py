@@ -24,19 +24,20 @@ Operand = torch.Tensor | QuantizedStorage
 
 
 class Gemm(NamedTuple):
-    """Roles and planes of the operands of one product, left first; whether a matrix unit may sum fast (gemm_native)."""
+    """Roles, planes and summed dimensions of the operands of one product; whether a matrix unit may sum fast (gemm_native)."""
 
     left: str
     left_plane: str
     right: str
     right_plane: str
+    summed: tuple[int, int]
     fast: bool = False
 
 
 GEMMS = {
-    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE, fast=True),
-    "dgrad": Gemm("grad_output", ROWWISE, "weight", COLUMNWISE),
-    "wgrad": Gemm("grad_output", COLUMNWISE, "input", COLUMNWISE),
+    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE, (1, 1), fast=True),
+    "dgrad": Gemm("grad_output", ROWWISE, "weight", COLUMNWISE, (1, 0)),
+    "wgrad": Gemm("grad_output", COLUMNWISE, "input", COLUMNWISE, (0, 0)),
 }
 
 
@@ -72,11 +73,11 @@ def gemm(
             result = _high_precision(name, one, other, torch.float32).to(out_dtype)
         else:
             raise GemmError(reason)
-    if name != "wgrad":
-        result = result[: matrix_shape(left.shape)[0]]
+    if name != "wgrad" and len(result) != (rows := matrix_shape(left.shape)[0]):
+        result = result[:rows]
     if out is not None:
         return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
-    return result if name == "wgrad" else result.reshape(*left.shape[:-1], result.shape[-1])
+    return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -90,9 +91,7 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     if not isinstance(left, QuantizedStorage) or not isinstance(right, QuantizedStorage):
         return None
     planes = left.derived(what.left_plane), right.derived(what.right_plane)
-    if any(plane.format.family == "identity" for plane in planes):
-        return None
-    return planes
+    return None if "identity" in (planes[0].format.family, planes[1].format.family) else planes
 
 
 def clash(name: str, left: Format, right: Format) -> str | None:
@@ -139,10 +138,9 @@ def _high_precision(
 
 
 def _check_shapes(name: str, left: Operand, right: Operand) -> None:
-    (rows, columns), (right_rows, right_columns) = matrix_shape(left.shape), matrix_shape(right.shape)
-    sums = {"fprop": (columns, right_columns), "dgrad": (columns, right_rows), "wgrad": (rows, right_rows)}[name]
+    what = GEMMS[name]
+    sums = matrix_shape(left.shape)[what.summed[0]], matrix_shape(right.shape)[what.summed[1]]
     if sums[0] != sums[1]:
-        what = GEMMS[name]
         raise ShapeError(
             describe(
                 f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}",

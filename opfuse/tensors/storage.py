@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ class Plane:
         """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
         source = iter(tensors)
         data = next(source)
-        scale, amax = (None if old is None else next(source) for old in (self.scale, self.amax))
+        scale, amax = [None if old is None else next(source) for old in (self.scale, self.amax)]
         return Plane(self.usage, self.format, self.shape, data, scale, amax, self.swizzled)
 
     @property
@@ -96,7 +95,7 @@ class QuantizedStorage:
     @property
     def device(self) -> torch.device:
         """Where the bytes are."""
-        return self.tensors()[0].device
+        return (self.rowwise or self.plane(COLUMNWISE)).tensors()[0].device
 
     @property
     def nbytes(self) -> int:
@@ -116,15 +115,15 @@ class QuantizedStorage:
 
     def derived(self, usage: str) -> Plane:
         """The plane of ``usage``, or, in a per-tensor format, the rowwise bytes transposed; else MissingPlaneError."""
-        row = self.rowwise
-        if usage in self.usages or row is None or row.format.family != "tensor":
-            return self.plane(usage)
-        return row.transposed()
+        plane: Plane | None = getattr(self, usage)
+        if plane is None and self.rowwise is not None and self.rowwise.format.family == "tensor":
+            return self.rowwise.transposed()
+        return plane or self.plane(usage)
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """The same storage with only the planes of ``usages``."""
-        kept: dict[str, Any] = {usage: self.plane(usage) if usage in usages else None for usage in USAGES}
-        return replace(self, **kept, why=why)
+        rowwise, columnwise = [self.plane(usage) if usage in usages else None for usage in USAGES]
+        return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, why)
 
     def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
         """High-precision values in the logical shape; from the rowwise plane unless ``usage`` says otherwise."""
@@ -143,7 +142,7 @@ class QuantizedStorage:
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """The same storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
-        rowwise, columnwise = (None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise))
+        rowwise, columnwise = [None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise)]
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, self.why)
 
     @property

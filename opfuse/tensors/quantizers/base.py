@@ -77,7 +77,7 @@ class Quantizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """All settings but a process group, which belongs to the process that made it."""
-        return {name: value for name, value in self.__dict__.items() if name != "amax_reduction_group"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "amax_reduction_group"}
 
     def __call__(self, x: torch.Tensor) -> Any:
         """The quantized tensor of ``x``, of any shape with at least one dimension."""
@@ -153,21 +153,9 @@ class Quantizer(ABC):
 
     def check(self, shape: Sequence[int], *, where: str | None = None) -> None:
         """ShapeError unless a tensor of ``shape`` has the planes asked for: divisibility is a rule of each plane."""
-        where = where or type(self).__name__
-        if not shape:
-            raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
-        for layout in self._layouts(shape):
-            usage, fmt, (_, size) = layout.usage, layout.format, layout.lines
-            if size % fmt.multiple:
-                axis = "last dimension" if usage == ROWWISE else "product of the leading dimensions"
-                raise ShapeError(
-                    describe(
-                        where,
-                        wanted=f"a {axis} divisible by {fmt.multiple} for {usage} {fmt} data",
-                        got=f"{size} of shape {tuple(shape)}",
-                        cure=f"pad it to {round_up(size, fmt.multiple)}, or do without the {usage} plane",
-                    )
-                )
+        misfit = _misfit(self._stored, tuple(shape))
+        if misfit is not None:
+            raise ShapeError(describe(where or type(self).__name__, **misfit))
 
     def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not self.usages:
@@ -194,13 +182,20 @@ class Quantizer(ABC):
                 got, cure = f"{dst.plane(usage).format} in the {usage} plane", "update with the quantizer that made the storage"
                 raise QuantizerError(describe(where, wanted=fmt, got=got, cure=cure))
 
+    @functools.cached_property
+    def _stored(self) -> _Stored:
+        return _stored(self.formats, self.usages, self.optimize_for_gemm)
+
+    @functools.cached_property
+    def _why(self) -> str:
+        return f"{type(self).__name__} was asked for {' and '.join(self.usages) or 'nothing'} data only"
+
     def _layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
-        return _layouts(self.formats, self.usages, matrix_shape(shape), self.optimize_for_gemm)
+        return _layouts(self._stored, tuple(shape))
 
     def _storage(self, shape: torch.Size, dtype: torch.dtype, planes: Sequence[Plane]) -> QuantizedStorage:
         by_usage = {plane.usage: plane for plane in planes}
-        why = f"{type(self).__name__} was asked for {' and '.join(self.usages) or 'nothing'} data only"
-        return QuantizedStorage(shape, dtype, by_usage.get(ROWWISE), by_usage.get(COLUMNWISE), why)
+        return QuantizedStorage(shape, dtype, by_usage.get(ROWWISE), by_usage.get(COLUMNWISE), self._why)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -225,13 +220,42 @@ class CastingQuantizer(Quantizer):
         return [zero_plane(layout, device) for layout in self._layouts(shape)]
 
 
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """What the layouts of a quantizer's planes follow from, but for the shape."""
+
+    formats: tuple[Format, Format]
+    usages: tuple[Usage, ...]
+    optimize_for_gemm: bool
+
+
+_stored = functools.cache(_Stored)
+"""One object for equal fields: what is looked up at every cast is found by its identity."""
+
+
 @functools.lru_cache(maxsize=4096)
-def _layouts(
-    formats: tuple[Format, Format], usages: tuple[Usage, ...], matrix: tuple[int, int], optimize_for_gemm: bool
-) -> tuple[Layout, ...]:
-    """The layouts of a matrix's planes."""
-    compact = (layout_of(fmt, usage, matrix) for usage, fmt in zip(USAGES, formats) if usage in usages)
-    return tuple(layout_of(x.format, x.usage, matrix, optimize_for_gemm and x.tiled) for x in compact)
+def _layouts(stored: _Stored, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """The layouts of the planes of a tensor of ``shape``."""
+    matrix = matrix_shape(shape)
+    compact = (layout_of(fmt, usage, matrix) for usage, fmt in zip(USAGES, stored.formats) if usage in stored.usages)
+    return tuple(layout_of(x.format, x.usage, matrix, stored.optimize_for_gemm and x.tiled) for x in compact)
+
+
+@functools.lru_cache(maxsize=4096)
+def _misfit(stored: _Stored, shape: tuple[int, ...]) -> dict[str, str] | None:
+    """Why a tensor of ``shape`` cannot have these planes, as :func:`describe` tells it; None if it can."""
+    if not shape:
+        return {"wanted": "at least one dimension", "got": "a scalar", "cure": "pass x.reshape(1)"}
+    for layout in _layouts(stored, shape):
+        usage, fmt, (_, size) = layout.usage, layout.format, layout.lines
+        if size % fmt.multiple:
+            axis = "last dimension" if usage == ROWWISE else "product of the leading dimensions"
+            return {
+                "wanted": f"a {axis} divisible by {fmt.multiple} for {usage} {fmt} data",
+                "got": f"{size} of shape {shape}",
+                "cure": f"pad it to {round_up(size, fmt.multiple)}, or do without the {usage} plane",
+            }
+    return None
 
 
 def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:

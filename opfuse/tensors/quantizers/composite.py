@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -78,7 +79,7 @@ class HybridQuantizer(Quantizer):
         pinned = replace(sub, rowwise=rowwise, columnwise=columnwise, optimize_for_gemm=optimize)
         object.__setattr__(self, name, pinned)
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         return self.rowwise_quantizer.formats[0], self.columnwise_quantizer.formats[1]
 

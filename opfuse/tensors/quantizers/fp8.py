@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class Float8Quantizer(CastingQuantizer):
     def __post_init__(self) -> None:
         fp8_element(self.fp8_dtype, type(self).__name__)
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
         return fmt, fmt
@@ -68,7 +68,7 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
     def __post_init__(self) -> None:
         fp8_element(self.fp8_dtype, type(self).__name__)
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
         return fmt, fmt
@@ -104,7 +104,7 @@ class Float8BlockQuantizer(CastingQuantizer):
         fp8_element(self.fp8_dtype, type(self).__name__)
         require(self.block_scaling_dim, (1, 2), "Float8BlockQuantizer block_scaling_dim")
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         fmt = fp8_block(fp8_element(self.fp8_dtype, type(self).__name__), self.block_scaling_dim)
         return fmt, fmt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class MXFP8Quantizer(CastingQuantizer):
         fp8_element(self.fp8_dtype, type(self).__name__)
         require(self.scale_rounding, ("ceil", "floor"), "MXFP8Quantizer scale_rounding")
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         fmt = mxfp8(fp8_element(self.fp8_dtype, type(self).__name__))
         return fmt, fmt
@@ -94,7 +94,7 @@ class NVFP4Quantizer(CastingQuantizer):
             where, cure = "NVFP4Quantizer(with_rht=True)", "set with_post_rht_amax=True"
             raise QuantizerError(describe(where, wanted="with_post_rht_amax=True", got=False, cure=cure))
 
-    @property
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         encode_max = _FOUR_OVER_SIX_MAX if self.nvfp4_use_4over6 else NVFP4.encode_max
         row = NVFP4.replace(encode_max=encode_max, per_row=self.row_scaled_nvfp4)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, USAGES
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
 from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import Layout, ceil_div
@@ -44,13 +44,16 @@ def _work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool) -> 
         cure = "cast once for each format"
         raise QuantizerError(describe("cast_block", wanted="planes of one format", got=", ".join(map(str, formats)), cure=cure))
     rows, columns = layouts[0].shape
+    usages = {layout.usage for layout in layouts}
     variant = variant_of(
         "cast_block.cu",
         _PARAMETERS,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         SQUARE=layouts[0].block[0] != 1,
-        ALIGNED=on_vectors and columns % 8 == 0 and not (rows % 16 and any(u.usage == COLUMNWISE for u in layouts)),
+        ROWWISE=ROWWISE in usages,
+        COLUMNWISE=COLUMNWISE in usages,
+        ALIGNED=on_vectors and columns % 8 == 0 and not (rows % 16 and COLUMNWISE in usages),
     )
     return variant, Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
 

@@ -105,8 +105,15 @@ def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] |
     if tile is None:
         return None
     planes, fields = cast.outputs(call, encode)
-    defines = (*tile.defines, f"CAST={cast.name}", f"OUT={encode.layouts[0].element.name.upper()}", *cast.defines(encode))
-    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=cast.packing, fields=fields)
+    run(
+        launch,
+        "chain_tile",
+        call,
+        tile.cut(call),
+        defines=(*tile.defines, *cast.all_defines(encode)),
+        extra=cast.packing,
+        fields=fields,
+    )
     return planes
 
 

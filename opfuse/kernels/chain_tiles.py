@@ -13,6 +13,7 @@ from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain_call import Call, Cut
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
 
+_SIXTEEN = 16  # rows whose codes are one store along a column
 _GROUP = 64  # columns that a warp has beside each other
 _MOST_THREADS = 256  # of a block that has registers for two strands and sums over columns
 _HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
@@ -60,7 +61,7 @@ _PLAIN: Mapping[_Kind, Tile] = {
     ("backward", True, True): Tile(128, 64, 256, 3, 4),
 }
 _TENSOR: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 4, 4),
+    ("forward", False, False): Tile(128, 128, 256, 4, 2),
     ("forward", True, False): Tile(64, 64, 128, 9, 4),
     ("backward", False, False): Tile(64, 64, 128, 9, 1),
     ("backward", False, True): Tile(64, 64, 128, 7, 4),
@@ -77,7 +78,7 @@ _BLOCKS: Mapping[_Kind, Tile] = {
 }
 _COMPACT: Mapping[_Kind, Tile] = {
     ("forward", False, False): Tile(32, 256, 128, 5, 4),
-    ("forward", True, False): Tile(32, 256, 128, 7, 1),
+    ("forward", True, False): Tile(32, 256, 256, 4, 1),
     ("backward", False, False): Tile(32, 256, 128, 6, 2),
     ("backward", False, True): Tile(64, 128, 256, 4, 4),
     ("backward", True, False): Tile(32, 128, 128, 5, 2),
@@ -123,6 +124,17 @@ class TileCast(NamedTuple):
     tiles: Callable[[Any], Mapping[_Kind, Tile] | None]
     defines: Callable[[Any], tuple[str, ...]]
 
+    def all_defines(self, encode: Encoding) -> tuple[str, ...]:
+        """Those of every cast, and its own."""
+        first, usages = encode.layouts[0], {layout.usage for layout in encode.layouts}
+        shared = {
+            "OUT": first.element.name.upper(),
+            "ROWWISE": int(ROWWISE in usages),
+            "COLUMNWISE": int(COLUMNWISE in usages),
+            "ROWS_ALIGNED": int(first.shape[0] % _SIXTEEN == 0),
+        }
+        return (f"CAST={self.name}", *(f"{name}={value}" for name, value in shared.items()), *self.defines(encode))
+
     def tile(self, call: Call, encode: Encoding) -> Tile | None:
         """The tile for a call and an encoding; None if there is no kernel for them.
 
@@ -156,18 +168,14 @@ def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[f
     return [*planes], (*fields, 0)
 
 
-def _rows_aligned(encode: Encoding) -> str:
-    return f"ROWS_ALIGNED={int(encode.layouts[0].shape[0] % 16 == 0)}"
-
-
 CASTS: Mapping[type, TileCast] = {
-    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: _TENSOR, lambda e: (_rows_aligned(e),)),
+    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: _TENSOR, lambda _: ()),
     Blocks: TileCast(
         "BLOCKS",
         BLOCKS,
         _block_outputs,
         lambda _: _BLOCKS,
-        lambda e: (f"SQUARE={int(e.layouts[0].block[0] != 1)}", _rows_aligned(e)),
+        lambda e: (f"SQUARE={int(e.layouts[0].block[0] != 1)}",),
     ),
     Microscaled: TileCast(
         "MX",

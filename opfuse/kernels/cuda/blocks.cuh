@@ -2,7 +2,7 @@
 //
 // Values         OWN_ROWS rows of eight neighbours a thread; where there is nothing, 0 or what the tile has elsewhere
 // Blocks         what the host packs; its fields are described in cast_block.cu
-// Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE and ALIGNED
+// Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE, ROWWISE, COLUMNWISE and ALIGNED
 #pragma once
 
 struct Blocks {
@@ -36,12 +36,12 @@ OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
 OPFUSE_FN void store_row(const Blocks& p, const Tile& tile, int i, uint2 codes) {
     long long first = tile.row + own_row(tile, 0), column = tile.column + tile.across * 8, rows = p.rows - first, there = p.columns - column;
     int down = own_row(tile, i) - own_row(tile, 0);
-    if (down >= (rows < BLOCK ? int(rows) : BLOCK) || there <= 0) return;
-    u8* codes_of_row = p.rowwise + (first * p.columns + column) + u64(down) * u32(p.columns);
+    u8* out = found(p.rowwise + (first * p.columns + column)) + u64(down) * u32(p.columns);
+    if (down >= (there > 0 ? rows < BLOCK ? int(rows) : BLOCK : 0)) return;
     if constexpr (ALIGNED)
-        store_eight(codes_of_row, codes);
+        store_eight(out, codes);
     else
-        store_some(codes_of_row, codes, there);
+        store_some(out, codes, there);
 }
 
 // Scale `at` of a row of scales, of which `used` hold something.
@@ -64,9 +64,9 @@ OPFUSE_FN void cast_square(const Blocks& p, const Tile& tile, const Values& v, u
     Scale scale = scale_of(p, best);
     // The last tile in a row of scales stores its padding as well.
     long long y = tile.row / BLOCK, x = tile.column / BLOCK, down = (p.rows + BLOCK - 1) / BLOCK, across = (p.columns + BLOCK - 1) / BLOCK;
-    if (p.rowwise && threadIdx.x < (x + 1 == across ? 4 : 1))
+    if (ROWWISE && threadIdx.x < (x + 1 == across ? 4 : 1))
         store_scale(p.row_scale + y * p.row_pitch, x + threadIdx.x, across, p.row_pitch, scale.decode);
-    if (p.columnwise && threadIdx.x < (y + 1 == down ? 4 : 1))
+    if (COLUMNWISE && threadIdx.x < (y + 1 == down ? 4 : 1))
         store_scale(p.column_scale + x * p.column_pitch, y + threadIdx.x, down, p.column_pitch, scale.decode);
 #pragma unroll
     for (int step = 0; step < TILE_STEPS; ++step) {
@@ -74,9 +74,9 @@ OPFUSE_FN void cast_square(const Blocks& p, const Tile& tile, const Values& v, u
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             codes[i] = encode_eight<OUT>(v[step * 4 + i], [scale](int) { return scale.encode; });
-            if (p.rowwise) store_row(p, tile, step * 4 + i, codes[i]);
+            if (ROWWISE) store_row(p, tile, step * 4 + i, codes[i]);
         }
-        if (p.columnwise) transpose_into(shared, tile, codes, step);
+        if (COLUMNWISE) transpose_into(shared, tile, codes, step);
     }
 }
 
@@ -121,20 +121,20 @@ OPFUSE_FN void scales_down(const Blocks& p, const Tile& tile, const u32 (&amax)[
 
 OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u32* shared) {
     __shared__ u32 column_amax[WARPS_DOWN][BLOCK];
-    if (p.columnwise) {
+    if constexpr (COLUMNWISE) {
         Maxima<IN, 8> down = maxima_down(v);
         down.across(8), down.across(16);
         if (threadIdx.x % 32 < 8)
 #pragma unroll
             for (int j = 0; j < 8; ++j) column_amax[threadIdx.x / 32 / WARPS_ACROSS][tile.across * 8 + j] = down.bits(j);
     }
-    if (p.rowwise) {
+    if (p.rowwise) {  // known when it is compiled, but as a condition it keeps the codes of both planes from being live at once
         float scale[OWN_ROWS];
         scales_along(p, tile, v, scale);
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) store_row(p, tile, i, encode_eight<OUT>(v[i], [&](int) { return scale[i]; }));
     }
-    if (!p.columnwise) return;
+    if constexpr (!COLUMNWISE) return;
     __syncthreads();
     float scale[8];
     scales_down(p, tile, column_amax, scale);

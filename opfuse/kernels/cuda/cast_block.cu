@@ -1,8 +1,8 @@
 // cast_block: FP8 codes of a matrix with an fp32 scale for each block of 128, by rows, by columns or both, from one read of it.
 //
 // x              [rows, columns] of IN, contiguous
-// rowwise        [rows, columns] codes of OUT, or null
-// columnwise     [columns, rows] codes, or null
+// rowwise        [rows, columns] codes of OUT, if ROWWISE
+// columnwise     [columns, rows] codes, if COLUMNWISE
 // SQUARE = 0     blocks are 128 neighbours in a row for rowwise, in a column for columnwise; row_scale is [blocks, rows] and
 //                column_scale [blocks, columns]
 // SQUARE = 1     blocks are 128 x 128, and the planes hold the same bytes; row_scale is [row blocks, column blocks], column_scale its
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, sizeof(IN) == 2 && AL
     Values v;
     load_values(v, parameters.x, p, tile);
     cast_tile(p, tile, v, shared);
-    if (!p.columnwise) return;
+    if constexpr (!COLUMNWISE) return;
     __syncthreads();
     store_columns<ALIGNED>(p.columnwise, shared, tile, p.rows, p.columns);
 }

@@ -166,7 +166,7 @@ OPFUSE_FN T* row_of(T* x, long long width, const Place& at) { return x + at.row 
 // The pack of a place, or the place itself if elements are moved one by one.
 template <class T, class Columns>
 OPFUSE_FN T* pack_at(T* x, long long width, Columns column_of, const Place& at) {
-    return x + (at.row * width + column_of(at.column)) + u64(at.down) * u32(width);
+    return found(x + (at.row * width + column_of(at.column))) + u64(at.down) * u32(width);
 }
 
 // The pack at a place of a matrix of `width` columns; column_of takes columns of results to its columns. Inputs are never written

@@ -226,10 +226,10 @@ OPFUSE_FN float scale_from_amax(float amax, float largest, float eps, float inf_
 // pow2_floor of that without a division: the exponent of a quotient is the difference of the exponents, less one where the divisor
 // has the larger mantissa. largest >= 4, so that no quotient is subnormal.
 OPFUSE_FN float pow2_scale_from_amax(float amax, float largest, float eps, float inf_value) {
-    float safe = amax < eps ? eps : amax;
-    if (safe == 0.0f || !is_finite(safe)) return 1.0f;
-    u32 exponent = 127 + (bits_of(largest) >> 23) - ((bits_of(safe) + (~bits_of(largest) & 0x7fffff)) >> 23);
-    return exponent > 254 ? pow2_floor(inf_value) : float_of(exponent << 23);
+    u32 safe = bits_of(amax < eps ? eps : amax);
+    u32 exponent = 127 + (bits_of(largest) >> 23) - ((safe + (~bits_of(largest) & 0x7fffff)) >> 23);
+    u32 scale = exponent > 254 ? bits_of(pow2_floor(inf_value)) : exponent << 23;
+    return float_of(safe - 1 >= INF_BITS - 1 ? bits_of(1.0f) : scale);  // 0 wraps around
 }
 
 // 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it.

@@ -25,7 +25,7 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread&, const H
 }
 
 OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
-    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
+    if constexpr (COLUMNWISE) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
 }
 
 OPFUSE_FN void leave(const Running&, u8*) {}

@@ -1,7 +1,7 @@
 // encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, as in cast_mx.cu.
 //
-// rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, or null; row_scale and column_scale: a code for each 32
-//                        values of a row and of a column, compact or SWIZZLED, whose padding the host has set to 0
+// rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, if ROWWISE and if COLUMNWISE; row_scale and column_scale: a
+//                        code for each 32 values of a row and of a column, compact or SWIZZLED, whose padding the host has set to 0
 // bias                   0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
 // Tiles                  SWIZZLED: of 128 x 128, whose scales are one tile of scales; compact: of any size. Warps that hold 16 rows
 //                        tell their column maxima to the warps that hold the other 16 of a block
@@ -88,14 +88,14 @@ OPFUSE_FN void store_column_codes(const Encode& p, const Tile& tile, const Threa
 OPFUSE_FN void store_scales(const Encode& p, const Tile& tile, const u8* row_codes, const u8* column_codes) {
     if constexpr (SWIZZLED) {
         long long down = tile.row / 128, across = tile.column / 128;
-        if (p.rowwise && threadIdx.x < 128) store_scale_tile(p.row_scale, down * (padded_blocks(p.columns) / 4) + across, row_codes);
-        if (p.columnwise && threadIdx.x / 128 == 1)
+        if (ROWWISE && threadIdx.x < 128) store_scale_tile(p.row_scale, down * (padded_blocks(p.columns) / 4) + across, row_codes);
+        if (COLUMNWISE && threadIdx.x / 128 == 1)
             store_scale_tile(p.column_scale, across * (padded_lines(p.rows) / 128) + down, column_codes);
     } else {
         constexpr int WORDS = BLOCKS_ACROSS / 4;
         static_assert(BLOCKS_ACROSS % 4 == 0 && TILE_ROWS * WORDS <= TILE_THREADS, "a word for each thread");
         int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
-        if (!p.rowwise || row >= TILE_ROWS || tile.row + row >= p.rows) return;
+        if (!ROWWISE || row >= TILE_ROWS || tile.row + row >= p.rows) return;
         if (tile.column / MX_BLOCK + block >= padded_blocks(p.columns)) return;
         u8* scale = p.row_scale + (tile.row + row) * padded_blocks(p.columns) + tile.column / MX_BLOCK + block;
         *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
@@ -108,6 +108,7 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
     const Values& v = held.v;
     u32* exchange = reinterpret_cast<u32*>(shared);
     u8 *row_codes = shared + EXCHANGE, *column_codes = row_codes + ROW_CODES;
+    // What the conditions say is known when it is compiled; they keep the codes of both planes from being live at once.
     if (p.columnwise) {
         Maxima<IN, 8> down = maxima_of_blocks(v, exchange);
         u32 code[8];

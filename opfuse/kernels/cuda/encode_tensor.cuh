@@ -1,6 +1,6 @@
 // encode_tensor: FP8 codes of tiles under one given scale, by rows, by columns or both; the amax of all values.
 //
-// rowwise        [rows, columns] codes of OUT, or null; columnwise: those of the transpose, or null
+// rowwise        [rows, columns] codes of OUT, if ROWWISE; columnwise: those of the transpose, if COLUMNWISE
 // scale          fp32, what values are multiplied by; *decode_scale becomes its inverse, and *amax is raised to the largest
 //                magnitude. A non-finite value shows in its code
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
@@ -53,16 +53,16 @@ OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, 
             codes = show_nonfinite<OUT>(held.v[k], codes);
         }
     if (i % 4 != 3) return;
-    if (p.rowwise)
+    if constexpr (ROWWISE)
 #pragma unroll
         for (int k = 0; k < 4; ++k) store_codes(p.rowwise, p.columns, at.place(down_of(i - 3 + k)), held.codes[k]);
-    if (p.columnwise) transpose_into(reinterpret_cast<u32*>(shared), tile, held.codes, i / 4);
+    if constexpr (COLUMNWISE) transpose_into(reinterpret_cast<u32*>(shared), tile, held.codes, i / 4);
 }
 
 OPFUSE_FN void prepare(const Encode&, const Tile&, const Thread&, const Held&, u8*) {}
 
 OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
-    if (p.columnwise) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
+    if constexpr (COLUMNWISE) store_columns<ROWS_ALIGNED>(p.columnwise, reinterpret_cast<u32*>(shared), tile, p.rows, p.columns);
 }
 
 OPFUSE_FN void leave(const Running& running, u8* shared) {

@@ -51,6 +51,15 @@ OPFUSE_FN void store_words(void* to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
 }
 
+// A pointer to global memory that is found once: left alone, compilers find it anew under each condition on its use.
+template <class T>
+OPFUSE_FN T* found(T* x) {
+    T* y;
+    asm("mov.b64 %0, %1;" : "=l"(y) : "l"(x));
+    __builtin_assume(__isGlobal(y));
+    return y;
+}
+
 OPFUSE_FN void store_eight(u8* q, uint2 codes) { *reinterpret_cast<uint2*>(q) = codes; }
 
 OPFUSE_FN void store_some(u8* q, uint2 codes, long long count) {

@@ -141,7 +141,7 @@ def backward_chain_amax(
 def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
     """A chain whose result is stored; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
     fields = (0 if amax is None else amax.data_ptr(),)
-    if call.has_sums:
+    if call.code.has_sums:
         tile = plain_tile(call)
         defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
         run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
@@ -156,17 +156,19 @@ def run(
 
     defines, extra, fields: definitions, the packing and the values of what follows the chain in the parameter.
     """
-    code = call.code
-    pieces, groups = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS)
-    sums = {"row_sums": (pieces, len(code.row_sums) * cut.columns), "column_sums": (groups, len(code.column_sums) * cut.rows)}
+    code, device = call.code, call.tensors[0].get_device()
+    pieces, groups, sums = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS), {}
+    if code.has_sums:
+        sums = {"row_sums": (pieces, len(code.row_sums) * cut.columns), "column_sums": (groups, len(code.column_sums) * cut.rows)}
     parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
     program = _program(name, code, len(call.tensors), (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), extra)
-    pointers = [*(t.data_ptr() for t in call.tensors), *(0 if part is None else part.data_ptr() for part in parts)]
-    packed = (*pointers, pieces, groups, *cut.fields, *call.constants, *fields)
-    grids = {name: cut.grid}
-    grids |= {entry: Grid(ceil_div(size, _ADDERS), THREADS) for entry, (_, size) in sums.items() if size}
-    for entry, grid in grids.items():
-        launch(program.variant, entry, grid, program.layout, *packed, device=call.tensors[0].get_device())
+    addresses = [t.data_ptr() for t in call.tensors]
+    addresses += [0 if part is None else part.data_ptr() for part in parts] or (0, 0)
+    packed = (*addresses, pieces, groups, *cut.fields, *call.constants, *fields)
+    launch(program.variant, name, cut.grid, program.layout, *packed, device=device)
+    for entry, (_, size) in sums.items():
+        if size:
+            launch(program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), program.layout, *packed, device=device)
 
 
 @functools.cache

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opfuse.kernels.chain_code import ChainCode, StageCode
+from opfuse.kernels.chain_code import VECTOR, ChainCode, StageCode
 from opfuse.kernels.epilogue import Rounding, Stage, boundary_dtype, operand_shape
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import ceil_div
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
 THREADS = 256
+WIDEST = 1 << 31
+"""Columns of a matrix that kernels take: offsets between rows are products of words."""
 
 _DENSE = (Tensor, torch.nn.Parameter)
 _FLAT_COLUMNS = 2048  # of a matrix whose shape does not matter
-_VECTOR = 8  # elements
 
 Tensors = list[dict[str, Tensor]]
 """Tensors of each stage, by name."""
@@ -45,7 +48,7 @@ class Cut(NamedTuple):
 
     @property
     def tiles_across(self) -> int:
-        return ceil_div(self.columns, (_VECTOR << self.log_across) * self.groups)
+        return ceil_div(self.columns, (VECTOR << self.log_across) * self.groups)
 
     @property
     def grid(self) -> Grid:
@@ -53,13 +56,19 @@ class Cut(NamedTuple):
 
     @property
     def fields(self) -> tuple[int, ...]:
-        """As Cut in chain.cuh is packed: a block below 2^31 finds its tile's row by a product and a shift."""
-        bits = (self.tiles_across - 1).bit_length() + 31
-        multiplier = ceil_div(1 << bits, self.tiles_across)
-        return (self.rows, self.columns, self.log_across, self.groups, self.tiles_across, multiplier, bits, self.steps)
+        """As Cut in chain.cuh is packed."""
+        across = self.tiles_across
+        return (self.rows, self.columns, self.log_across, self.groups, across, *divisor(across), self.steps)
 
 
 CUT = "qqIIIIII"
+
+
+@functools.lru_cache(maxsize=4096)
+def divisor(number: int) -> tuple[int, int]:
+    """(multiplier, shift): n * multiplier >> shift is n // number for every n below 2^31 (Granlund and Montgomery, 1994)."""
+    shift = (number - 1).bit_length() + 31
+    return ceil_div(1 << shift, number), shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,24 +99,21 @@ class Call:
         """Whether every result is an input."""
         return self.result is self.tensors[0] and not any(stage.grads or stage.saved for stage in self.code.stages)
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether gradients of operands are added up."""
-        return bool(self.code.row_sums or self.code.column_sums)
-
     def cut(self) -> Cut:
         """Wide pieces of few rows."""
         size, columns = self.shape.numel(), self.shape[-1]
-        if self.code.is_flat and size % _VECTOR == 0:
+        if self.code.is_flat and size % VECTOR == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
-        lanes = min(THREADS, ceil_div(columns, _VECTOR))
+        lanes = min(THREADS, ceil_div(columns, VECTOR))
         return Cut(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
 
     def is_aligned(self, columns: int) -> bool:
         """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
-        groups = all(stage.interleave % _VECTOR == 0 for stage in self.code.stages)
-        addresses = all(t.data_ptr() % min(16, _VECTOR * t.element_size()) == 0 for t in self.tensors)
-        return groups and columns % _VECTOR == 0 and addresses
+        return columns % VECTOR == 0 and self._on_vectors
+
+    @cached_property
+    def _on_vectors(self) -> bool:
+        return self.code.on_vectors and all(t.data_ptr() % (8 if t.dtype is torch.uint8 else 16) == 0 for t in self.tensors)
 
 
 def forward_call(
@@ -123,13 +129,13 @@ def forward_call(
     dtype = dtype or x.dtype
     shapes = _result_shapes(x, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
-    if operands is None or not _runs(dtype, x, *_flat(operands)):
+    if operands is None or not _runs(dtype, x, *_flat(operands)) or _is_wide(stages, shapes):
         return None
     x = x.contiguous()
     kept = {i: torch.empty(shapes[i], dtype=dtype, device=x.device) for i in sorted(keep) if i or x.dtype != dtype}
     y = torch.empty(shapes[-1], dtype=dtype, device=x.device) if stores else None
     codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
-    code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores)
+    code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores).interned
     tensors = [x, *_flat(operands), *_one(y), *kept.values()]
     return Call(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, x) for i in keep}, [])
 
@@ -149,7 +155,7 @@ def backward_call(
     shapes = _gradient_shapes(dy, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.backward_reads & set(stage.math.operands))
     saved = _saved(stages, shapes, saved_inputs)
-    if operands is None or saved is None or not _runs(dtype, dy, *_flat(operands), *saved.values()):
+    if operands is None or saved is None or not _runs(dtype, dy, *_flat(operands), *saved.values()) or _is_wide(stages, shapes):
         return None
     dy = dy.contiguous()
     same = _first_same(stages) if dy.dtype == dtype else len(shapes)
@@ -158,7 +164,7 @@ def backward_call(
     made = [{name: grad for name, grad in of_stage.items() if grad is not dy} for of_stage in grads]
     codes = tuple(_stage_code(s, operands[i], made[i], saved.get(i)) for i, s in enumerate(stages))
     new = None if dx is dy else dx
-    code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts)
+    code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts).interned
     tensors = [dy, *saved.values(), *_flat(operands), *_one(new), *_flat(made)]
     return Call(code, tensors, dy.shape, _constants(stages), dtype, dx, {}, grads)
 
@@ -175,6 +181,7 @@ def _stage_code(
     )
 
 
+@functools.cache
 def _flow(source: torch.dtype, io: torch.dtype, rounding: Rounding) -> tuple[str, str, str]:
     """C types of what comes in, of results, and of what flows between two ops."""
     return C_TYPES[source], C_TYPES[io], C_TYPES[boundary_dtype(rounding, io, torch.float32)]
@@ -199,6 +206,13 @@ def _runs(dtype: torch.dtype, *tensors: Tensor) -> bool:
     """Whether kernels know these tensors."""
     device = tensors[0].device
     return dtype in C_TYPES and all(t.dtype in C_TYPES and t.device == device and type(t) in _DENSE for t in tensors)
+
+
+def _is_wide(stages: Sequence[Stage], shapes: Sequence[torch.Size]) -> bool:
+    """Whether rows are too long for a kernel, where it matters where they end."""
+    if all(shape[-1] < WIDEST for shape in shapes):
+        return False
+    return any(stage.math.is_gated or {"row", "column"} & {*stage.math.operands.values()} for stage in stages)
 
 
 def _result_shapes(x: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:

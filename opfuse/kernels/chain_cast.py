@@ -101,19 +101,12 @@ def backward_chain_cast(
 def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] | None:
     """Queue the kernel of a call and of a cast; the planes that it makes. None, and nothing is done, if there is none."""
     cast = CASTS[type(encode)]
-    tile = cast.tile(call, encode)
-    if tile is None:
+    fit = cast.fit(call, encode)
+    if fit is None:
         return None
+    tile, defines = fit
     planes, fields = cast.outputs(call, encode)
-    run(
-        launch,
-        "chain_tile",
-        call,
-        tile.cut(call),
-        defines=(*tile.defines, *cast.all_defines(encode)),
-        extra=cast.packing,
-        fields=fields,
-    )
+    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=cast.packing, fields=fields)
     return planes
 
 

@@ -14,6 +14,8 @@ from typing import Literal
 from opfuse.kernels.pointwise import Pointwise
 
 Direction = Literal["forward", "backward"]
+VECTOR = 8
+"""Elements of a pack, which a thread has at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,18 @@ class ChainCode:
     stores: bool = True
     casts: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.direction, self.stages, self.source, self.io, self.between, self.stores, self.casts))
+
+    @property
+    def interned(self) -> ChainCode:
+        """The one object of this structure, so that what follows from it is found once."""
+        return _INTERNED.setdefault(self, self)
+
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """For the input of each stage, and the chain's result, the number of gated ops that follow."""
@@ -58,18 +72,18 @@ class ChainCode:
         """The strands at the input of stage ``level``, or at the chain's result."""
         return range(1 << self.depths[level])
 
-    @property
+    @cached_property
     def packs(self) -> int:
         """Packs of eight results that a thread has in flight: with more strands, each has more loads of its own."""
         return 1 if self.depths[0] else 2
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         """Whether nothing depends on where rows end."""
         kinds = {kind for stage in self.stages for kind in stage.math.operands.values()}
         return not self.depths[0] and kinds <= {"full"}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The names of the ops."""
         return ", ".join(stage.math.name for stage in self.stages)
@@ -88,27 +102,40 @@ class ChainCode:
                 if (kind := stage.math.operands[name]) in kinds:
                     yield i, name, c_type, kind
 
-    @property
+    @cached_property
     def saved(self) -> list[tuple[int, str]]:
         """(stage, C type) of saved inputs."""
         return [(i, stage.saved) for i, stage in enumerate(self.stages) if stage.saved is not None]
 
-    @property
+    @cached_property
     def row_sums(self) -> list[tuple[int, str, str, int]]:
         """(stage, name, C type, strand) of every sum over rows."""
         return [(i, name, t, s) for i, name, t, _ in self.grads_of_kind("row") for s in self.strands(i + 1)]
 
-    @property
+    @cached_property
     def column_sums(self) -> list[tuple[int, str, str]]:
         """(stage, name, C type) of every sum over columns, that of all strands together."""
         return [(i, name, t) for i, name, t, _ in self.grads_of_kind("column")]
 
-    @property
+    @cached_property
     def constants(self) -> list[tuple[int, str]]:
         """(stage, name) of the constants, in the order in which they are parameters."""
         return [(i, name) for i, stage in enumerate(self.stages) for name in stage.math.constants]
+
+    @cached_property
+    def has_sums(self) -> bool:
+        """Whether gradients of operands are added up."""
+        return bool(self.row_sums or self.column_sums)
+
+    @cached_property
+    def on_vectors(self) -> bool:
+        """Whether the halves of gated units alternate in whole packs of eight, if they do."""
+        return all(stage.interleave % VECTOR == 0 for stage in self.stages)
 
     @property
     def final(self) -> int:
         """The level at which the result is: what x flows to, or dy flows back to."""
         return len(self.stages) if self.direction == "forward" else 0
+
+
+_INTERNED: dict[ChainCode, ChainCode] = {}

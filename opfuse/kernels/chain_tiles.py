@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.cast import new_mx
 from opfuse.kernels.cast_block import BLOCKS, new_blocks
-from opfuse.kernels.chain_call import Call, Cut
+from opfuse.kernels.chain_call import WIDEST, Call, Cut
+from opfuse.kernels.chain_code import ChainCode
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
+from opfuse.kernels.layouts import Layout
 
 _SIXTEEN = 16  # rows whose codes are one store along a column
 _GROUP = 64  # columns that a warp has beside each other
@@ -34,8 +37,7 @@ class Tile(NamedTuple):
 
     @property
     def defines(self) -> tuple[str, ...]:
-        names = ("TILE_ROWS", "TILE_COLUMNS", "TILE_THREADS", "RESIDENT", "AHEAD")
-        return tuple(f"{name}={value}" for name, value in zip(names, self))
+        return _defines(self)
 
     @property
     def own_rows(self) -> int:
@@ -52,53 +54,60 @@ class Tile(NamedTuple):
         return Cut(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
 
 
+@functools.cache
+def _defines(tile: Tile) -> tuple[str, ...]:
+    names = ("TILE_ROWS", "TILE_COLUMNS", "TILE_THREADS", "RESIDENT", "AHEAD")
+    return tuple(f"{name}={value}" for name, value in zip(names, tile))
+
+
 # By measurements on an H200: for a direction, whether something is gated, and whether gradients of operands are added up; then
 # threads have four rows, and tiles pieces of 64.
 _Kind = tuple[str, bool, bool]
 
-_PLAIN: Mapping[_Kind, Tile] = {
-    ("backward", False, True): Tile(64, 128, 256, 3, 4),
-    ("backward", True, True): Tile(128, 64, 256, 3, 4),
-}
-_TENSOR: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 4, 2),
-    ("forward", True, False): Tile(64, 64, 128, 9, 4),
-    ("backward", False, False): Tile(64, 64, 128, 9, 1),
-    ("backward", False, True): Tile(64, 64, 128, 7, 4),
-    ("backward", True, False): Tile(128, 64, 256, 4, 2),
-    ("backward", True, True): Tile(64, 64, 128, 5, 4),
-}
-_BLOCKS: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 3, 4),
-    ("forward", True, False): Tile(128, 128, 256, 4, 2),
-    ("backward", False, False): Tile(128, 128, 256, 3, 4),
-    ("backward", False, True): Tile(128, 128, 512, 2, 4),
-    ("backward", True, False): Tile(128, 128, 512, 1, 4),
-    ("backward", True, True): Tile(128, 128, 512, 1, 4),
-}
-_COMPACT: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(32, 256, 128, 5, 4),
-    ("forward", True, False): Tile(32, 256, 256, 4, 1),
-    ("backward", False, False): Tile(32, 256, 128, 6, 2),
-    ("backward", False, True): Tile(64, 128, 256, 4, 4),
-    ("backward", True, False): Tile(32, 128, 128, 5, 2),
-    ("backward", True, True): Tile(64, 128, 256, 2, 4),
-}
-_SWIZZLED: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 3, 4),
-    ("forward", True, False): Tile(128, 128, 256, 3, 1),
-    ("backward", False, False): Tile(128, 128, 256, 3, 2),
-    ("backward", False, True): Tile(128, 128, 512, 2, 4),
-    ("backward", True, False): Tile(128, 128, 512, 1, 4),
-    ("backward", True, True): Tile(128, 128, 512, 1, 4),
+_TILES: Mapping[str, Mapping[_Kind, Tile]] = {
+    "PLAIN": {
+        ("backward", False, True): Tile(64, 128, 256, 3, 4),
+        ("backward", True, True): Tile(128, 64, 256, 3, 4),
+    },
+    "TENSOR": {
+        ("forward", False, False): Tile(128, 128, 256, 4, 2),
+        ("forward", True, False): Tile(64, 64, 128, 9, 4),
+        ("backward", False, False): Tile(64, 64, 128, 9, 1),
+        ("backward", False, True): Tile(64, 64, 128, 7, 4),
+        ("backward", True, False): Tile(128, 64, 256, 4, 2),
+        ("backward", True, True): Tile(64, 64, 128, 5, 4),
+    },
+    "BLOCKS": {
+        ("forward", False, False): Tile(128, 128, 256, 3, 4),
+        ("forward", True, False): Tile(128, 128, 256, 4, 2),
+        ("backward", False, False): Tile(128, 128, 256, 3, 4),
+        ("backward", False, True): Tile(128, 128, 512, 2, 4),
+        ("backward", True, False): Tile(128, 128, 512, 1, 4),
+        ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    },
+    "MX": {
+        ("forward", False, False): Tile(32, 256, 128, 5, 4),
+        ("forward", True, False): Tile(32, 256, 256, 4, 1),
+        ("backward", False, False): Tile(32, 256, 128, 6, 2),
+        ("backward", False, True): Tile(64, 128, 256, 4, 4),
+        ("backward", True, False): Tile(32, 128, 128, 5, 2),
+        ("backward", True, True): Tile(64, 128, 256, 2, 4),
+    },
+    "MX swizzled": {
+        ("forward", False, False): Tile(128, 128, 256, 3, 4),
+        ("forward", True, False): Tile(128, 128, 256, 3, 1),
+        ("backward", False, False): Tile(128, 128, 256, 3, 2),
+        ("backward", False, True): Tile(128, 128, 512, 2, 4),
+        ("backward", True, False): Tile(128, 128, 512, 1, 4),
+        ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    },
 }
 
 
-def _of_kind(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile:
-    """The tile for a call, with room for the registers that it takes."""
-    code = call.code
-    tile = tiles[code.direction, code.depths[0] > 0, call.has_sums]
-    if not call.is_aligned(call.shape[-1]) or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
+def _tile(table: str, code: ChainCode, *, aligned: bool) -> Tile:
+    """The tile for a structure, with room for the registers that it takes."""
+    tile = _TILES[table][code.direction, code.depths[0] > 0, code.has_sums]
+    if not aligned or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
         return tile.lightened(1 / 4)
     stored = code.stores or (code.direction == "forward" and code.saved)
     held = sum(1 << code.depths[i + 1] for i, _, _, _ in code.of_kind("row", "column"))
@@ -108,46 +117,56 @@ def _of_kind(call: Call, tiles: Mapping[_Kind, Tile]) -> Tile:
 
 def plain_tile(call: Call) -> Tile:
     """The tile for a call with sums whose result is not cast."""
-    return _of_kind(call, _PLAIN)
+    return _tile("PLAIN", call.code, aligned=call.is_aligned(call.shape[-1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile | None:
+    """The tile for results of so many columns; None if there is no kernel for them.
+
+    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, and a large block's threads
+    not beside sums over columns.
+    """
+    tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
+    widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []
+    crowded = strands and code.column_sums and tile.threads > _MOST_THREADS
+    return None if crowded or strands > 1 or columns >= WIDEST or any(width % tile.columns for width in widths) else tile
+
+
+@functools.lru_cache(maxsize=4096)
+def _defines_of(cast: str, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
+    """The definitions that every cast has; None if the planes are not of one format."""
+    first, usages = layouts[0], {layout.usage for layout in layouts}
+    values = {
+        "CAST": cast,
+        "OUT": first.element.name.upper(),
+        "ROWWISE": int(ROWWISE in usages),
+        "COLUMNWISE": int(COLUMNWISE in usages),
+        "ROWS_ALIGNED": int(first.shape[0] % _SIXTEEN == 0),
+        "SQUARE": int((first.format.block or (1,))[0] != 1),
+        "SWIZZLED": int(first.swizzled),
+    }
+    mixed = len({(layout.format, layout.swizzled) for layout in layouts}) > 1
+    return None if mixed else tuple(f"{name}={value}" for name, value in values.items())
 
 
 class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
-    packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields. tiles: of an encoding; None
-    for one that the kernel does not know. defines: of an encoding.
+    packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields. table: the tiles for an
+    encoding; None for one that the kernel does not know.
     """
 
     name: str
     packing: str
     outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
-    tiles: Callable[[Any], Mapping[_Kind, Tile] | None]
-    defines: Callable[[Any], tuple[str, ...]]
+    table: Callable[[Any], str | None]
 
-    def all_defines(self, encode: Encoding) -> tuple[str, ...]:
-        """Those of every cast, and its own."""
-        first, usages = encode.layouts[0], {layout.usage for layout in encode.layouts}
-        shared = {
-            "OUT": first.element.name.upper(),
-            "ROWWISE": int(ROWWISE in usages),
-            "COLUMNWISE": int(COLUMNWISE in usages),
-            "ROWS_ALIGNED": int(first.shape[0] % _SIXTEEN == 0),
-        }
-        return (f"CAST={self.name}", *(f"{name}={value}" for name, value in shared.items()), *self.defines(encode))
-
-    def tile(self, call: Call, encode: Encoding) -> Tile | None:
-        """The tile for a call and an encoding; None if there is no kernel for them.
-
-        The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, and a large block's
-        threads not beside sums over columns.
-        """
-        tiles, code = self.tiles(encode), call.code
-        if tiles is None or len({(layout.format, layout.swizzled) for layout in encode.layouts}) > 1:
-            return None
-        tile, strands = _of_kind(call, tiles), code.depths[code.final]
-        widths = [call.shape[-1], *(stage.interleave for stage in code.stages)] if strands else []
-        crowded = strands and code.column_sums and tile.threads > _MOST_THREADS
-        return None if crowded or strands > 1 or any(width % tile.columns for width in widths) else tile
+    def fit(self, call: Call, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
+        """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them."""
+        columns, table, defines = call.shape[-1], self.table(encode), _defines_of(self.name, tuple(encode.layouts))
+        tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table and defines else None
+        return None if tile is None or defines is None else (tile, (*tile.defines, *defines))
 
 
 def _tensor_outputs(call: Call, encode: Recording) -> tuple[list[Encoded], tuple[float, ...]]:
@@ -168,21 +187,11 @@ def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[f
     return [*planes], (*fields, 0)
 
 
+_MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
+
 CASTS: Mapping[type, TileCast] = {
-    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: _TENSOR, lambda _: ()),
-    Blocks: TileCast(
-        "BLOCKS",
-        BLOCKS,
-        _block_outputs,
-        lambda _: _BLOCKS,
-        lambda e: (f"SQUARE={int(e.layouts[0].block[0] != 1)}",),
-    ),
-    Microscaled: TileCast(
-        "MX",
-        "4P2q2I",
-        _mx_outputs,
-        lambda e: None if e.rows != 1 else _SWIZZLED if e.layouts[0].swizzled else _COMPACT,
-        lambda e: (f"SWIZZLED={int(e.layouts[0].swizzled)}",),
-    ),
+    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: "TENSOR"),
+    Blocks: TileCast("BLOCKS", BLOCKS, _block_outputs, lambda _: "BLOCKS"),
+    Microscaled: TileCast("MX", "4P2q2I", _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))),
 }
 """By the type of the encoding."""

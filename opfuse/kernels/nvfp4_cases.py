@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ def within(rows: int, columns: int, generator: torch.Generator, dtype: torch.dty
     return (x * magnitude).to(dtype)
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True)
+class _Kind:
     """Matrices of a shape, made of a generator and a type."""
 
     rows: int

@@ -78,7 +78,7 @@ def random_recipe(rng: random.Random) -> Recipe:
         drawn = rng.sample(names_of(cls), k=rng.randint(0, 3))
         required = {"qfactory"} if cls is CustomRecipe else set()
         try:
-            return cls(**{name: rng.choice(VALUES[name]) for name in {*drawn, *required}})
+            return cls(**{name: rng.choice(VALUES[name]) for name in dict.fromkeys((*drawn, *required))})
         except RecipeError:
             continue
 

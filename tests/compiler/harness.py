@@ -118,10 +118,10 @@ def _gradient(output: torch.Tensor, index: int) -> torch.Tensor:
     return randn(*output.shape, seed=100 + index, dtype=output.dtype).to(output.device)
 
 
-def outcome(call: Callable[[], Result]) -> dict[str, torch.Tensor | None] | str:
-    """The named tensors of a run, or the error it raised."""
+def outcome(call: Callable[[], Result]) -> Result | str:
+    """What a run gave, or the error it raised."""
     try:
-        return call().tensors
+        return call()
     except (OpfuseError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 

@@ -1,8 +1,8 @@
 """R9: a cached plan is never stale.
 
 A model lives through random changes of everything that a plan may depend on. After each, its step, from cached plans, must equal
-bit for bit the step of a deep copy that has none; where one raises, so must the other. Two more tests show that the search finds
-something: it catches a key that lacks a field, and it does hit plans made earlier.
+bit for bit the step of a deep copy that has none, with the same fusions; where one raises, so must the other. Two more tests show
+that the search finds something: it catches a key that lacks a field, and it does hit plans made earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opfuse.fusions import RULES
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
 from opfuse.tensors import QuantizedTensor
 from tests.compiler.fields import changed, random_recipe
-from tests.compiler.harness import Step, differences, outcome, train
+from tests.compiler.harness import Result, Step, differences, outcome, train
 from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -69,20 +69,21 @@ class World:
         with torch.set_grad_enabled(self.grad), autocast:
             yield
 
-    def outcome(self, model: ops.Sequential) -> dict[str, torch.Tensor | None] | str:
-        """Named tensors of a step of ``model``, or the error it raised."""
+    def outcome(self, model: ops.Sequential) -> Result | str:
+        """A step of ``model``, or the error it raised."""
         model.zero_grad(set_to_none=True)
         tensors = self.made.tensors(self.dtype, leading=self.leading)
         with self.around():
             return outcome(lambda: train(model, *tensors, step=self.step))
 
     def is_stale(self) -> list[str]:
-        """Names in which the cached run differs from a fresh one."""
-        fresh = copy.deepcopy(self.model)
-        cached, fresh = self.outcome(self.model), self.outcome(fresh)
+        """What differs between the cached run and a fresh one: names of tensors, fusions."""
+        models = (self.model, copy.deepcopy(self.model))
+        cached, fresh = map(self.outcome, models)
         if isinstance(cached, str) or isinstance(fresh, str):
             return [] if cached == fresh else [f"{cached!s:.200} / {fresh!s:.200}"]
-        return differences(cached, fresh)
+        fused, wanted = ([plan.fusions for plan in result.plans] for result in (cached, fresh))
+        return differences(cached.tensors, fresh.tensors) + ([f"{fused} / {wanted}"] if fused != wanted else [])
 
 
 def _recipe(world: World) -> None:

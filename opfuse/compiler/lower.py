@@ -7,6 +7,7 @@ from what needs a gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import GemmError, PipelineError, describe
+from opfuse.recipes import Recipe
 from opfuse.recipes.policy import quantized_products
 
 TRANSPARENT = "transparent"
@@ -36,11 +38,13 @@ class Inputs(NamedTuple):
 class _Builder:
     """The graph so far: the current main value, and which values carry gradients.
 
-    casts: quantized values and the nodes that made them. copies: values that are a copy of another, quantized or not.
+    ops: the basic ops. casts: quantized values and the nodes that made them. copies: values that are a copy of another,
+    quantized or not, and share its gradient.
     cast_gradients: values whose gradient is quantized. products: of ops with quantized operands.
     """
 
     env: Env
+    ops: Sequence[BasicOperation]
     nodes: list[Node] = field(default_factory=list)
     values: int = 1
     current: int = 0
@@ -68,7 +72,7 @@ class _Builder:
 
 def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset()) -> Graph:
     """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input."""
-    b = _Builder(env, exports=exports)
+    b = _Builder(env, ops, exports=exports)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
@@ -96,7 +100,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
             )
             _publish(b, op, node)
         if GRADIENT in casts:
-            _cast_gradient(b, index, casts[GRADIENT])
+            _cast_gradient(b, _caster(b, index, GRADIENT), casts[GRADIENT])
     return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
 
 
@@ -128,14 +132,15 @@ def _casts(
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
     products = quantized_products(recipe.backward_override, backward)
     casts, stored = {}, {}
-    for role in op.quantized_roles():
+    left = {"input"} if _leaves_cast(b, index) else set()
+    for role in (role for role in op.quantized_roles() if role not in left):
         signature = params.get(role)
         if signature is not None and signature.quantized is not None:
             found = stored_formats(op, role, recipe, products)
             if found is not None:
                 stored[role] = found
                 continue
-        quantizer, state = op.make_quantizer(role, recipe)
+        quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
             casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
@@ -146,6 +151,35 @@ def _casts(
     return casts
 
 
+def _caster(b: _Builder, index: int, role: str) -> int:
+    """The op whose quantizer casts an operand: the op itself, unless an explicit Quantize meets the tensor first."""
+    op = b.ops[index]
+    if op.cast_groups(role) or role not in ("input", GRADIENT):
+        return index
+    if role == "input":
+        return b.nodes[b.casts[b.current]].op if b.current in b.casts else index
+    after = itertools.takewhile(lambda i: _is_copy(b.ops[i]), range(index + 1, len(b.ops)))
+    return max((i for i in after if _casts_gradient(b.ops[i], b.env.recipe)), default=index)
+
+
+def _is_copy(op: BasicOperation) -> bool:
+    """Whether the gradient of its input is that of its output: not a sum over two outputs."""
+    return TRANSPARENT in op.traits and not op.num_extra_outputs
+
+
+def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
+    if recipe is None or GRADIENT not in op.quantized_roles():
+        return False
+    quantizer, _ = op.make_quantizer(GRADIENT, recipe)
+    return op.narrow_quantizer(quantizer, GRADIENT, recipe.backward_override, ()) is not None
+
+
+def _leaves_cast(b: _Builder, index: int) -> bool:
+    """Whether an explicit Quantize leaves the cast to the product after it, which casts groups of rows apart."""
+    after = next((op for op in b.ops[index + 1 :] if TRANSPARENT not in op.traits), None)
+    return b.ops[index].is_cast and after is not None and after.cast_groups("input") > 0
+
+
 def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
     value = b.new_value(grad=False)
     b.add(kind=spec.kind, op=op, spec=spec, outputs=(value,), directions=frozenset((FORWARD,)), side=True)
@@ -153,11 +187,13 @@ def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
 
 
 def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
-    """A node for the cast, unless one that was made earlier can do it. The first extra input says where groups end."""
-    earlier = None if spec.groups else b.casts.get(b.current)
+    """A node for the cast, unless an explicit Quantize has one, which then makes the planes that are read here.
+
+    The first extra input says where groups of rows end.
+    """
+    earlier = b.casts.get(b.current)
     if earlier is not None:
-        node = b.nodes[earlier]
-        b.nodes[earlier] = replace(node, spec=_widened(node.spec, spec))
+        b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
     value = b.new_value(grad=b.current in b.grads)
     inputs = (b.current, *extra_values[:1]) if spec.groups else (b.current,)
@@ -166,11 +202,6 @@ def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int
         b.casts[value] = node.index
     b.copies[value] = b.current
     b.current = value
-
-
-def _widened(spec: CastSpec, other: CastSpec) -> CastSpec:
-    """An explicit Quantize before a product makes the planes that the product reads as well."""
-    return replace(other, role=spec.role, state=spec.state or other.state)
 
 
 def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
@@ -185,10 +216,10 @@ def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
 def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
     """Make the node's outputs known: the main one goes on, the extra ones to their channels and to the caller."""
     b.current, *extra_outputs = node.outputs
-    if TRANSPARENT in op.traits:
+    if _is_copy(op):
         b.copies[b.current] = node.inputs[0]
-        if node.inputs[0] in b.casts:
-            b.casts[b.current] = b.casts[node.inputs[0]]
+    if TRANSPARENT in op.traits and node.inputs[0] in b.casts:
+        b.casts[b.current] = b.casts[node.inputs[0]]
     for channel, value in zip(op.extra_output_channels, extra_outputs):
         if channel.name is not None:
             b.channels[channel.name] = value

@@ -67,7 +67,8 @@ class Cast:
             x = x.detach().dequantize() if self.role in self.op.parameter_names else x.storage
         if isinstance(x, QuantizedStorage):
             return x
-        storage = self._current(x.shape).quantize(x.to(self.op.compute_dtype(self.env, x)))
+        dtype = self.op.compute_dtype(self.env, x)
+        storage = self._current(x.shape, dtype).quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def fused(self, shape: torch.Size, dtype: torch.dtype) -> FusedCast | None:
@@ -77,13 +78,13 @@ class Cast:
         """
         if self.op.compute_dtype(self.env, _example(dtype)) != dtype:
             return None
-        quantizer = self._current(shape)
+        quantizer = self._current(shape, dtype)
         encoding = quantizer.encoding(shape, dtype)
         return None if encoding is None else FusedCast(encoding, quantizer, shape, dtype)
 
-    def _current(self, shape: torch.Size) -> Quantizer:
-        """The quantizer of a tensor of ``shape``, over the live tensors of a state, which are due for an update from now on."""
-        self.quantizer.check(shape, where=self.where)
+    def _current(self, shape: torch.Size, dtype: torch.dtype) -> Quantizer:
+        """The quantizer of a tensor of ``shape`` and ``dtype``, over live tensors of a state, due for an update from now on."""
+        self.quantizer.check(shape, dtype, where=self.where)
         return self.quantizer if self.state is None else self._delayed(self.state)
 
     def _delayed(self, state: DelayedScalingState) -> Quantizer:

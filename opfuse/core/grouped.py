@@ -38,11 +38,9 @@ class GroupedCast(Cast):
             splits = read_sizes(splits, rows)
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where))
-        try:
-            storage = quantizer.quantize(x.to(self.op.compute_dtype(self.env, x)))
-        except ShapeError:
-            quantizer.check(x.shape, where=self.where)  # the same error, which says where
-            raise
+        dtype = self.op.compute_dtype(self.env, x)
+        quantizer.check(x.shape, dtype, where=self.where)
+        storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes) -> Quantizer:

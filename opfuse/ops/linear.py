@@ -204,6 +204,15 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         return self.__dict__["parts"]
 
     @property
+    def name(self) -> str:
+        """The name in quantizer roles, which a factory of a CustomRecipe may ask for; to be given before the first call."""
+        return self._product.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._product.name = name
+
+    @property
     def _product(self) -> BasicLinear:
         return cast(BasicLinear, self.basic_ops[0])
 

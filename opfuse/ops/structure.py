@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from opfuse.core.context import Context, Value
+from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.pointwise import InPlaceSpec
 from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes.policy import KEEP
-from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
 
 class Identity(BasicOperation):
@@ -67,27 +67,29 @@ class Reshape(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """y = x, and x once more as an extra output; the two gradients are summed.
+    """y = x, quantized or not, and x once more as an extra output; the two gradients are summed.
 
     in_place: the sum may be accumulated where the extra gradient lies, which lets it ride in the product of the op that
     follows. The caller's tensors are never written.
     """
 
+    traits = frozenset(("transparent",))
     saves = ()
     forward_kwargs = ()
+    accepts_quantized = True
     num_extra_outputs = 1
 
     def __init__(self, in_place: bool = False) -> None:
         super().__init__(InPlaceSpec(in_place))
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
-        return input_, [(input_,)]
+    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Value, **_: Any) -> tuple[Value, Any]:
+        return input_, [(plain(input_),)]
 
     def fuser_backward(
-        self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any
+        self, basic_op_ctxs: list[Context], grad_output: Value | None, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, Any, Any]:
         extra = basic_op_grad_extra_outputs[0][0]
-        parts = [grad for grad in (grad_output, extra) if grad is not None]
+        parts = [plain(grad) for grad in (grad_output, extra) if grad is not None]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], [()], [()]
 
 
@@ -102,8 +104,10 @@ class QuantizeSpec:
 class Quantize(QuantizerStateMixin, Identity):
     """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
 
-    Rowwise data is made, and columnwise data too where a matrix product follows that reads it. Under a backward override
-    gradients are left alone.
+    Its quantizer says how, also for a matrix product right after it, whose input is cast no second time: what the product reads
+    is made, columnwise data or the original too. Likewise the gradient of a product right before it. To a product in groups of
+    rows it leaves the casts. Other ops compute on the values that the quantized data stands for, and a product after them casts
+    what they made; only Identity and MakeExtraOutput pass quantized data on. Under a backward override gradients are left alone.
     """
 
     is_cast = True
@@ -124,5 +128,7 @@ class Quantize(QuantizerStateMixin, Identity):
         self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
     ) -> Quantizer | None:
         if role == "grad_output" and KEEP[override].backward != "quantized":
+            return None
+        if isinstance(quantizer, IdentityQuantizer) and quantizer.dtype is None:
             return None
         return quantizer.wanting(rowwise=True, columnwise=False)

@@ -209,12 +209,13 @@ def test_r9_the_name_of_an_op_is_fixed_once_a_pipeline_has_it():
         return IdentityQuantizer()
 
     model = to(ops.Sequential(ops.Linear(64, 64)), BF16)
-    model[0].basic_ops[0].name = "fc1"
+    model[0].name = "fc1"
+    assert model[0].name == model[0].basic_ops[0].name == "fc1"
     with opfuse.autocast(recipe=CustomRecipe(qfactory=qfactory)):
         model(randn(32, 64))
     assert set(seen) == {"", "fc1"}, "nameless roles are asked for when the recipe is made"
     with pytest.raises(SpecError, match="before the first call"):
-        model[0].basic_ops[0].name = "fc2"
+        model[0].name = "fc2"
 
 
 def test_r9_an_impure_factory_under_one_identity_makes_no_stale_plan():

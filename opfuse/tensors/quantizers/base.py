@@ -151,8 +151,20 @@ class Quantizer(ABC):
             return False
         return True
 
-    def check(self, shape: Sequence[int], *, where: str | None = None) -> None:
-        """ShapeError unless a tensor of ``shape`` has the planes asked for: divisibility is a rule of each plane."""
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
+        """The dtypes that a cast takes; None: any."""
+        return INPUT_DTYPES
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, where: str | None = None) -> None:
+        """ShapeError unless a tensor of ``shape`` has the planes asked for: divisibility is a rule of each plane.
+
+        DtypeError unless it can be of ``dtype``, where one is given. ``where`` begins the message.
+        """
+        taken = self.input_dtypes
+        if dtype is not None and taken is not None and dtype not in taken:
+            wanted, cure = ", ".join(map(str, taken)), f"cast the input to {taken[-1]}" if taken else "use formats that share one"
+            raise DtypeError(describe(where or type(self).__name__, wanted=wanted, got=dtype, cure=cure))
         misfit = _misfit(self._stored, tuple(shape))
         if misfit is not None:
             raise ShapeError(describe(where or type(self).__name__, **misfit))
@@ -162,16 +174,7 @@ class Quantizer(ABC):
             raise QuantizerError(
                 describe(type(self).__name__, wanted="a direction", got="none", cure="set rowwise=True or columnwise=True")
             )
-        self._check_dtype(dtype)
-        self.check(shape)
-
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        self._want_dtype(dtype, INPUT_DTYPES)
-
-    def _want_dtype(self, dtype: torch.dtype, wanted: Sequence[torch.dtype]) -> None:
-        if dtype not in wanted:
-            names = ", ".join(str(each) for each in wanted)
-            raise DtypeError(describe(type(self).__name__, wanted=names, got=dtype, cure=f"cast the input to {wanted[-1]}"))
+        self.check(shape, dtype)
 
     def _check_update(self, src: torch.Tensor, dst: QuantizedStorage) -> None:
         where = f"{type(self).__name__}.update_quantized"

@@ -37,8 +37,10 @@ class IdentityQuantizer(Quantizer):
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         return self._planes(torch.zeros(tuple(shape), dtype=dtype, device=device))
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """Any dtype can be kept."""
+        return None
 
 
 class QuantizerRequest:
@@ -102,8 +104,9 @@ class HybridQuantizer(Quantizer):
         subs = {ROWWISE: self.rowwise_quantizer, COLUMNWISE: self.columnwise_quantizer}
         return [subs[usage].make_empty(shape, dtype=dtype, device=device).plane(usage) for usage in self.usages]
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        if self.rowwise:
-            self.rowwise_quantizer._check_dtype(dtype)
-        if self.columnwise:
-            self.columnwise_quantizer._check_dtype(dtype)
+    @cached_property
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
+        """Those that each direction asked for takes."""
+        subs = ((self.rowwise_quantizer, self.rowwise), (self.columnwise_quantizer, self.columnwise))
+        taken = [sub.input_dtypes for sub, wanted in subs if wanted and sub.input_dtypes is not None]
+        return tuple(dtype for dtype in taken[0] if all(dtype in each for each in taken)) if taken else None

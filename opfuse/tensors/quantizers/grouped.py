@@ -61,14 +61,14 @@ class GroupedQuantizer(Quantizer):
         """What padded groups have a multiple of, in rows."""
         return math.lcm(PADDING, *(fmt.multiple for fmt in self.formats)) if self.padded else 1
 
-    def check(self, shape: Sequence[int], *, where: str | None = None) -> None:
+    def check(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, where: str | None = None) -> None:
         where = where or type(self).__name__
         if not shape:
             raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
         columns = shape[-1]
         multiple = self.multiple
         for i, (quantizer, size) in enumerate(zip(self.quantizers, self._sizes(shape))):
-            quantizer.check((round_up(size, multiple), columns), where=f"{where}, group {i}")
+            quantizer.check((round_up(size, multiple), columns), dtype, where=f"{where}, group {i}")
 
     def _sizes(self, shape: Sequence[int]) -> Sizes:
         rows, groups = matrix_shape(shape)[0], len(self.quantizers)
@@ -102,5 +102,7 @@ class GroupedQuantizer(Quantizer):
         made = [q.make_empty(piece.shape, dtype=dtype, device=device) for q, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        self.quantizers[0]._check_dtype(dtype)
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
+        """Those of one group."""
+        return self.quantizers[0].input_dtypes

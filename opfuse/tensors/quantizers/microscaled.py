@@ -129,10 +129,10 @@ class NVFP4Quantizer(CastingQuantizer):
             amaxes = [reduce_amax(amax, self.amax_reduction_group) for amax in amaxes]
         return amaxes if own else amaxes * len(layouts)
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        super()._check_dtype(dtype)
-        if self.with_rht and COLUMNWISE in self.usages:
-            self._want_dtype(dtype, (torch.bfloat16,))
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
+        """bf16 alone for rotated data, else as every cast."""
+        return (torch.bfloat16,) if self.with_rht and COLUMNWISE in self.usages else super().input_dtypes
 
 
 _EXCLUSIONS = {

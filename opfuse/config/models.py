@@ -6,13 +6,19 @@ What one section holds is checked here; how recipes, ops and rules are spelled i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A mapping with exactly these keys, values of exactly these types, that never changes."""
+    """A mapping with exactly these keys, values of exactly these types, that never changes.
+
+    not_here: keys that a reader may expect and that a file does not take, each with what to do instead.
+    """
+
+    not_here: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 

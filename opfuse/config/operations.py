@@ -20,7 +20,12 @@ from opfuse.ops import OPS
 PLACEMENT = ("device", "dtype")
 """Parameters that the pipeline decides, for all its ops."""
 
-NOT_WRITTEN = {"self", "spec", "owner", *PLACEMENT}
+IN_CODE = {
+    "delay_wgrad_compute": "leave it out: what it puts off trains nothing until backward_dw(), which only Python code calls"
+}
+"""Parameters that only code which calls the op can make use of, and what to say of them in a file."""
+
+NOT_WRITTEN = {"self", "spec", "owner", *PLACEMENT, *IN_CODE}
 
 Size = Annotated[int, Field(ge=-(2**31), le=2**31)]
 """Integers that torch can take as a size; which of them an op takes is its own affair."""
@@ -77,7 +82,9 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
         count = getattr(cls, f"num_{side}s")
         if isinstance(count, int) and count:
             fields[side] = _channel_field(count, getattr(cls, f"most_{side}s", count))
-    return create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **fields)
+    model = create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **fields)
+    model.not_here = {name: help for name, help in IN_CODE.items() if name in parameters(cls)}
+    return model
 
 
 CHANNELS = ("extra_input", "extra_output")

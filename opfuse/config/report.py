@@ -82,8 +82,10 @@ def _like(value: object, options: list[str]) -> str:
 
 def _unknown_key(line: Line, sections: Sections) -> list[Problem]:
     *above, key = line["loc"]
-    known = getattr(sections.get(_names(tuple(above))), "model_fields", {})
-    return [Problem("unknown-key", f"unknown key {shown(key)}", similar(str(key), known), on="key")]
+    section = sections.get(_names(tuple(above)))
+    known, not_here = getattr(section, "model_fields", {}), getattr(section, "not_here", {})
+    help = not_here.get(key) or similar(str(key), known)
+    return [Problem("unknown-key", f"unknown key {shown(key)}", help, on="key")]
 
 
 def _missing_key(line: Line, sections: Sections) -> list[Problem]:

@@ -120,9 +120,7 @@ class Context:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        if not self.requires_grad:
-            return []
-        return [0 if tensor.is_inference() else tensor._version for value in self._saved.values() for tensor in _tensors(value)]
+        return versions(*self._saved.values()) if self.requires_grad else []
 
     # -- what the executor does with the saved state -------------------------------------------------------------------
 
@@ -168,6 +166,11 @@ class Context:
 
 
 _RELEASED = torch.empty(0)
+
+
+def versions(*values: Value | None) -> list[int]:
+    """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
+    return [0 if tensor.is_inference() else tensor._version for value in values for tensor in _tensors(value)]
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,14 +16,15 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env, checked_dtype, checked_sizes
-from opfuse.errors import ShapeError, describe
-from opfuse.kernels import pointwise
+from opfuse.errors import PipelineError, ShapeError, describe
+from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split_rows
+from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes import QuantizerRole, Recipe, current_model_init
 from opfuse.recipes.policy import cast_quantizer, saved_operand
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
-from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, offsets, read_sizes, sizes_of
+from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
@@ -51,9 +52,11 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     """y_i = x_i W_i^T + b_i for each of ``num_groups`` groups i of consecutive rows of x (..., in_features).
 
     Extra inputs: ``splits``, int64 or int32 (num_groups,), the rows of each group, which may be 0; with ``scale_bias`` also
-    ``scales``, one a row, and the bias added to a row is multiplied by its scale. Parameters: ``weight0`` … and ``bias0`` …, or
-    ``weight`` (num_groups, out_features, in_features) and ``bias`` (num_groups, out_features) where ``single_grouped_weight`` and
-    ``single_grouped_bias`` ask for one.
+    ``scales``, floating point x.shape[:-1], and the bias added to a row is multiplied by its scale. Called on its own, the op
+    takes ``splits`` as a list of ints too. Anything else is a DtypeError or a ShapeError.
+
+    Parameters: ``weight0`` … and ``bias0`` …, or ``weight`` (num_groups, out_features, in_features) and ``bias`` (num_groups,
+    out_features) where ``single_grouped_weight`` and ``single_grouped_bias`` ask for one.
 
     Each group is a :class:`~opfuse.ops.Linear` of its own: under a recipe its rows, its weight and its gradients are cast as
     tensors of their own, with states of their own. What was quantized as one tensor is cast again group by group. pad_splits:
@@ -64,7 +67,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     the layers of a pipeline that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products
     whose splits only the GPU knows are one launch, for which weights that are not single are stacked.
 
-    delay_wgrad_compute: a backward pass leaves the weights without a gradient; :meth:`backward_dw` computes it later.
+    delay_wgrad_compute: a backward pass leaves the weights without a gradient; a training loop of your own calls
+    :meth:`backward_dw`, which computes it later. A configuration file cannot ask for it.
     """
 
     kind = "grouped_linear"
@@ -193,9 +197,9 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     # -- forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
-        """Run this op alone; split sizes may then be a list as well."""
-        given = (torch.tensor(e, dtype=torch.int64) if isinstance(e, (list, tuple)) else e for e in extra_inputs)
-        return super().forward(x, *given, **kwargs)
+        """Run this op alone; split sizes may then be a list of ints as well, of which a DtypeError names any other entry."""
+        splits = [listed_splits(e, where=self.label) if isinstance(e, (list, tuple)) else e for e in extra_inputs[:1]]
+        return super().forward(x, *splits, *extra_inputs[1:], **kwargs)
 
     def fuser_forward(
         self, basic_op_ctxs: list[Context], input_: Value, *, basic_op_extra_inputs: Any, **_: Any
@@ -218,7 +222,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         ctx.scales_dtype = None if scales is None else scales.dtype
         self._save(ctx, x, held, splits, scales)
         if self.use_bias:
-            self._add_biases(y.view(-1, self.out_features), scales, cast(Sizes, ctx.sizes))
+            biases = self._biases([self.parameter(name) for name in self.bias_names])
+            add_biases(y.view(-1, self.out_features), biases, scales, cast(Sizes, ctx.sizes))
         return y
 
     def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -226,7 +231,13 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             wanted, cure = f"shape (..., {self.in_features})", "check the preceding op's size"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
         check_splits(splits, self.num_groups, where=self.label)
-        if scales is not None and scales.numel() != matrix_shape(x.shape)[0]:
+        if splits.is_meta and x.device.type != "meta":
+            wanted, cure = f"values, on the input's device {x.device} or on the CPU", "pass numbers of rows"
+            raise PipelineError(describe(f"{self.label} split sizes", wanted=wanted, got="a meta tensor", cure=cure))
+        if scales is None:
+            return
+        self.checked_dtype("scales", scales.dtype)
+        if scales.shape != x.shape[:-1]:
             wanted, cure = f"shape {tuple(x.shape[:-1])}", "pass one scale for each row of the input"
             raise ShapeError(describe(f"{self.label} scales", wanted=wanted, got=tuple(scales.shape), cure=cure))
 
@@ -271,15 +282,6 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     def _biases(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return list(values[0]) if self.single_grouped_bias else values
 
-    def _add_biases(self, y: torch.Tensor, scales: torch.Tensor | None, sizes: Sizes) -> None:
-        """Add to each row of ``y`` the bias of its group, times its scale; computed in fp32 and rounded once."""
-        wide = pointwise.compute_dtype(y.dtype)
-        biases = self._biases([self.parameter(name).detach() for name in self.bias_names])
-        factors = None if scales is None else scales.detach().reshape(-1, 1).to(wide)
-        for (start, end), bias in zip(offsets(sizes), biases):
-            term = bias.to(wide)
-            y[start:end] = y[start:end].to(wide) + (term if factors is None else factors[start:end] * term)
-
     # -- backward --------------------------------------------------------------------------------------------------------
 
     def fuser_backward(
@@ -292,9 +294,9 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dy = dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
         groups = Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
-        weights = self._weight_gradients(ctx, dy, groups) if not self.delay_wgrad_compute else self._put_off(ctx, dy, groups)
+        weights = self._weight_gradients(ctx, dy, groups)
         biases, scales = self._bias_gradients(ctx, plain)
-        return dx, [(*weights, *biases)], [(None, scales)[: self.num_extra_inputs]]
+        return dx, [(*map(weights.get, self.weight_names), *biases)], [(None, scales)[: self.num_extra_inputs]]
 
     def _input_gradient(self, ctx: Context, dy: Value, groups: Groups) -> torch.Tensor | None:
         if "input" not in ctx.needs:
@@ -303,27 +305,44 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dx = grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype, mixed=ctx.env.mixes)
         return dx.to(ctx.input_dtype)
 
-    def _weight_gradients(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
-        wanted = [i for i in range(self.num_groups) if self.weight_names[i % len(self.weight_names)] in ctx.needs]
-        if not wanted:
-            return [None] * len(self.weight_names)
-        grads = grouped_wgrad(dy, ctx.saved.x, groups, wanted=wanted, dtype=ctx.compute_dtype, mixed=ctx.env.mixes)
+    def _weight_gradients(self, ctx: Context, dy: Value, groups: Groups) -> Mapping[str, torch.Tensor]:
+        """Gradients of the weights that want one, by name; none where they are put off."""
+        weights = {name: self.parameter(name) for name in self.weight_names if name in ctx.needs}
+        if weights and self.delay_wgrad_compute:
+            weights = owed(weights, where=self.label)
+        if not weights:
+            return {}
+        x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, "mixed": ctx.env.mixes}
+        product = partial(self._products, weights, dy, x, groups, **options)
+        if not self.delay_wgrad_compute:
+            return product()
+        kept = {"input": x, "gradient of the output": dy, "split sizes": groups.splits}
+        self._delayed.append(PutOff(self.label, weights, kept, product))
+        return {}
+
+    def _products(
+        self, weights: Mapping[str, nn.Parameter], dy: Value, x: Value, groups: Groups, **options: Any
+    ) -> dict[str, torch.Tensor]:
+        wanted = [i for i in range(self.num_groups) if self.weight_names[i % len(self.weight_names)] in weights]
+        grads = grouped_wgrad(dy, x, groups, wanted=wanted, **options)
         if self.single_grouped_weight:
             grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
-        dtypes = [self.parameter(name).dtype for name in self.weight_names]
-        return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes)]
-
-    def _put_off(self, ctx: Context, dy: Value, groups: Groups) -> list[torch.Tensor | None]:
-        self._delayed.append((copy.copy(ctx), dy, groups))  # the call's own context forgets what it saved
-        return [None] * len(self.weight_names)
+        made = zip(self.weight_names, cast(Iterable[torch.Tensor], grads))
+        return {name: grad.to(weights[name].dtype) for name, grad in made if name in weights}
 
     def backward_dw(self) -> None:
-        """Add to ``grad`` of every weight that trains what the earliest backward pass put off; nothing if none did."""
+        """Add to the weights' ``grad`` what the earliest ``backward()`` put off, and forget it; nothing if none did.
+
+        To be called once for each ``backward()`` that reached a weight which trains; others, such as one with ``inputs=[x]``, put
+        nothing off. No hook of a weight sees these gradients, and ``zero_grad`` does not cancel them.
+
+        SavedTensorError if the input, the gradient of the output or the split sizes were changed in place since; that gradient
+        is lost. ``torch.autograd.grad`` for a weight, and weights other than the op's own parameters
+        (``torch.func.functional_call``), are an UnsupportedError in the backward pass. A copy of the op (``copy.deepcopy``,
+        pickle) owes nothing: its gradients are those that had been computed.
+        """
         if self._delayed:
-            grads = self._weight_gradients(*self._delayed.popleft())
-            for weight, grad in zip(map(self.parameter, self.weight_names), grads):
-                if grad is not None:
-                    weight.grad = grad if weight.grad is None else weight.grad + grad
+            self._delayed.popleft().accumulate()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
@@ -334,23 +353,15 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
         if not dbias and not dscales:
             return biases, None
-        wide = pointwise.compute_dtype(dy.dtype)
-        pieces = [piece.to(wide) for piece in dy.reshape(-1, self.out_features).split(ctx.sizes)]
-        biases = self._bias_sums(ctx, pieces) if dbias else biases
-        return biases, self._scale_gradient(ctx, pieces, dy.shape[:-1]) if dscales else None
-
-    def _bias_sums(self, ctx: Context, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        if ctx.saved.scales is not None:
-            factors = ctx.saved.scales.reshape(-1, 1).to(pieces[0].dtype).split(ctx.sizes)
-            pieces = [piece * factor for piece, factor in zip(pieces, factors)]
-        sums = [piece.sum(0) for piece in pieces]
-        sums = [torch.stack(sums)] if self.single_grouped_bias else sums
-        return [total.to(self.parameter(name).dtype) for total, name in zip(sums, self.bias_names)]
-
-    def _scale_gradient(self, ctx: Context, pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        biases = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
-        grads = [(piece * bias.to(piece.dtype)).sum(1) for piece, bias in zip(pieces, biases)]
-        return torch.cat(grads).reshape(shape).to(ctx.scales_dtype)
+        pieces = split_rows(dy, ctx.sizes)
+        if dbias:
+            sums = bias_sums(pieces, ctx.saved.scales, ctx.sizes)
+            sums = [torch.stack(sums)] if self.single_grouped_bias else sums
+            biases = [total.to(self.parameter(name).dtype) for total, name in zip(sums, self.bias_names)]
+        if not dscales:
+            return biases, None
+        held = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
+        return biases, scale_gradient(pieces, held).reshape(dy.shape[:-1]).to(ctx.scales_dtype)
 
 
 def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:

@@ -6,9 +6,11 @@ it dequantizes to, do not.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -144,6 +146,15 @@ def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
         return tuple(map(int, splits.tolist()))
     read = (_READ.get() or {}).get(id(splits))
     return None if read is None else read[1]
+
+
+def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
+    """int64 tensor of a list of ints. DtypeError for anything else in it: numbers are not rounded, nested lists not flattened."""
+    wrong = [size for size in sizes if not isinstance(size, Integral) or isinstance(size, bool) or int(size).bit_length() > 63]
+    if wrong:
+        wanted, got = "a tensor, or a list of ints", f"a {type(sizes).__name__} with {reprlib.repr(wrong[0])}"
+        raise DtypeError(describe(f"{where} split sizes", wanted=wanted, got=got, cure="pass one whole number for each group"))
+    return torch.tensor([int(size) for size in sizes], dtype=torch.int64)
 
 
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:

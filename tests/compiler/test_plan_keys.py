@@ -134,6 +134,7 @@ PARAMETER_CHANGES = {
     "dtype": lambda p: torch.nn.Parameter(p.detach().float()),
     "shape": lambda p: torch.nn.Parameter(p.detach()[:64]),
     "requires_grad": lambda p: p.requires_grad_(False),
+    "device": lambda p: torch.nn.Parameter(p.detach().to("meta")),
     "quantized": lambda p: torch.nn.Parameter(recipes.Float8CurrentScaling().quantizer(recipes.QuantizerRole())(p.detach())),
 }
 

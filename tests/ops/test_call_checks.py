@@ -30,6 +30,17 @@ def test_weights_on_another_device_than_the_input():
     assert model.cache_info().plans == 0
 
 
+def test_a_tensor_that_moved_after_a_call_is_refused_as_at_the_first():
+    model, x, extra = ops.Sequential(ops.Bias(8), ops.AddExtraInput()), torch.randn(3, 8), torch.randn(3, 8)
+    model(x, extra)
+    with raised(errors.PipelineError, ValueError, "extra input 0", "device cpu", "got meta"):
+        model(x, extra.to("meta"))
+    model(x, extra)
+    model.to("meta")
+    with raised(errors.PipelineError, ValueError, "Bias.* bias", "device cpu", "got meta"):
+        model(x, extra)
+
+
 def test_an_op_of_ones_own_decides_on_its_devices():
     class Elsewhere(ops.BasicOperation):
         def __init__(self):

@@ -76,6 +76,7 @@ def test_b05_b25_groups_are_cast_once_behind_an_explicit_quantize(name, override
     assert all(same(one, other) for one, other in zip(*results))
 
 
+@pytest.mark.row("B16")
 def test_b16_the_quantize_says_in_which_format_a_product_reads_its_input():
     x, recipe = randn(ROWS, K), by_module(MXFP8Quantizer(fp8_dtype=E5M2))
     model = layer(ops.Quantize())
@@ -85,6 +86,7 @@ def test_b16_the_quantize_says_in_which_format_a_product_reads_its_input():
     assert same(run(model, x, step=Step(recipe)).tensors["output 0"], wanted)
 
 
+@pytest.mark.row("B16")
 def test_b16_the_quantize_says_in_which_format_a_product_reads_its_gradient():
     x, e5m2 = randn(ROWS, K), MXFP8Quantizer(fp8_dtype=E5M2)
     model = layer(after=(ops.Identity(), ops.Quantize(forward=False, backward=True)))
@@ -100,6 +102,7 @@ def test_h11_a_format_that_the_weight_does_not_meet_is_refused_when_the_plan_is_
         casts(layer(ops.Quantize()), recipe)
 
 
+@pytest.mark.row("B16")
 def test_b16_delayed_scaling_of_the_quantize_keeps_its_state():
     recipe = by_module(DelayedScalingRequest(), Float8CurrentScalingQuantizer(torch.float8_e4m3fn))
     x, model = randn(ROWS, K) * 1000, layer(ops.Quantize())
@@ -114,11 +117,13 @@ def test_b16_delayed_scaling_of_the_quantize_keeps_its_state():
     assert {key.rpartition("/")[0] for key in delayed_state(model)} == {"state 0 input"}
 
 
+@pytest.mark.row("B16")
 def test_b16_a_quantize_before_a_product_with_delayed_scaling_keeps_its_own_format():
     recipe = by_module(Float8CurrentScalingQuantizer(torch.float8_e4m3fn), DelayedScalingRequest())
     assert casts(layer(ops.Quantize()), recipe)[0] == "Float8CurrentScalingQuantizer input"
 
 
+@pytest.mark.row("B16")
 def test_b16_a_quantize_that_keeps_high_precision_leaves_the_cast_to_the_product():
     x, recipe = randn(ROWS, K), by_module(IdentityQuantizer())
     model = layer(ops.Quantize(True, True), after=(ops.Quantize(True, True),))
@@ -135,6 +140,7 @@ def test_a_second_output_behind_a_quantize_has_the_values_of_the_quantized_data(
     assert same(got["output 1"], quantizer.quantize(x).dequantize(x.dtype))
 
 
+@pytest.mark.row("B27")
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped linear"])
 def test_b27_a_dtype_that_a_format_does_not_take_is_refused_with_the_op_and_the_operand(grouped):
     op = ops.GroupedLinear(2, K, N) if grouped else ops.Linear(K, N)

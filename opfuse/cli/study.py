@@ -14,7 +14,7 @@ from opfuse.cli.output import Json, echo, echo_json, error
 from opfuse.cli.run import reporter
 from opfuse.config import load
 from opfuse.train.study import POINTS, Study, study_overrides
-from opfuse.train.study_report import HEAD, dtype_of, rows, summary, to_dict, write_study
+from opfuse.train.study_report import HEAD, dtype_of, reasons, refused, rows, summary, to_dict, write_study
 
 WIDTH = 110
 """Characters that the table needs."""
@@ -37,7 +37,9 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Where table and plot go.", show_default="runs/NAME")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the gradients of every recipe and backward override along a training run with the exact ones."""
+    """Compare gradients along a training run with the exact ones: of the built-in recipes that take a backward override, and of
+    the file's own, under every override.
+    """
     chosen = load(config)
     with reporter() as on_step:
         found = study_overrides(chosen, steps=steps, seed=seed, points=points, device=device, on_step=on_step)
@@ -50,6 +52,8 @@ def study(
     took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
     echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")
     Console(highlight=False, width=max(WIDTH, Console().width)).print(table(found))
+    for reason in reasons(refused(found)):
+        echo(f"refused  {reason}")
     echo(f"wrote    {', '.join(map(str, written))}")
 
 

@@ -15,7 +15,7 @@ from opfuse.compiler.observe import SavedValue, Totals, observe
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.products import how
 from opfuse.compiler.rules import JOINT
-from opfuse.compiler.saved import listed, told, totals_by_override
+from opfuse.compiler.saved import Refused, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
 
 SIDES = (FORWARD, BACKWARD)
@@ -26,7 +26,7 @@ class Explanation:
     """The plans of one call of a model.
 
     backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
-    what they come to. saved_by_override: bytes under every backward override (None where the recipe refuses it).
+    what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
     """
 
     recipe: str
@@ -35,7 +35,7 @@ class Explanation:
     plans: tuple[Plan, ...]
     saved: tuple[SavedValue, ...]
     totals: Totals
-    saved_by_override: Mapping[str, int | None] = field(default_factory=dict)
+    saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> int:
@@ -70,7 +70,10 @@ class Explanation:
             "pipelines": [_pipeline(plan) for plan in self.plans],
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
-            "saved_bytes_by_override": dict(self.saved_by_override),
+            "saved_bytes_by_override": {
+                name: {"refused": saved.reason} if isinstance(saved, Refused) else saved
+                for name, saved in self.saved_by_override.items()
+            },
         }
 
     def mermaid(self) -> str:
@@ -84,15 +87,17 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
     delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
     the caller see it. overrides: also measure the bytes saved for backward under every backward override, as
-    :func:`opfuse.saved` does in more detail.
+    :func:`opfuse.saved` does in more detail; an override under which the call cannot run is told as refused, and why.
+
+    PipelineError for what is no module or runs no op of opfuse; DtypeError for an input that is no tensor.
     """
     recipe = current_recipe()
     found = observe(model, x, extra_inputs)
     if recipe is None:
         return Explanation("none", "high precision", "no recipe is active", found.plans, found.values, found.totals)
     status = support(recipe)
-    totals = totals_by_override(recipe, model, x, extra_inputs) if overrides else {}
-    by_override = {name: None if kept is None else kept.bytes for name, kept in totals.items()}
+    totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
+    by_override = {name: kept if isinstance(kept, Refused) else kept.bytes for name, kept in totals.items()}
     return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override)
 
 
@@ -104,7 +109,8 @@ def _text(e: Explanation) -> Iterator[str]:
     yield f"backend  {e.backend}: {e.reason}"
     yield f"saved    {told(e.totals)}"
     for override, saved in e.saved_by_override.items():
-        yield f"         {'refused by this recipe' if saved is None else f'{saved} bytes'} under backward_override={override}"
+        kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
+        yield f"         under backward_override={override}: {kept}"
     for plan in e.plans:
         yield ""
         sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"

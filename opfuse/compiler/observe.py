@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from opfuse.compiler.fuser import recorded_plans
+from opfuse.compiler.inputs import check_tensors
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.segment import Kept, recorded_saves
 from opfuse.core.context import Value
+from opfuse.errors import PipelineError, describe
 from opfuse.recipes.delayed import DelayedScalingStates, Snapshot
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 OWN, TORCH, PLAIN = "own", "torch", "plain"
+WHERE = "inspected call"
+
+ALIGNMENT = 16
+"""Bytes to which kernels ask how a tensor is aligned."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,9 @@ class SavedValue:
 
     op: its node in the plan, behind the pipeline's name where there are several; "torch" for what plain modules save.
     name: what the op calls it. format, usages: of its planes; "plain" and none for a tensor. dtype: nominal.
-    bytes: of its data, scales and amaxes together. memory: "own"; else who holds it anyway: "input", "extra input 0",
-    "parameter 1.weight", "buffer ..." or the value that was saved first.
+    bytes: of its data, scales and amaxes together, as if it were contiguous; the memory that a view keeps alive is larger, or
+    smaller where it repeats elements, and only :class:`Totals` count that. memory: "own"; else who holds it anyway: "input",
+    "extra input 0", "parameter 1.weight", "buffer ..." or the value that was saved first.
     """
 
     op: str
@@ -44,6 +51,7 @@ class SavedValue:
 class Totals(NamedTuple):
     """Bytes of the memory that the saved values keep alive, each block once, parameters and buffers left out.
 
+    A block is a whole torch storage: of a saved view, an input that is one among them, it counts all that the view keeps alive.
     own: the inputs of the call, which the caller may hold anyway, left out as well.
     """
 
@@ -61,15 +69,19 @@ class Observation:
 
 
 def observe(
-    model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None
 ) -> Observation:
-    """Run ``model(x, *extras)`` forward once. state: parameters and buffers to use in place of the model's own.
+    """Run ``model(x, *extras)`` forward once. dtype: of all floating-point parameters, buffers and inputs, instead of their own.
 
     The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
     and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
+
+    PipelineError for what is no module, and for one that runs no op of opfuse; DtypeError for an input that is no tensor.
     """
-    state = dict(state or {name: buffer.clone() for name, buffer in model.named_buffers()})
-    inputs = {name: _copy(tensor) for name, tensor in zip(_input_names(), (x, *extras))}
+    _check(model, x, extras)
+    given = {name: _dense(tensor, dtype) for name, tensor in zip(_input_names(), (x, *extras))}
+    inputs = {name: _copy(tensor, dtype) for name, tensor in given.items()}
+    state = _state(model, dtype)
     tensors: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,11 +91,22 @@ def observe(
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
         torch.func.functional_call(model, state, tuple(inputs.values()))
+    if not plans:
+        cure = "pass a module of opfuse.ops, or one that calls such modules"
+        raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights = {f"parameter {name}": state.get(name, parameter) for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": state[name] for name, _ in model.named_buffers()}
-    memory = _Memory(weights, inputs)
+    memory = _Memory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
     return Observation(tuple(plans), tuple(values), memory.totals())
+
+
+def _check(model: object, x: object, extras: Sequence[object]) -> None:
+    if not isinstance(model, nn.Module):
+        cure = "pass a module of opfuse.ops, or one that calls such modules"
+        raise PipelineError(describe(WHERE, wanted="an nn.Module", got=type(model).__name__, cure=cure))
+    check_tensors(WHERE, x)
+    check_tensors(WHERE, *extras, what="extra input")
 
 
 def _input_names() -> Iterator[str]:
@@ -106,13 +129,33 @@ def _of_modules(kept: Sequence[Kept], tensors: Iterable[torch.Tensor], memory: _
     return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
 
 
+class _Block(NamedTuple):
+    """A piece of memory that is freed as a whole: a torch storage."""
+
+    address: int
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Block:
+        storage = tensor.untyped_storage()
+        return cls(storage.data_ptr(), storage.nbytes())
+
+
+def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
+    """For the address of each part of a copied input: the block of the input itself, as large as in the copy's dtype."""
+    for original, part in zip(_parts(given), _parts(copy)):
+        address, size = _Block.of(original)
+        yield _Block.of(part).address, _Block(address, size * part.element_size() // original.element_size())
+
+
 class _Memory:
     """Who holds each block of memory, by its address, and how much of it is saved.
 
-    weights, inputs: what is held anyway, by name.
+    weights, inputs: what is held anyway, by name. originals: by the address of a copied input, the block of the input itself.
     """
 
-    def __init__(self, weights: Mapping[str, Value], inputs: Mapping[str, Value]) -> None:
+    def __init__(self, weights: Mapping[str, Value], inputs: Mapping[str, Value], originals: Mapping[int, _Block]) -> None:
+        self.originals = originals
         self.holder: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         for name, value in weights.items():
@@ -122,18 +165,20 @@ class _Memory:
             self._hold(name, value)
         self.held = set(self.holder)
 
+    def _block(self, tensor: torch.Tensor) -> _Block:
+        own = _Block.of(tensor)
+        return self.originals.get(own.address, own)
+
     def _hold(self, name: str, value: Value) -> None:
         for tensor in _parts(value):
-            self.holder.setdefault(_address(tensor), name)
+            self.holder.setdefault(self._block(tensor).address, name)
 
     def saved(self, op: str, name: str, value: Value) -> SavedValue:
         """Count ``value`` and describe it."""
         parts = {id(tensor): tensor for tensor in _parts(value)}.values()
-        holders = dict.fromkeys(self.holder.get(_address(tensor), OWN) for tensor in parts)
-        for tensor in parts:
-            address = _address(tensor)
-            size = tensor.nbytes if address in self.held else tensor.untyped_storage().nbytes()
-            self.sizes[address] = max(self.sizes.get(address, 0), size)
+        blocks = [self._block(tensor) for tensor in parts]
+        holders = dict.fromkeys(self.holder.get(block.address, OWN) for block in blocks)
+        self.sizes.update(blocks)
         self._hold(f"{op} {name}".strip(), value)
         return SavedValue(
             op,
@@ -149,10 +194,6 @@ class _Memory:
         """What all saved values come to."""
         kept = {address: size for address, size in self.sizes.items() if address not in self.weights}
         return Totals(sum(kept.values()), sum(size for address, size in kept.items() if address not in self.held))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _parts(value: Value) -> tuple[torch.Tensor, ...]:
@@ -181,13 +222,54 @@ def _undone(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in memory of its own, as aligned, as much a leaf and with the same need of a gradient: its plan is the same."""
-    copy = x.detach().clone()
-    if type(x) is torch.Tensor and (shift := (x.data_ptr() - copy.data_ptr()) % 16):
-        room = x.new_empty(x.numel() + 16)
-        shift = (x.data_ptr() - room.data_ptr()) % 16 // x.element_size()
-        copy = room[shift : shift + x.numel()].view(x.shape).copy_(copy)
-    if x.requires_grad and not x.is_leaf and type(x) is torch.Tensor:
-        return copy.copy_(copy.clone().requires_grad_())
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+
+def _state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """What stands for parameters, where ``dtype`` is given, and for buffers, which the run may write to."""
+    buffers = {name: _in(dtype, buffer).clone() for name, buffer in model.named_buffers()}
+    if dtype is None:
+        return buffers
+    return {name: _in(dtype, p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()} | buffers
+
+
+def _in(dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in ``dtype``; what is no floating-point number, and without a dtype anything, stays."""
+    return tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+
+
+def _dense(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """``x``, dequantized if it is to be of another dtype."""
+    return _in(dtype, x).requires_grad_(x.requires_grad) if dtype is not None and isinstance(x, QuantizedTensor) else x
+
+
+def _copy(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """``x`` in memory of its own and, if it is of floating-point numbers, in ``dtype``.
+
+    Strides, alignment, need of a gradient and being a leaf stay as they are: so the call has the same plan.
+    """
+    plain = x.detach()
+    if type(plain) is not torch.Tensor or plain.layout != torch.strided:
+        return plain.clone().requires_grad_(x.requires_grad)
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) if x.numel() else 0
+    room = plain.new_empty(span + ALIGNMENT, dtype=dtype if x.is_floating_point() else None)
+    shift = (x.data_ptr() - room.data_ptr()) % ALIGNMENT // room.element_size()
+    room[shift : shift + span].copy_(plain.as_strided((span,), (1,)))
+    copy = room.new_empty(0).set_(room.untyped_storage(), shift, x.shape, x.stride())
+    if x.requires_grad and not x.is_leaf:
+        with torch.enable_grad():
+            return cast(torch.Tensor, _Computed.apply(torch.zeros((), requires_grad=True), copy))  # type: ignore[no-untyped-call]
     return copy.requires_grad_(x.requires_grad)
+
+
+class _Computed(torch.autograd.Function):
+    """Makes a tensor no leaf, in the memory that it has and whatever its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].sum(), None

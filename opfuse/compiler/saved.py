@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from opfuse.compiler.observe import SavedValue, Totals, observe
-from opfuse.errors import RecipeError
+from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import KEEP
 
@@ -19,18 +20,28 @@ BASELINE = torch.bfloat16
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A setting that a call was not asked for and that it cannot run under. reason: the first line of the error."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"refused: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Saved:
     """What one call saves, and what it would save otherwise.
 
-    by_override: under every backward override, None where the recipe refuses it; empty without a recipe.
-    baseline: of the same call in bfloat16 without a recipe.
+    by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe.
+    baseline: of the same call in bfloat16 without a recipe, or why it cannot run so.
     """
 
     recipe: str
     values: tuple[SavedValue, ...]
     totals: Totals
-    by_override: Mapping[str, Totals | None]
-    baseline: Totals
+    by_override: Mapping[str, Totals | Refused]
+    baseline: Totals | Refused
 
     def __str__(self) -> str:
         head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
@@ -42,50 +53,55 @@ class Saved:
             "recipe": self.recipe,
             "values": [asdict(value) for value in self.values],
             **self.totals._asdict(),
-            "by_override": {name: None if totals is None else totals._asdict() for name, totals in self.by_override.items()},
-            "baseline": {"dtype": str(BASELINE).removeprefix("torch."), **self.baseline._asdict()},
+            "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
+            "baseline": {"dtype": str(BASELINE).removeprefix("torch."), **_plain(self.baseline)},
         }
 
 
 def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Saved:
     """What ``model(x, *extra_inputs)`` saves for its backward pass under the active recipe.
 
-    Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace.
+    Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace. A setting under
+    which the call cannot run is told as refused, and why; only the active recipe as it is may raise. PipelineError for what
+    is no module or runs no op of opfuse; DtypeError for an input that is no tensor.
     """
     recipe = current_recipe()
     found = observe(model, x, extra_inputs)
-    others = {} if recipe is None else totals_by_override(recipe, model, x, extra_inputs)
-    return Saved(
-        "none" if recipe is None else repr(recipe), found.values, found.totals, others, _baseline(model, x, extra_inputs)
-    )
+    others = {} if recipe is None else totals_by_override(recipe, found.totals, model, x, extra_inputs)
+    baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
+    return Saved("none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline)
 
 
 def totals_by_override(
-    recipe: Recipe, model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]
-) -> dict[str, Totals | None]:
-    """What a call keeps under every backward override of ``recipe``; None where it refuses one."""
-    found: dict[str, Totals | None] = {}
-    for override in KEEP:
-        try:
-            changed = recipe.replace(backward_override=override)
-        except RecipeError:
-            found[str(override)] = None
-            continue
+    recipe: Recipe, own: Totals, model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]
+) -> dict[str, Totals | Refused]:
+    """What a call keeps under every backward override of ``recipe``, or why it refuses one. own: under the recipe as it is."""
+
+    def under(override: str | None) -> Totals:
+        changed = recipe.replace(backward_override=override)
         with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
-            found[str(override)] = observe(model, x, extras).totals
-    return found
+            return observe(model, x, extras).totals
+
+    return {
+        str(override): own if override == recipe.backward_override else _attempted(partial(under, override)) for override in KEEP
+    }
 
 
 def _baseline(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Totals:
-    state = {name: _cast(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     with autocast(enabled=False):
-        return observe(model, _cast(x), [_cast(extra) for extra in extras], state).totals
+        return observe(model, x, extras, dtype=BASELINE).totals
 
 
-def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the baseline's dtype, with the same need of a gradient; what is no floating-point number stays."""
-    changed = tensor.detach().to(BASELINE) if tensor.is_floating_point() else tensor.detach()
-    return changed.requires_grad_(tensor.requires_grad)
+def _attempted(call: Callable[[], Totals]) -> Totals | Refused:
+    """What ``call`` finds; an error of opfuse or torch, which a setting that nobody asked for must not raise, is the answer."""
+    try:
+        return call()
+    except (OpfuseError, RuntimeError) as error:
+        return Refused(str(error).partition("\n")[0])
+
+
+def _plain(totals: Totals | Refused) -> dict[str, Any]:
+    return {"refused": totals.reason} if isinstance(totals, Refused) else totals._asdict()
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -115,9 +131,10 @@ def _comparison(found: Saved) -> Iterator[str]:
     """A line for each override, and the baseline last."""
     dtype = str(BASELINE).removeprefix("torch.")
     rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
+    base = 0 if isinstance(found.baseline, Refused) else found.baseline.own
     for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():
-        if totals is None:
-            yield f"{name:<35}refused by this recipe"
+        if isinstance(totals, Refused):
+            yield f"{name:<35}{totals}"
             continue
-        part = f", {totals.own / found.baseline.own:.1%} of {dtype}" if found.baseline.own else ""
+        part = f", {totals.own / base:.1%} of {dtype}" if base else ""
         yield f"{name:<35}{totals.bytes:>12} bytes {totals.own:>12} beside the inputs{part}"

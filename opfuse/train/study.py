@@ -1,4 +1,4 @@
-"""How far gradients are from what they stand for: every recipe under every backward override, at points of a training run."""
+"""How far gradients are from what they stand for: recipes under every backward override, at points of a training run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
 
 from opfuse.config import Config, Train
-from opfuse.errors import RecipeError
+from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, recipe_of
 from opfuse.recipes.policy import KEEP
 from opfuse.train.comparison import OnStep, data_of, initial_model, overridden, usable
@@ -23,7 +24,7 @@ from opfuse.train.loop import Curve, Step, fit, loss, region
 from opfuse.train.model import ByteModel
 
 KINDS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
-"""Recipes that take a backward override."""
+"""Built-in recipes that take a backward override, which every study compares with their default fields."""
 
 POINTS = 6
 """Points of the training run at which gradients are compared."""
@@ -33,6 +34,10 @@ CEILING = 300.0
 
 NARROWED = {"nvfp4": {"disable_rht": True}}
 """Fields of a recipe outside bfloat16, which its rotation needs."""
+
+
+Key = tuple[str | None, str | None]
+"""Recipe and override."""
 
 
 class Agreement(NamedTuple):
@@ -59,13 +64,25 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A gradient that a recipe or a call refuses, and why. step, dtype, kind, override: as of a :class:`Measurement`."""
+
+    step: int
+    dtype: str
+    kind: str
+    override: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class Study:
-    """What was measured, and the run along which it was."""
+    """What was measured and what could not be, and the run along which it was."""
 
     config: Config
     settings: Train
     device: torch.device
     measurements: tuple[Measurement, ...]
+    refusals: tuple[Refusal, ...]
     curve: Curve
     seconds: float
 
@@ -73,6 +90,11 @@ class Study:
     def name(self) -> str:
         """The configuration's file name without its suffix."""
         return PurePath(self.config.path).stem
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """No recipe, then each recipe that was compared under every override."""
+        return (None, None), *product(recipes_of(self.config), KEEP)
 
 
 def study_overrides(
@@ -87,11 +109,11 @@ def study_overrides(
     """Train the configuration's model under its recipe, and at ``points`` steps, first and last among them, compare gradients.
 
     At each point, on one new batch, in evaluation mode, in the pipeline's dtype and in fp32: the gradient under every recipe
-    of :data:`KINDS` and every override, beside the exact one of the forward pass and beside the one without a recipe. The
-    configuration's own recipe keeps its fields, others have their defaults. steps, seed: instead of the configuration's.
+    of :func:`recipes_of` and every override, beside the exact one of the forward pass and beside the one without a recipe. What
+    a recipe or a call refuses is recorded as refused. steps, seed: instead of the configuration's.
 
     ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device,
-    or for an op with quantized operands that is no linear layer.
+    or for an op with quantized operands that is no linear layer, grouped or not; what training itself raises.
     """
     settings = overridden(config.train, steps=steps, seed=seed)
     settings = overridden(settings, eval_every=settings.steps)
@@ -102,7 +124,7 @@ def study_overrides(
     batches = random_batches(text.train, **sizes, seed=settings.seed)
     others = random_batches(text.train, **sizes, seed=settings.seed + 1)
     chosen = sorted({round(i * settings.steps / max(points - 1, 1)) for i in range(points)})
-    found: list[Measurement] = []
+    found: list[Measurement | Refusal] = []
     start = time.perf_counter()
 
     def measure(step: int, last_loss: float) -> None:
@@ -117,10 +139,18 @@ def study_overrides(
     measure(0, math.log(data.classes))
     held_out = spread_batches(text.validation, **sizes, count=1)
     curve = fit(model, batches, held_out, settings, recipe=config.recipe, on_step=trained)
-    return Study(config, settings, place, tuple(found), curve, time.perf_counter() - start)
+    measurements = tuple(one for one in found if isinstance(one, Measurement))
+    refusals = tuple(one for one in found if isinstance(one, Refusal))
+    return Study(config, settings, place, measurements, refusals, curve, time.perf_counter() - start)
 
 
-def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed: int) -> Iterator[Measurement]:
+def recipes_of(config: Config) -> dict[str, Recipe]:
+    """The recipes that are compared, by kind: those of :data:`KINDS`, and the configuration's own with its fields."""
+    own = {} if config.recipe is None else {config.recipe.kind: config.recipe}
+    return {kind: recipe_of(kind, {}) for kind in KINDS} | own
+
+
+def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed: int) -> Iterator[Measurement | Refusal]:
     """Every measurement of one point. The model stays as it is."""
     for dtype in dict.fromkeys((config.dtype, torch.float32)):
         name = str(dtype).removeprefix("torch.")
@@ -129,35 +159,39 @@ def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed:
         twin.dtype = dtype
         plain = gradients(twin, batch, None, seed=seed + step)
         yield Measurement(step, name, None, None, agreement(plain, exact_gradients(twin, batch, None)), None)
-        for kind in KINDS:
-            exact = None
-            for override, recipe in _settings(config, kind, dtype):
-                exact = exact or exact_gradients(twin, batch, recipe)
-                got = gradients(twin, batch, recipe, seed=seed + step)
+        for kind, recipe in recipes_of(config).items():
+            exact = None  # the forward pass is the same under every override
+            for override in KEEP:
+                try:
+                    changed = _under(recipe, override, dtype)
+                    got = gradients(twin, batch, changed, seed=seed + step)
+                except OpfuseError as error:
+                    yield Refusal(step, name, kind, override, str(error))
+                    continue
+                exact = exact or exact_gradients(twin, batch, changed)
                 yield Measurement(step, name, kind, override, agreement(got, exact), agreement(got, plain))
 
 
-def _settings(config: Config, kind: str, dtype: torch.dtype) -> Iterator[tuple[str | None, Recipe]]:
-    """The recipe of ``kind`` under each override that it takes; the forward pass is the same under all of them."""
-    fields = NARROWED.get(kind, {}) if dtype != torch.bfloat16 else {}
-    own = config.recipe if config.recipe is not None and config.recipe.kind == kind else recipe_of(kind, {})
-    for override in KEEP:
-        try:
-            recipe = own.replace(backward_override=override, **fields)
-            recipe.check_trainable()
-        except RecipeError:
-            continue
-        yield override, recipe
+def _under(recipe: Recipe, override: str | None, dtype: torch.dtype) -> Recipe:
+    """``recipe`` under an override, for a pipeline in ``dtype``. RecipeError where it takes no such override."""
+    fields = NARROWED.get(recipe.kind, {}) if dtype != torch.bfloat16 else {}
+    changed = recipe.replace(backward_override=override, **fields)
+    changed.check_trainable()
+    return changed
 
 
 def gradients(model: ByteModel, batch: Batch, recipe: Recipe | None, *, seed: int) -> list[torch.Tensor]:
-    """Gradients of the loss for all parameters, as training under ``recipe`` computes them; ``seed`` is for random rounding."""
+    """Gradients of the loss for all parameters, as training under ``recipe`` computes them; ``seed`` is for random rounding.
+
+    The model stays as it is.
+    """
     device = batch.context.device
+    model = copy.deepcopy(model)  # the region's end moves delayed scales
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with region(recipe):
             value = loss(model, batch)
-        return list(torch.autograd.grad(value, list(model.parameters())))
+        return list(torch.autograd.grad(value, list(model.parameters()), materialize_grads=True))
 
 
 def agreement(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Agreement:
@@ -173,16 +207,12 @@ def mean(found: Sequence[Agreement]) -> Agreement:
     return Agreement(*(math.fsum(figures) / len(found) for figures in zip(*found)))
 
 
-Key = tuple[str | None, str | None]
-"""Recipe and override."""
-
-
-def over_steps(
-    found: Sequence[Measurement], dtype: str, of: Callable[[Measurement], Agreement | None]
-) -> dict[Key, list[Agreement]]:
-    """One figure of every recipe and override in the order of the steps, where there is one."""
+def over_steps(study: Study, dtype: str, of: Callable[[Measurement], Agreement | None]) -> dict[Key, list[Agreement]]:
+    """One figure of every recipe and override in the order of the steps, where there is one and none was refused."""
+    refused = {(one.kind, one.override) for one in study.refusals if one.dtype == dtype}
     series: dict[Key, list[Agreement]] = {}
-    for one in found:
-        if one.dtype == dtype and (figure := of(one)) is not None:
-            series.setdefault((one.kind, one.override), []).append(figure)
+    for one in study.measurements:
+        key = one.kind, one.override
+        if one.dtype == dtype and key not in refused and (figure := of(one)) is not None:
+            series.setdefault(key, []).append(figure)
     return series

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import opfuse
-from opfuse.train.study import KINDS, Agreement, Key, Measurement, Study, mean, over_steps
+from opfuse.train.study import Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"
 """The dtype in which nothing but the casts of a recipe rounds visibly."""
@@ -34,6 +34,7 @@ def to_dict(study: Study) -> dict[str, Any]:
         "loss_first": study.curve.losses[0],
         "loss_last": study.curve.last,
         "summary": summary(study),
+        "refused": refused(study),
         "measurements": [_plain(one) for one in study.measurements],
         "seconds": study.seconds,
         "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -56,40 +57,58 @@ def _plain(one: Measurement) -> dict[str, Any]:
     }
 
 
+def refused(study: Study) -> list[dict[str, Any]]:
+    """The settings that could not be measured at some point: the first such step, and why."""
+    first: dict[tuple[str, Key], dict[str, Any]] = {}
+    for one in study.refusals:
+        values = {"step": one.step, "dtype": one.dtype, "recipe": one.kind, "backward_override": one.override}
+        first.setdefault((one.dtype, (one.kind, one.override)), values | {"reason": one.reason})
+    return list(first.values())
+
+
 def summary(study: Study) -> list[dict[str, Any]]:
-    """A row for no recipe, then for each recipe and override: means over the steps, in the pipeline's dtype and in fp32."""
+    """A row for no recipe, then for each recipe and override: means over the steps, in the pipeline's dtype and in fp32.
+
+    None where the setting was refused, and where there is nothing to compare: no recipe with itself.
+    """
     dtype = dtype_of(study)
     exact, full = (_means(study, each, lambda one: one.exact) for each in (dtype, FULL))
     plain = _means(study, dtype, lambda one: one.plain)
+    columns = {"exact": exact, "exact_float32": full, "plain": plain}
     return [
-        {
-            "recipe": kind,
-            "backward_override": override,
-            "exact": exact[kind, override]._asdict(),
-            "exact_float32": full[kind, override]._asdict(),
-            "plain": plain[kind, override]._asdict() if (kind, override) in plain else None,
-        }
-        for kind, override in exact
+        {"recipe": kind, "backward_override": override}
+        | {name: means[kind, override]._asdict() if (kind, override) in means else None for name, means in columns.items()}
+        for kind, override in study.keys
     ]
 
 
 def _means(study: Study, dtype: str, of: Callable[[Measurement], Agreement | None]) -> dict[Key, Agreement]:
-    return {key: mean(found) for key, found in over_steps(study.measurements, dtype, of).items()}
+    return {key: mean(found) for key, found in over_steps(study, dtype, of).items()}
+
+
+FIGURES = (("exact", "sqnr", ".1f"), ("exact_float32", "sqnr", ".1f"), ("plain", "sqnr", ".1f"), ("plain", "cosine", ".5f"))
+"""What the last cells of a row show, and how: SQNR in dB, and the cosine with the gradient without a recipe."""
 
 
 def rows(summary: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells of the table: SQNR in dB, and the cosine with the gradient without a recipe."""
-    return [
-        (
-            f"`{row['recipe']}`" if row["recipe"] else "none",
-            f"`{row['backward_override']}`" if row["recipe"] else "",
-            f"{row['exact']['sqnr']:.1f}",
-            f"{row['exact_float32']['sqnr']:.1f}",
-            f"{row['plain']['sqnr']:.1f}" if row["plain"] else "",
-            f"{row['plain']['cosine']:.5f}" if row["plain"] else "",
-        )
-        for row in summary
-    ]
+    """The cells of the table."""
+    return [tuple(_cells(row)) for row in summary]
+
+
+def _cells(row: Mapping[str, Any]) -> Iterator[str]:
+    kind = row["recipe"]
+    yield f"`{kind}`" if kind else "none"
+    yield f"`{row['backward_override']}`" if kind else ""
+    for name, figure, form in FIGURES:
+        yield format(row[name][figure], form) if row[name] else "refused" if kind else ""
+
+
+def reasons(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each setting of :func:`refused` and each reason: in which dtypes, and why."""
+    dtypes: dict[tuple[str, str, str], list[str]] = {}
+    for one in found:
+        dtypes.setdefault((one["recipe"], str(one["backward_override"]), one["reason"]), []).append(one["dtype"])
+    return [f"{kind}, {override}, in {' and '.join(names)}: {reason}" for (kind, override, reason), names in dtypes.items()]
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -105,7 +124,8 @@ def write_study(study: Study, directory: Path) -> list[Path]:
     found = to_dict(study)
     values, table, plot = (directory / f"overrides.{suffix}" for suffix in ("json", "md", "png"))
     values.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-    table.write_text(f"{_title(found)}\n\n{markdown(found)}\n")
+    notes = "".join(f"- refused: {reason}\n" for reason in reasons(found["refused"]))
+    table.write_text("\n\n".join(filter(None, (_title(found), markdown(found), notes.rstrip()))) + "\n")
     if find_spec("matplotlib") is None:
         return [values, table]
     _plot(study, plot)
@@ -124,10 +144,14 @@ def _title(found: Mapping[str, Any]) -> str:
 # -- plot ----------------------------------------------------------------------------------------------------------------
 
 STYLES: dict[str | None, str] = {None: "-", "dequantized": "--", "high_precision": ":"}
-COLORS: dict[str | None, dict[str, Any]] = {
-    kind: {"color": f"C{i}", "linewidth": 4 - 2.5 * i / len(KINDS)} for i, kind in enumerate(KINDS)
-}
-"""Earlier recipes have broader lines, so that equal figures show under each other."""
+
+
+def _colors(study: Study) -> dict[str | None, dict[str, Any]]:
+    """Earlier recipes have broader lines, so that equal figures show under each other."""
+    kinds = tuple(recipes_of(study.config))
+    styles: dict[str | None, dict[str, Any]] = {None: {"color": "gray"}}
+    styles |= {kind: {"color": f"C{i}", "linewidth": 4 - 2.5 * i / len(kinds)} for i, kind in enumerate(kinds)}
+    return styles
 
 
 def _plot(study: Study, path: Path) -> None:
@@ -141,11 +165,11 @@ def _plot(study: Study, path: Path) -> None:
         (f"gradient without a recipe, {dtype}", dtype, lambda one: one.plain),
     )
     figure = Figure(figsize=(12, 4.5), layout="constrained")
-    steps = sorted({one.step for one in study.measurements})
+    steps, colors = sorted({one.step for one in study.measurements}), _colors(study)
     for axes, (title, of_dtype, of) in zip(figure.subplots(1, len(panels)), panels):
-        series = over_steps(study.measurements, of_dtype, of)
+        series = over_steps(study, of_dtype, of)
         for (kind, override), found in series.items():
-            style: dict[str, Any] = {"linestyle": STYLES[override], **COLORS.get(kind, {"color": "gray"})}
+            style: dict[str, Any] = {"linestyle": STYLES[override], **colors[kind]}
             label = f"{kind}, {override}" if kind else "no recipe"
             axes.plot(steps, [figures.sqnr for figures in found], marker="o", markersize=3, label=label, **style)
         axes.set(title=title, xlabel="step")

@@ -9,7 +9,9 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.saved import Saved
+from opfuse.compiler.saved import Refused, Saved
+from opfuse.errors import DtypeError, OpfuseError, PipelineError
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, OVERRIDES, randn, recipe_for, to
 
 BF16 = torch.bfloat16
@@ -57,7 +59,9 @@ def test_b31_totals_are_those_of_a_real_call_under_every_override(name):
         want = counted(block(), randn(ROWS, K).requires_grad_(), recipe_for(name, override))
         assert found.by_override[str(override)] == want
     if name == "delayed":
-        assert found.by_override == {"None": found.totals, "dequantized": None, "high_precision": None}
+        assert found.by_override["None"] == found.totals
+        for override in OVERRIDES[1:]:
+            assert f"got backward_override={override!r}" in found.by_override[override].reason
 
 
 @pytest.mark.row("B11", "B31")
@@ -119,7 +123,133 @@ def test_values_are_plain_for_json_and_told_as_text():
     for value in found.values:
         assert any(str(value.bytes) in line and line.endswith(value.memory) and value.op in line for line in text.splitlines())
     assert f"{found.by_override['None'].own / found.baseline.own:.1%} of bfloat16" in text
-    assert "refused by this recipe" in str(call(recipes.DelayedScaling()))
+
+
+# -- settings that refuse the call ----------------------------------------------------------------------------------------------
+
+
+def ragged() -> tuple[torch.nn.Module, torch.Tensor]:
+    """A call whose rows MXFP8 cannot cast columnwise."""
+    return ops.Sequential(ops.Linear(K, N)), torch.randn(100, K, requires_grad=True)
+
+
+def clashing(role: recipes.QuantizerRole) -> Quantizer:
+    """Formats of gradients and operands that do not meet, which the forward pass never finds out."""
+    return Float8CurrentScalingQuantizer(torch.float8_e5m2) if role.is_gradient else MXFP8Quantizer()
+
+
+@pytest.mark.row("B31")
+@pytest.mark.parametrize(
+    ("make", "recipe", "reason"),
+    [
+        (ragged, recipes.MXFP8BlockScaling(), "divisible by 32 for columnwise mxfp8_e4m3 data, got 100"),
+        (lambda: (block().float(), torch.randn(ROWS, K)), recipes.CustomRecipe(qfactory=clashing), "two formats of one family"),
+    ],
+    ids=["planes", "products"],
+)
+def test_b31_only_the_override_in_use_may_refuse_the_call(make, recipe, reason):
+    model, x = make()
+    with opfuse.autocast(recipe=recipe.replace(backward_override="dequantized")):
+        found = opfuse.saved(model, x)
+        explained = opfuse.explain(model, x, overrides=True)
+    assert found.totals == found.by_override["dequantized"] == counted(model, x, recipe.replace(backward_override="dequantized"))
+    refused = found.by_override["None"]
+    assert reason in refused.reason
+    assert explained.saved_by_override["None"] == refused
+    for told in (str(found), str(explained)):
+        assert [line for line in told.splitlines() if "backward_override=None" in line and line.endswith(str(refused))]
+    assert json.loads(json.dumps(found.to_dict()))["by_override"]["None"] == {"refused": refused.reason}
+    assert json.loads(json.dumps(explained.to_dict()))["saved_bytes_by_override"]["None"] == {"refused": refused.reason}
+    with opfuse.autocast(recipe=recipe):
+        for inspect in (opfuse.saved, opfuse.explain):
+            with pytest.raises(OpfuseError, match=reason):
+                inspect(model, x)
+
+
+def test_a_model_that_needs_its_dtype_has_no_baseline():
+    class Fixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = ops.SiLU(), torch.nn.Linear(K, N)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).float())
+
+    found = opfuse.saved(Fixed(), torch.randn(ROWS, K, requires_grad=True))
+    assert isinstance(found.baseline, Refused)
+    assert found.to_dict()["baseline"] == {"dtype": "bfloat16", "refused": found.baseline.reason}
+    assert f"bfloat16, no recipe{'refused':>23}" in str(found)
+    assert found.totals.own == ROWS * K * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_buffers_stay_as_they_are_in_every_comparison(dtype):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(K), ops.Linear(K, N)).to(dtype)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        opfuse.saved(model, torch.randn(ROWS, K, dtype=dtype))
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("inspect", [opfuse.saved, opfuse.explain])
+def test_what_is_no_call_of_a_pipeline_is_refused_by_name(inspect):
+    x, splits = randn(ROWS, K), [ROWS // 2, ROWS // 2]
+    for model, inputs, error, said in (
+        (block(), ([1.0],), DtypeError, "input: wants a torch.Tensor, got list"),
+        (ops.GroupedLinear(2, K, N), (x, splits), DtypeError, "extra input: wants a torch.Tensor, got list"),
+        (torch.relu, (x,), PipelineError, "wants an nn.Module, got builtin_function_or_method"),
+        (torch.nn.Linear(K, N, dtype=BF16), (x,), PipelineError, "wants a module that runs ops of opfuse, got Linear"),
+        (ops.Sequential(), (x,), PipelineError, "wants a module that runs ops of opfuse, got Sequential"),
+    ):
+        with pytest.raises(error, match=f"inspected call.*{said}.*Cure: "):
+            inspect(model, *inputs)
+
+
+# -- inputs that are views ------------------------------------------------------------------------------------------------------
+
+VIEWS = {
+    "rows": lambda base: base[:ROWS, :K],
+    "later rows": lambda base: base[ROWS:, :K],
+    "columns": lambda base: base[:ROWS, 3 : K + 3],
+    "transposed": lambda base: base.t()[:ROWS, :K],
+    "repeated": lambda base: base[:1, :K].expand(ROWS, K),
+    "whole": lambda base: base.flatten()[: ROWS * K].view(ROWS, K),
+}
+
+
+@pytest.mark.row("B31")
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_b31_a_view_counts_the_memory_that_it_keeps_alive(view, leaf, override):
+    base = torch.randn(2 * ROWS, 2 * K, dtype=BF16)
+    x = view(base).requires_grad_() if leaf else view(base.requires_grad_() * 2)
+    model, recipe = (
+        ops.Sequential(ops.SiLU(), ops.Linear(K, N, dtype=BF16)),
+        recipes.MXFP8BlockScaling(backward_override=override),
+    )
+    with opfuse.autocast(recipe=recipe):
+        found = opfuse.saved(model, x)
+    assert found.totals == counted(model, x, recipe)
+    assert found.baseline == counted(model, x, None)
+    first = found.values[0]
+    assert (first.memory, first.bytes) == ("input", ROWS * K * 2)
+    assert found.totals.bytes - found.totals.own == x.untyped_storage().nbytes()
+
+
+def test_inputs_that_share_memory_count_once():
+    both = torch.randn(ROWS, 2 * K)
+    x, scale = both[:, :K], both[:, K]
+    found = opfuse.saved(ops.Sequential(ops.ScaledSReLU()), x.requires_grad_(), scale)
+    assert [value.memory for value in found.values] == ["input", "input"]
+    assert found.totals == (both.nbytes, 0)
+
+
+def test_a_view_of_a_parameter_is_that_parameter_s_memory():
+    model = ops.Sequential(ops.Linear(K, K, bias=False))
+    found = opfuse.saved(model, model[0].weight.detach()[: K // 2].requires_grad_())
+    assert {value.memory for value in found.values} == {"parameter 0.weight"}
+    assert found.totals == (0, 0)
 
 
 def test_nothing_is_saved_without_gradients():

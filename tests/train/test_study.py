@@ -21,10 +21,11 @@ from opfuse.recipes.policy import KEEP
 from opfuse.train import ByteModel
 from opfuse.train.data import Batch
 from opfuse.train.exact import exact_gradients
-from opfuse.train.study import CEILING, KINDS, Agreement, Study, agreement, gradients, study_overrides
+from opfuse.train.study import CEILING, KINDS, NARROWED, Agreement, Study, agreement, gradients, study_overrides
 from opfuse.train.study_report import markdown, to_dict, write_study
 
 BF16 = torch.bfloat16
+CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = """
 version: 1
 recipe: {kind: mxfp8}
@@ -124,6 +125,48 @@ def test_an_explicit_cast_is_straight_through() -> None:
     assert sqnr(gradients(tested, batch(), recipe, seed=0), exact_gradients(tested, batch(), recipe)) > 110
 
 
+GROUPED = {
+    "weights apart": {},
+    "one weight": {"single_grouped_weight": True, "single_grouped_bias": True},
+    "no bias": {"bias": False},
+    "scaled bias": {"scale_bias": True},
+    "one of each, scaled": {"single_grouped_weight": True, "single_grouped_bias": True, "scale_bias": True},
+}
+
+
+def experts(router: ops.TokenDispatch, *middle: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """``middle`` ends with a grouped layer; the layers of a model, with a product of 256 features last."""
+    combine, names = ops.TokenCombine(), ("splits", "probabilities", "places")
+    for i, name in enumerate(names):
+        router.set_extra_output_channel(i, name, output_to_caller=False)
+    for op, read in ((middle[-1], names[:2]), (combine, names[2:])):
+        for i in range(op.num_extra_inputs):
+            op.set_extra_input_channel(i, read[i])
+    return router, *middle, combine, ops.Linear(64, 256)
+
+
+@pytest.mark.row("B25", "B06")
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("options", GROUPED.values(), ids=GROUPED)
+def test_b25_b06_groups_have_the_chain_rule_of_their_own_casts(kind: str | None, options: dict[str, bool]) -> None:
+    """Ragged groups, more of them than some tokens reach, one after a Quantize: dequantized is exact in fp32."""
+    grouped = ops.GroupedLinear(6, 64, 64, **options)
+    tested = model(*experts(ops.TokenDispatch(6, 64, top_k=2), ops.Quantize(), grouped), dtype=torch.float32)
+    recipe = None if kind is None else recipes.recipe_of(kind, {"backward_override": "dequantized", **NARROWED.get(kind, {})})
+    assert sqnr(gradients(tested, batch(), recipe, seed=0), exact_gradients(tested, batch(), recipe)) > 110
+
+
+def test_a_token_keeps_the_experts_that_were_chosen_for_it() -> None:
+    """Two experts tie in fp32 for all tokens; in fp64 half of them would go to the other one."""
+    router = ops.TokenDispatch(2, 64)
+    tested = model(*experts(router, ops.GroupedLinear(2, 64, 64, bias=False)), dtype=torch.float32)
+    with torch.no_grad():
+        router.weight[:] = 0
+        router.weight[:, 0] = torch.tensor([1, 1 + 2**-20])
+        tested.embedding.weight[:] = (torch.rand(256, 16) - 0.5) * 2**-8
+    assert sqnr(gradients(tested, batch(), None, seed=0), exact_gradients(tested, batch(), None)) > 110
+
+
 def test_an_op_with_casts_of_its_own_is_refused() -> None:
     class Casts(ops.Bias):
         roles = ("input",)
@@ -156,6 +199,76 @@ def test_b06_dequantized_is_the_exact_gradient_in_training_and_the_others_are_no
             for override in (None, "high_precision"):
                 assert found[step, "float32", kind, override] < 45
                 assert found[step, "bfloat16", kind, override] < found[step, "bfloat16", kind, "dequantized"] - 6
+
+
+@pytest.mark.row("B06", "B25")
+def test_b06_b25_dequantized_is_exact_in_a_mixture_of_experts() -> None:
+    found = study_overrides(load(CONFIGS / "moe.yaml"), steps=1, points=1)
+    assert found.refusals == ()
+    exact = {(one.dtype, one.kind, one.override): one.exact.sqnr for one in found.measurements}
+    assert exact["float32", None, None] > 115
+    for kind in KINDS:
+        for dtype in ("float32", "bfloat16"):
+            assert exact[dtype, kind, "dequantized"] > exact[dtype, None, None] - 6
+        assert max(exact["float32", kind, None], exact["float32", kind, "high_precision"]) < 45
+
+
+def test_the_configuration_s_own_recipe_is_measured_whatever_its_kind(tiny: Path) -> None:
+    """NVFP4's rotation takes bf16 only, so fp32 refuses what this factory does backward, and that alone."""
+    own = recipes.CustomRecipe(qfactory="mxfp8_fwd_nvfp4_bwd")
+    found = study_overrides(replace(load(tiny), recipe=own), steps=1, points=1)
+    assert found.keys[-3:] == (("custom", None), ("custom", "dequantized"), ("custom", "high_precision"))
+    (refused,) = found.refusals
+    assert (refused.step, refused.dtype, refused.kind, refused.override) == (0, "float32", "custom", None)
+    exact = {(one.dtype, one.kind, one.override): one.exact.sqnr for one in found.measurements}
+    assert exact["bfloat16", "custom", "dequantized"] > exact["bfloat16", None, None] - 6
+    assert exact["bfloat16", "custom", None] < 45
+
+
+def test_delayed_scaling_is_measured_at_the_scales_of_training_without_overrides(tiny: Path) -> None:
+    found = study_overrides(replace(load(tiny), recipe=recipes.DelayedScaling()), steps=2, points=2)
+    own = [one for one in found.measurements if one.kind == "delayed"]
+    assert [(one.step, one.dtype) for one in own] == [(0, "bfloat16"), (0, "float32"), (2, "bfloat16"), (2, "float32")]
+    assert all(20 < one.exact.sqnr < 45 for one in own)
+    assert {(one.kind, one.override) for one in found.refusals} == {("delayed", "dequantized"), ("delayed", "high_precision")}
+
+
+def test_a_gradient_moves_no_delayed_scale() -> None:
+    tested, recipe = model(ops.Linear(64, 256)), recipes.DelayedScaling(amax_history_len=1)
+    with recipes.autocast(recipe=recipe):
+        tested(batch().context)
+    before = {name: value.clone() for name, value in tested.pipeline[0].quantizer_states.to_dict().items()}
+    with torch.no_grad():
+        tested.embedding.weight.mul_(3)
+    gradients(tested, batch(), recipe, seed=0)
+    after = tested.pipeline[0].quantizer_states.to_dict()
+    assert before.keys() == after.keys() != set()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_call_refuses_is_told_in_every_output(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 samples fill no block of columnwise MXFP8: only the override in use has to run."""
+    path = tmp_path / "ragged.yaml"
+    path.write_text(
+        TINY.replace("batch_size: 32", "batch_size: 48").replace("kind: mxfp8", "kind: mxfp8, backward_override: dequantized")
+    )
+    command = ["study", "overrides", str(path), "--points", "1", "--steps", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused")]
+    reason = "divisible by 32 for columnwise mxfp8_e4m3 data, got 48"
+    assert [line for line in told if "mxfp8, None, in bfloat16 and float32" in line and reason in line]
+    found = json.loads((tmp_path / "overrides.json").read_text())
+    refused = {(one["recipe"], one["backward_override"], one["dtype"]): one["reason"] for one in found["refused"]}
+    assert reason in refused["mxfp8", None, "float32"]
+    rows = {(row["recipe"], row["backward_override"]): row for row in found["summary"]}
+    assert rows["mxfp8", None]["exact"] is rows["mxfp8", None]["plain"] is None
+    assert rows["mxfp8", "dequantized"]["exact"]["sqnr"] > rows[None, None]["exact"]["sqnr"] - 6
+    table = (tmp_path / "overrides.md").read_text()
+    assert "| `mxfp8` | `None` | refused | refused | refused | refused |" in table
+    assert f"- refused: mxfp8, None, in bfloat16 and float32: {refused['mxfp8', None, 'float32']}" in table
+    path.write_text(path.read_text().replace(", backward_override: dequantized", ""))
+    assert main(command) != 0
+    assert reason in capsys.readouterr().err
 
 
 def test_every_setting_is_measured_at_every_point(study: Study) -> None:

@@ -16,7 +16,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env, checked_dtype, checked_sizes
-from opfuse.errors import PipelineError, ShapeError, describe
+from opfuse.errors import ShapeError, describe
 from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split_rows
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.state import QuantizerStateMixin
@@ -231,9 +231,6 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             wanted, cure = f"shape (..., {self.in_features})", "check the preceding op's size"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
         check_splits(splits, self.num_groups, where=self.label)
-        if splits.is_meta and x.device.type != "meta":
-            wanted, cure = f"values, on the input's device {x.device} or on the CPU", "pass numbers of rows"
-            raise PipelineError(describe(f"{self.label} split sizes", wanted=wanted, got="a meta tensor", cure=cure))
         if scales is None:
             return
         self.checked_dtype("scales", scales.dtype)

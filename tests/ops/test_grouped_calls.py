@@ -104,8 +104,8 @@ def test_split_sizes_of_another_shape_are_refused(sizes):
 
 def test_split_sizes_without_values_are_refused_beside_an_input_that_has_some():
     op, x = grouped(), randn(ROWS, K)
-    op(x, splits())  # the plan is there: what a plan checks is not looked at again
-    with raised(errors.PipelineError, ValueError, "split sizes", "meta tensor"):
+    op(x, splits())
+    with raised(errors.PipelineError, ValueError, "extra input 0", "device cpu", "got meta"):
         op(x, splits().to("meta"))
     assert op.to("meta")(x.to("meta"), splits().to("meta")).shape == (ROWS, N)
 

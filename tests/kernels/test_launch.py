@@ -31,16 +31,25 @@ MOST_REGISTERS = {
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""
 
 TYPES = ({"IN=bf16", "OUT=E4M3"}, {"IN=float", "OUT=E5M2"})
-"""Combinations of types that are compiled at every run; those of the others differ in conversions alone."""
+QUICK = {
+    "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
+    "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
+}
+"""Types that are compiled at every run, by source, ``TYPES`` of all others; what is left differs in conversions alone."""
+
+VARIANTS = sorted({variant for kernel in kernels() for variant, _ in kernel.launches()})
+
+
+def is_quick(variant):
+    types = {define for define in variant.defines if define.startswith(("IN=", "OUT=", "ELEMENT="))}
+    return any(types <= each for each in QUICK.get(variant.source, TYPES))
 
 
 def compilations():
     """Each variant for each architecture; sm_90a at every run, and not all types."""
-    for variant in sorted({variant for kernel in kernels() for variant, _ in kernel.launches()}):
-        types = {define for define in variant.defines if define.startswith(("IN=", "OUT="))}
+    for variant in VARIANTS:
         for arch in ARCHITECTURES:
-            quick = arch == "sm_90a" and any(types <= each for each in TYPES)
-            marks = () if quick else pytest.mark.slow
+            marks = () if arch == "sm_90a" and is_quick(variant) else pytest.mark.slow
             yield pytest.param(variant, arch, id=" ".join((variant.source, *variant.defines[1:], arch)), marks=marks)
 
 
@@ -97,6 +106,11 @@ def test_no_multiplication_is_contracted_with_an_addition():
 
 def test_every_source_is_launched_by_a_kernel():
     assert {path.name for path in SOURCES.glob("*.cu")} == {kernel.source for kernel in kernels()}
+
+
+def test_every_source_is_compiled_at_every_run():
+    assert {variant.source for variant in VARIANTS if is_quick(variant)} == {path.name for path in SOURCES.glob("*.cu")}
+    assert QUICK.keys() <= MOST_REGISTERS.keys()
 
 
 def test_resources_are_those_of_the_log():

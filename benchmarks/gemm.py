@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import Call, device_time, host_time
+from opfuse.recipes.policy import SPLIT
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 
@@ -33,7 +34,7 @@ def product(name: str, sizes: tuple[int, int, int], kind: str) -> Call:
     )
     if kind != "bf16":
         left, right = FORMATS[kind][GEMMS[name].left].quantize(left), FORMATS[kind][GEMMS[name].right].quantize(right)
-    return lambda: gemm(name, left, right, dtype=torch.bfloat16)
+    return lambda: gemm(name, left, right, dtype=torch.bfloat16, fast=name not in SPLIT["backward"])
 
 
 def measure() -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.models import LARGE, PIPELINES, active, settings
 from benchmarks.timing import device_time, host_time
 from opfuse import ops, recipes
+from opfuse.recipes.policy import SPLIT
 from opfuse.recipes.recipe import QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
 
@@ -61,7 +62,7 @@ def product_times(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, o
                 operands = [recipe.quantizer(role).quantize(x) for role, x in zip(roles, operands)]
 
             def call(name: str = name, operands: list[Any] = operands) -> None:
-                gemm(name, *operands, dtype=torch.bfloat16)
+                gemm(name, *operands, dtype=torch.bfloat16, fast=name not in SPLIT["backward"])
 
             took[name] += device_time([call], launches=4, repeats=5).median / 1e3
     return Times(took["fprop"], sum(took.values()))

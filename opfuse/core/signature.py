@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from opfuse.errors import DtypeError, SpecError, describe
 from opfuse.recipes import Recipe
+from opfuse.recipes.policy import SPLIT
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What ops compute in. fp64 is for checks of gradients; no recipe takes it."""
@@ -69,10 +70,12 @@ class Env(NamedTuple):
         """The recipe's override; None without a recipe."""
         return self.recipe.backward_override if self.recipe is not None else None
 
-    @property
-    def mixes(self) -> bool:
-        """Whether the recipe lets formats meet that do not."""
-        return self.recipe is not None and self.recipe.allow_mixed_emulation
+    def product(self, name: str) -> dict[str, Any]:
+        """How the recipe has the product ``name`` made: options of :func:`opfuse.tensors.gemm.gemm`."""
+        recipe = self.recipe
+        if recipe is None:
+            return {}
+        return {"mixed": recipe.allow_mixed_emulation, "fast": name not in SPLIT[recipe.split_accumulator]}
 
     @property
     def rounding(self) -> Literal["per_op", "single"]:

@@ -217,7 +217,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         held = {name: self._held(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
         ctx.sizes = self._sizes(x, weights, splits, rounded=out_dtype in (None, ctx.compute_dtype))
-        options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, "mixed": ctx.env.mixes}
+        options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
         y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
         ctx.scales_dtype = None if scales is None else scales.dtype
         self._save(ctx, x, held, splits, scales)
@@ -299,7 +299,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         if "input" not in ctx.needs:
             return None
         weights = self._operands(ctx, [getattr(ctx.saved, name) for name in self.weight_names], dy)
-        dx = grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype, mixed=ctx.env.mixes)
+        dx = grouped_rows("dgrad", dy, weights, groups, dtype=ctx.compute_dtype, **ctx.env.product("dgrad"))
         return dx.to(ctx.input_dtype)
 
     def _weight_gradients(self, ctx: Context, dy: Value, groups: Groups) -> Mapping[str, torch.Tensor]:
@@ -309,7 +309,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
             weights = owed(weights, where=self.label)
         if not weights:
             return {}
-        x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, "mixed": ctx.env.mixes}
+        x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, **ctx.env.product("wgrad")}
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()

@@ -107,7 +107,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             x=self._saved(ctx, x) if "weight" in ctx.needs else None,
             w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None,
         )
-        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype, mixed=ctx.env.mixes)
+        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype, **ctx.env.product("fprop"))
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
@@ -117,7 +117,8 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         if "input" not in ctx.needs:
             return None
         dy, w = self._gradient(ctx, dy), ctx.saved.w
-        dx = gemm("dgrad", dy, _operand(w, dy), dtype=ctx.compute_dtype, out_dtype=out_dtype, mixed=ctx.env.mixes)
+        options = ctx.env.product("dgrad")
+        dx = gemm("dgrad", dy, _operand(w, dy), dtype=ctx.compute_dtype, out_dtype=out_dtype, **options)
         return dx.to(out_dtype or ctx.input_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
@@ -126,7 +127,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             return None
         wide = None if scale is None else pointwise.compute_dtype(ctx.compute_dtype)
         dy = self._gradient(ctx, dy)
-        grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, mixed=ctx.env.mixes)
+        grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, **ctx.env.product("wgrad"))
         if scale is not None:
             grad = (grad * scale).to(ctx.compute_dtype)
         return grad.to(self.parameter("weight").dtype)

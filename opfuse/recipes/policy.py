@@ -26,6 +26,14 @@ KEEP: dict[str | None, Keep] = {
 }
 
 
+SPLIT: dict[str, frozenset[str]] = {
+    "backward": frozenset(("dgrad", "wgrad")),
+    "all": frozenset(GEMMS),
+    "none": frozenset(),
+}
+"""The products whose partial sums are added in fp32, by a recipe's ``split_accumulator``."""
+
+
 def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
     """The planes of ``role`` that ``gemms`` read."""
     reads = [

@@ -87,6 +87,9 @@ _HINTS = {  # keywords of other interfaces
     "fp8_quant_fwd_inp": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
     "fp8_quant_fwd_weight": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
     "fp8_quant_bwd_grad": "set the recipe's own fields, such as use_power_2_scales and amax_epsilon",
+    "fp8_gemm_fprop": "set split_accumulator",
+    "fp8_gemm_dgrad": "set split_accumulator",
+    "fp8_gemm_wgrad": "set split_accumulator",
     "scaling_factor_compute_algo": "the scale rule is fixed",
 }
 
@@ -131,6 +134,8 @@ class Recipe(ABC):
         ``"error"``: refuse the call; ``"dequantize"``: cast its dequantized values for each call, and leave its bytes alone;
         ``"keep"``: multiply it as it is.
     allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
+    split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
+        the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
 
     A subclass is a frozen, keyword-only dataclass, or adds no field; it may override :meth:`check` and :meth:`quantizer`.
     """
@@ -142,6 +147,7 @@ class Recipe(ABC):
     rounding: Literal["per_op", "single"] = setting("per_op", one_of("per_op", "single"))
     on_recipe_change: Literal["error", "dequantize", "keep"] = setting("error", one_of("error", "dequantize", "keep"))
     allow_mixed_emulation: bool = setting(False, BOOLEAN)
+    split_accumulator: Literal["backward", "all", "none"] = setting("backward", one_of("backward", "all", "none"))
 
     def __new__(cls, *_: object, **given: object) -> Self:
         if (known := _keywords(cls)) is not None:

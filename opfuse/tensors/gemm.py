@@ -24,18 +24,17 @@ Operand = torch.Tensor | QuantizedStorage
 
 
 class Gemm(NamedTuple):
-    """Roles, planes and summed dimensions of the operands of one product; whether a matrix unit may sum fast (gemm_native)."""
+    """Roles, planes and summed dimensions of the operands of one product."""
 
     left: str
     left_plane: str
     right: str
     right_plane: str
     summed: tuple[int, int]
-    fast: bool = False
 
 
 GEMMS = {
-    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE, (1, 1), fast=True),
+    "fprop": Gemm("input", ROWWISE, "weight", ROWWISE, (1, 1)),
     "dgrad": Gemm("grad_output", ROWWISE, "weight", COLUMNWISE, (1, 0)),
     "wgrad": Gemm("grad_output", COLUMNWISE, "input", COLUMNWISE, (0, 0)),
 }
@@ -49,13 +48,15 @@ def gemm(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None = None,
     mixed: bool = False,
+    fast: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product ``name`` of :data:`GEMMS`.
 
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
     unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
-    formats that do not meet, as one in fp32 of what they hold. out: a matrix of the result's shape and dtype to write it into.
+    formats that do not meet, as one in fp32 of what they hold. fast: whether a matrix unit that can may keep its sums, in fewer
+    bits than fp32 (:mod:`opfuse.kernels.gemm_native`). out: a matrix of the result's shape and dtype to write it into.
     GemmError if two formats do not meet and must, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype
@@ -67,7 +68,7 @@ def gemm(
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
             result = _high_precision(name, *operands, out_dtype, out)
         elif (reason := clash(name, *(plane.format for plane in planes))) is None:
-            result = _quantized(name, *planes, out_dtype, out)
+            result = _quantized(*planes, out_dtype, fast=fast, out=out)
         elif mixed:
             one, other = (plane.dequantize(torch.float32) for plane in planes)
             result = _high_precision(name, one, other, torch.float32).to(out_dtype)
@@ -116,9 +117,9 @@ def clash(name: str, left: Format, right: Format) -> str | None:
     )
 
 
-def _quantized(name: str, left: Plane, right: Plane, out_dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, *, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     stored = (Stored(p.data, cast(torch.Tensor, p.scale), p.amax, p.layout) for p in (left, right))
-    return multiply(*stored, out_dtype=out_dtype, fast=GEMMS[name].fast, out=out)
+    return multiply(*stored, out_dtype=out_dtype, fast=fast, out=out)
 
 
 def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
@@ -131,9 +132,12 @@ def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
 def _high_precision(
     name: str, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
+    left, right = left.t() if name == "wgrad" else left, right.t() if name == "fprop" else right
+    if out_dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        sums = torch.mm(left, right, out_dtype=torch.float32)  # the sums themselves, without wider operands
+        return sums if out is None else out.copy_(sums)
     if out_dtype != left.dtype:
         left, right = left.to(out_dtype), right.to(out_dtype)
-    left, right = left.t() if name == "wgrad" else left, right.t() if name == "fprop" else right
     return left @ right if out is None else torch.mm(left, right, out=out)
 
 

@@ -48,9 +48,9 @@ def grouped_rows(
     *,
     dtype: torch.dtype,
     out_dtype: torch.dtype | None = None,
-    mixed: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    """fprop or dgrad: rows (..., N) or (..., K) of ``left`` times the weight of their group. Types as those of ``gemm``."""
+    """fprop or dgrad: rows (..., N) or (..., K) of ``left`` times the weight of their group. Types and options are ``gemm``'s."""
     leading, width = left.shape[:-1], weights[0].shape[0 if name == "fprop" else 1]
     faster = name in gemm_grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
     if groups.sizes is None or faster:
@@ -59,12 +59,12 @@ def grouped_rows(
     rows = torch.empty(sum(groups.sizes), width, dtype=out_dtype or dtype, device=left.device)
     for piece, weight, out in zip(_split(left, groups.sizes), weights, rows.split(groups.sizes)):
         if len(out):
-            gemm(name, piece, weight, dtype=dtype, out_dtype=out_dtype, mixed=mixed, out=out)
+            gemm(name, piece, weight, dtype=dtype, out_dtype=out_dtype, out=out, **options)
     return rows.reshape(*leading, width)
 
 
 def grouped_wgrad(
-    dy: Operand, x: Operand, groups: Groups, *, wanted: Collection[int], dtype: torch.dtype, mixed: bool = False
+    dy: Operand, x: Operand, groups: Groups, *, wanted: Collection[int], dtype: torch.dtype, **options: Any
 ) -> torch.Tensor | list[torch.Tensor | None]:
     """dW (N, K) of each group, None for groups that are not ``wanted``; or of all as one (G, N, K).
 
@@ -77,7 +77,7 @@ def grouped_wgrad(
     shape = dy.shape[-1], x.shape[-1]
     grads: list[torch.Tensor | None] = []
     for i, (left, right, size) in enumerate(zip(_split(dy, groups.sizes), _split(x, groups.sizes), groups.sizes)):
-        grad = gemm("wgrad", left, right, dtype=dtype, mixed=mixed) if size and i in wanted else None
+        grad = gemm("wgrad", left, right, dtype=dtype, **options) if size and i in wanted else None
         grads.append(torch.zeros(shape, dtype=dtype, device=dy.device) if grad is None and i in wanted else grad)
     return grads
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import opfuse
+from opfuse import ops
 from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.recipes import Float8CurrentScaling
 from opfuse.recipes.policy import KEEP, cast_quantizer, planes, saved_operand
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
@@ -89,3 +92,20 @@ def test_b11_what_is_saved_of_an_operand(override):
     assert saved.usages == (kept,)
     assert saved.plane(kept) is operand.plane(kept)
     assert repr(override) in saved.why
+
+
+@pytest.mark.parametrize(("given", "fast"), [("backward", {"fprop"}), ("all", set()), ("none", set(GEMMS))])
+def test_split_accumulator_says_which_sums_of_a_linear_are_split(given, fast, monkeypatch):
+    seen = {}
+
+    def multiply(left, right, *, out_dtype, fast, out):
+        seen[len(seen)] = fast
+        return torch.zeros(left.layout.lines[0], right.layout.lines[0], dtype=out_dtype)
+
+    monkeypatch.setattr("opfuse.tensors.gemm.multiply", multiply)
+    x = torch.randn(32, 64, requires_grad=True)
+    for op, extras in ((ops.Linear(64, 48), ()), (ops.GroupedLinear(1, 64, 48), (torch.tensor([32]),))):
+        seen.clear()
+        with opfuse.autocast(recipe=Float8CurrentScaling(split_accumulator=given)):
+            op(x, *extras).sum().backward()
+        assert {name for name, was in zip(("fprop", "dgrad", "wgrad"), seen.values(), strict=True) if was} == fast

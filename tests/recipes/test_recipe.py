@@ -328,6 +328,7 @@ CHANGED = {
     "rounding": "single",
     "on_recipe_change": "keep",
     "allow_mixed_emulation": True,
+    "split_accumulator": "all",
     "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
     "margin": 1,
     "amax_history_len": 16,

@@ -1,16 +1,13 @@
-"""Casts and dequantize against a copy of the same matrix in the same process: ``python -m benchmarks.casts [--only NAME]``.
-
-A kernel's bandwidth counts the fewest bytes that its result needs. 100 % is what torch's own copy reaches.
-"""
+"""Casts and dequantize against a copy of the same matrix in the same process: ``python -m benchmarks.casts [--peers]``."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.timing import Call, device_time, host_time
+from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, NV, Make, Peer, Shape, Table, command, random
+from benchmarks.timing import Call
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import cast, quantize
 from opfuse.kernels.cast_block import cast_block
@@ -19,46 +16,48 @@ from opfuse.kernels.decode import dequantize
 from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout
 
-SHAPES = ((16384, 8192), (8192, 14336), (4096, 4096))
-LAST_LEVEL_CACHE = 64 << 20  # bytes, of the largest so far
 ROW: tuple[Usage, ...] = (ROWWISE,)
 COL: tuple[Usage, ...] = (COLUMNWISE,)
 BOTH: tuple[Usage, ...] = (ROWWISE, COLUMNWISE)
 
-Make = Callable[[torch.Tensor], Call]
+
+def layouts_of(fmt: Format, shape: Shape, usages: Sequence[Usage], *, swizzled: bool = False) -> list[Layout]:
+    return [Layout(fmt, usage, shape, swizzled) for usage in usages]
 
 
-def tensor_layouts(x: torch.Tensor, usages: Sequence[Usage]) -> list[Layout]:
-    return [Layout(fp8_tensor(E4M3), usage, (x.shape[0], x.shape[1])) for usage in usages]
+def measured_amax(shape: Shape) -> Call:
+    x = random(*shape)
+    return lambda: cast.tensor_amax(x)
 
 
 def delayed(usages: Sequence[Usage]) -> Make:
-    def make(x: torch.Tensor) -> Call:
-        scale, amax, layouts = torch.full((1,), 3.7, device=x.device), torch.zeros(1, device=x.device), tensor_layouts(x, usages)
+    def make(shape: Shape) -> Call:
+        x, scale, amax = random(*shape), torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda")
+        layouts = layouts_of(fp8_tensor(E4M3), shape, usages)
         return lambda: cast.cast_recording(x, scale, amax, layouts)
 
     return make
 
 
 def current(usages: Sequence[Usage]) -> Make:
-    def make(x: torch.Tensor) -> Call:
-        layouts = tensor_layouts(x, usages)
+    def make(shape: Shape) -> Call:
+        x, layouts = random(*shape), layouts_of(fp8_tensor(E4M3), shape, usages)
         return lambda: cast.cast_current(x, cast.tensor_amax(x), layouts)
 
     return make
 
 
 def mx(usages: Sequence[Usage], *, swizzled: bool = False) -> Make:
-    def make(x: torch.Tensor) -> Call:
-        layouts = [Layout(mxfp8(E4M3), usage, (x.shape[0], x.shape[1]), swizzled) for usage in usages]
+    def make(shape: Shape) -> Call:
+        x, layouts = random(*shape), layouts_of(mxfp8(E4M3), shape, usages, swizzled=swizzled)
         return lambda: cast.cast_mx(x, layouts)
 
     return make
 
 
 def block(dims: int, usages: Sequence[Usage]) -> Make:
-    def make(x: torch.Tensor) -> Call:
-        layouts = [Layout(fp8_block(E4M3, dims), usage, (x.shape[0], x.shape[1])) for usage in usages]
+    def make(shape: Shape) -> Call:
+        x, layouts = random(*shape), layouts_of(fp8_block(E4M3, dims), shape, usages)
         return lambda: cast_block(x, layouts)
 
     return make
@@ -67,106 +66,137 @@ def block(dims: int, usages: Sequence[Usage]) -> Make:
 def nv(usages: Sequence[Usage], *, rotated: bool = False, rows: int = 1, seed: int | None = None, measured: bool = False) -> Make:
     """The cast alone, under amaxes that are known; ``measured``: with the pass that finds them."""
 
-    def make(x: torch.Tensor) -> Call:
+    def make(shape: Shape) -> Call:
+        x = random(*shape)
         formats = {ROWWISE: NVFP4, COLUMNWISE: NVFP4.replace(rht=SIGNS if rotated else ())}
-        layouts = [Layout(formats[usage], usage, (x.shape[0], x.shape[1])) for usage in usages]
+        layouts = [Layout(formats[usage], usage, shape) for usage in usages]
         amaxes = amaxes_nv(x, layouts)
-        random = None if seed is None else torch.tensor([seed], device=x.device)
-        return lambda: cast_nv(x, amaxes_nv(x, layouts) if measured else amaxes, layouts, rows=rows, seed=random)
+        random_bits = None if seed is None else torch.tensor([seed], device="cuda")
+        return lambda: cast_nv(x, amaxes_nv(x, layouts) if measured else amaxes, layouts, rows=rows, seed=random_bits)
 
     return make
+
+
+def plane(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes with modest scales."""
+    data = torch.randint(0, 256, layout.data_shape, dtype=torch.uint8, device="cuda")
+    if layout.tiled:
+        return data, torch.randint(64, 120, layout.scale_shape, dtype=torch.uint8, device="cuda")
+    return data, torch.rand(layout.scale_shape, device="cuda")
 
 
 def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> Make:
-    """Dequantize to bf16 from a plane of random codes with modest scales."""
+    """Dequantize to bf16."""
 
-    def make(x: torch.Tensor) -> Call:
-        layout = Layout(fmt, usage, (x.shape[0], x.shape[1]), swizzled)
-        data = torch.randint(0, 256, layout.data_shape, dtype=torch.uint8, device=x.device)
-        scale = torch.rand(layout.scale_shape, device=x.device)
-        if layout.tiled:
-            scale = torch.randint(64, 120, layout.scale_shape, dtype=torch.uint8, device=x.device)
-        amax = None if layout.amax_shape is None else quantize.tensor_amax(x)
-        return lambda: dequantize(data, scale, amax, layout=layout, dtype=x.dtype)
+    def make(shape: Shape) -> Call:
+        layout = Layout(fmt, usage, shape, swizzled)
+        data, scale = plane(layout)
+        amax = None if layout.amax_shape is None else quantize.tensor_amax(random(*shape))
+        return lambda: dequantize(data, scale, amax, layout=layout, dtype=torch.bfloat16)
 
     return make
 
 
-# Name: (fewest bytes an element, how to make a call for a bf16 matrix). "NVFP4,
-# measured" and "stochastic" are the rotated cast of both planes with the pass over the matrix that finds its amaxes, and with
-# random rounding.
-CASTS: dict[str, tuple[float, Make]] = {
-    "amax": (2, lambda x: lambda: cast.tensor_amax(x)),
-    "delayed, row": (3, delayed(ROW)),
-    "delayed, row + col": (4, delayed(BOTH)),
-    "delayed, col": (3, delayed(COL)),
-    "current, row": (5, current(ROW)),
-    "current, row + col": (6, current(BOTH)),
-    "MXFP8, row": (3 + 1 / 32, mx(ROW)),
-    "MXFP8, row swizzled": (3 + 1 / 32, mx(ROW, swizzled=True)),
-    "MXFP8, col": (3 + 1 / 32, mx(COL)),
-    "MXFP8, row + col": (4 + 2 / 32, mx(BOTH)),
-    "MXFP8, both swizzled": (4 + 2 / 32, mx(BOTH, swizzled=True)),
-    "1x128, row": (3 + 1 / 32, block(1, ROW)),
-    "1x128, col": (3 + 1 / 32, block(1, COL)),
-    "1x128, row + col": (4 + 2 / 32, block(1, BOTH)),
-    "128x128, row": (3, block(2, ROW)),
-    "128x128, col": (3, block(2, COL)),
-    "128x128, row + col": (4, block(2, BOTH)),
-    "decode, row": (3, decoded(fp8_tensor(E4M3))),
-    "decode, col": (3, decoded(fp8_tensor(E4M3), COLUMNWISE)),
-    "decode 1x128, row": (3 + 1 / 32, decoded(fp8_block(E4M3, 1))),
-    "decode 1x128, col": (3 + 1 / 32, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
-    "decode 128x128, row": (3, decoded(fp8_block(E4M3, 2))),
-    "decode 128x128, col": (3, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
-    "decode MXFP8, row": (3 + 1 / 32, decoded(mxfp8(E4M3))),
-    "decode MXFP8, col": (3 + 1 / 32, decoded(mxfp8(E4M3), COLUMNWISE)),
-    "decode MX swz, row": (3 + 1 / 32, decoded(mxfp8(E4M3), swizzled=True)),
-    "decode MX swz, col": (3 + 1 / 32, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
-    "NVFP4, row": (2.5 + 1 / 16, nv(ROW)),
-    "NVFP4, row stochastic": (2.5 + 1 / 16, nv(ROW, seed=1)),
-    "NVFP4, col": (2.5 + 1 / 16, nv(COL)),
-    "NVFP4, row + col": (3 + 2 / 16, nv(BOTH)),
-    "NVFP4, row + rotated": (3 + 2 / 16, nv(BOTH, rotated=True)),
-    "NVFP4, measured": (5 + 2 / 16, nv(BOTH, rotated=True, measured=True)),
-    "NVFP4, stochastic": (3 + 2 / 16, nv(BOTH, rotated=True, seed=1)),
-    "NVFP4 16x16, both": (3 + 2 / 16, nv(BOTH, rows=16)),
-    "decode NVFP4, row": (2.5 + 1 / 16, decoded(NVFP4)),
-    "decode NVFP4, col": (2.5 + 1 / 16, decoded(NVFP4, COLUMNWISE)),
-    "decode NVFP4, rotated": (2.5 + 1 / 16, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
+# "Known amax": the pass over the matrix that finds the amaxes is left out; "measured": it is in. "stochastic" is random rounding.
+CASTS: Table = {
+    "amax": (BF16, measured_amax),
+    "delayed, row": (BF16 + FP8, delayed(ROW)),
+    "delayed, row + col": (BF16 + 2 * FP8, delayed(BOTH)),
+    "delayed, col": (BF16 + FP8, delayed(COL)),
+    "current, row": (2 * BF16 + FP8, current(ROW)),
+    "current, row + col": (2 * BF16 + 2 * FP8, current(BOTH)),
+    "MXFP8, row": (BF16 + MX, mx(ROW)),
+    "MXFP8, row swizzled": (BF16 + MX, mx(ROW, swizzled=True)),
+    "MXFP8, col": (BF16 + MX, mx(COL)),
+    "MXFP8, row + col": (BF16 + 2 * MX, mx(BOTH)),
+    "MXFP8, both swizzled": (BF16 + 2 * MX, mx(BOTH, swizzled=True)),
+    "1x128, row": (BF16 + BLOCKS, block(1, ROW)),
+    "1x128, col": (BF16 + BLOCKS, block(1, COL)),
+    "1x128, row + col": (BF16 + 2 * BLOCKS, block(1, BOTH)),
+    "128x128, row": (BF16 + FP8, block(2, ROW)),
+    "128x128, col": (BF16 + FP8, block(2, COL)),
+    "128x128, row + col": (BF16 + 2 * FP8, block(2, BOTH)),
+    "decode, row": (BF16 + FP8, decoded(fp8_tensor(E4M3))),
+    "decode, col": (BF16 + FP8, decoded(fp8_tensor(E4M3), COLUMNWISE)),
+    "decode 1x128, row": (BF16 + BLOCKS, decoded(fp8_block(E4M3, 1))),
+    "decode 1x128, col": (BF16 + BLOCKS, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
+    "decode 128x128, row": (BF16 + FP8, decoded(fp8_block(E4M3, 2))),
+    "decode 128x128, col": (BF16 + FP8, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
+    "decode MXFP8, row": (BF16 + MX, decoded(mxfp8(E4M3))),
+    "decode MXFP8, col": (BF16 + MX, decoded(mxfp8(E4M3), COLUMNWISE)),
+    "decode MX swz, row": (BF16 + MX, decoded(mxfp8(E4M3), swizzled=True)),
+    "decode MX swz, col": (BF16 + MX, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
+    "NVFP4, row, known amax": (BF16 + NV, nv(ROW)),
+    "NVFP4, row, measured": (2 * BF16 + NV, nv(ROW, measured=True)),
+    "NVFP4, row stochastic, known amax": (BF16 + NV, nv(ROW, seed=1)),
+    "NVFP4, col, known amax": (BF16 + NV, nv(COL)),
+    "NVFP4, row + col, known amax": (BF16 + 2 * NV, nv(BOTH)),
+    "NVFP4, row + rotated, known amax": (BF16 + 2 * NV, nv(BOTH, rotated=True)),
+    "NVFP4, row + rotated, measured": (2 * BF16 + 2 * NV, nv(BOTH, rotated=True, measured=True)),
+    "NVFP4, row + rotated stochastic, known amax": (BF16 + 2 * NV, nv(BOTH, rotated=True, seed=1)),
+    "NVFP4 16x16, both, known amax": (BF16 + 2 * NV, nv(BOTH, rows=16)),
+    "decode NVFP4, row": (BF16 + NV, decoded(NVFP4)),
+    "decode NVFP4, col": (BF16 + NV, decoded(NVFP4, COLUMNWISE)),
+    "decode NVFP4, rotated": (BF16 + NV, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
 }
 
+# -- peers ---------------------------------------------------------------------------------------------------------------------
 
-def measure(shape: tuple[int, int], only: str = "") -> list[dict[str, object]]:
-    """One row for each cast of a random bf16 matrix whose name holds ``only``."""
-    count = max(3, -(-4 * LAST_LEVEL_CACHE // (2 * shape[0] * shape[1])))
-    matrices = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    targets = [torch.empty_like(x) for x in matrices]
-    copy = device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)])
-    rows = [{"shape": list(shape), "cast": "copy", "us": copy.median, "bytes": 4, "percent": 100.0}]
-    for name, (size, make) in CASTS.items():
-        if only not in name:
-            continue
-        calls = [make(x) for x in matrices]
-        took = device_time(calls)
-        percent = 100 * size / 4 * copy.median / took.median
-        rows.append({"shape": list(shape), "cast": name, "us": took.median, "bytes": size, "percent": percent})
-    return rows
+Tensors = tuple[torch.Tensor, ...]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="measure casts whose names hold this")
-    arguments = parser.parse_args()
-    rows = [row for shape in SHAPES for row in measure(shape, arguments.only)]
-    small = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    host = {name: host_time(make(small)).median for name, (_, make) in CASTS.items() if arguments.only in name}
-    for row in rows:
-        place, name, us, percent = (row[k] for k in ("shape", "cast", "us", "percent"))
-        print(f"{place[0]:6d} x {place[1]:5d}  {name:20s} {us:8.1f} us {percent:6.1f} % of copy")
-    for name, us in host.items():
-        print(f"host            {name:20s} {us:8.1f} us")
+def codes_of(y: torch.Tensor) -> torch.Tensor:
+    """fp32 values in E4M3; what is too large becomes the largest."""
+    return y.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
 
+
+def torch_current(x: torch.Tensor) -> Tensors:
+    scale = E4M3.max / x.abs().amax().float()
+    return codes_of(x.float() * scale), scale.reciprocal()
+
+
+def torch_delayed(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> Tensors:
+    return codes_of(x.float() * scale), torch.maximum(amax, x.abs().amax().float())
+
+
+def torch_blocks(x: torch.Tensor) -> Tensors:
+    """Scales are powers of two, as by default in the recipe."""
+    blocks = x.float().unflatten(1, (-1, 128))
+    scale = torch.exp2(torch.floor(torch.log2(E4M3.max / blocks.abs().amax(-1, keepdim=True))))
+    return codes_of(blocks * scale).flatten(1), scale.reciprocal().squeeze(-1)
+
+
+def torch_mx(x: torch.Tensor) -> Tensors:
+    blocks = x.float().unflatten(1, (-1, 32))
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / E4M3.max)).clamp(-127, 127)
+    return codes_of(blocks * torch.exp2(-exponent)).flatten(1), (exponent + 127).to(torch.uint8).squeeze(-1)
+
+
+def torch_decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (codes.view(torch.float8_e4m3fn).float() * scale).to(torch.bfloat16)
+
+
+def torch_decode_mx(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    factor = torch.exp2(scale.float() - 127).unsqueeze(-1)
+    return (codes.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 32)) * factor).flatten(1).to(torch.bfloat16)
+
+
+def _matrix(shape: Shape) -> Tensors:
+    return (random(*shape),)
+
+
+def _recording(shape: Shape) -> Tensors:
+    return random(*shape), torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda")
+
+
+PEERS: Mapping[str, Peer] = {
+    "current, row": Peer(torch_current, _matrix),
+    "delayed, row": Peer(torch_delayed, _recording),
+    "1x128, row": Peer(torch_blocks, _matrix),
+    "MXFP8, row": Peer(torch_mx, _matrix),
+    "decode, row": Peer(torch_decode, lambda shape: plane(Layout(fp8_tensor(E4M3), ROWWISE, shape))),
+    "decode MXFP8, row": Peer(torch_decode_mx, lambda shape: plane(Layout(mxfp8(E4M3), ROWWISE, shape))),
+}
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, CASTS, PEERS)

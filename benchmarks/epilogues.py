@@ -1,18 +1,17 @@
 """Chains of elementwise ops and their casts against a copy in the same process: ``python -m benchmarks.epilogues [--peers]``.
 
-A kernel's bandwidth counts the fewest bytes that its result needs, per element of the chain's result. 100 % is torch's own copy.
-Beside them, what PyTorch takes for the same results: eagerly, and compiled (``--peers``).
+Bytes are counted for each element of the chain's result; in a backward pass, of the gradient that comes in.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import Call, device_time, host_time
+from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table, command, random
+from benchmarks.timing import Call
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
@@ -21,16 +20,7 @@ from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
 
-SHAPES = ((16384, 8192), (4096, 4096))
-BUFFERS = 3
-
-Shape = tuple[int, int]
-Make = Callable[[Shape], Call]
 Encode = Callable[[Shape, Sequence[Usage]], Encoding]
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def stages(names: str, shape: Shape) -> list[Stage]:
@@ -86,7 +76,7 @@ def backward(names: str, *, amax: bool = False) -> Make:
     run = backward_chain_amax if amax else backward_chain
 
     def make(shape: Shape) -> Call:
-        x, dy, ops = random(*wide(names, shape)), random(*shape), stages(names, shape)
+        dy, x, ops = random(*shape), random(*wide(names, shape)), stages(names, shape)
         saved = {i: x for i, stage in enumerate(ops) if stage.math.needs_input}
         return lambda: run(dy, ops, saved)
 
@@ -103,7 +93,7 @@ def forward_cast(names: str, encode: Encode, *keep: int, usages: Sequence[Usage]
 
 def backward_cast(names: str, encode: Encode, usages: Sequence[Usage] = USAGES) -> Make:
     def make(shape: Shape) -> Call:
-        x, dy, ops = random(*wide(names, shape)), random(*shape), stages(names, shape)
+        dy, x, ops = random(*shape), random(*wide(names, shape)), stages(names, shape)
         saved = {i: x for i, stage in enumerate(ops) if stage.math.needs_input}
         encoding = encode(wide(names, shape), usages)
         return lambda: backward_chain_cast(dy, ops, saved, encoding)
@@ -111,40 +101,39 @@ def backward_cast(names: str, encode: Encode, usages: Sequence[Usage] = USAGES) 
     return make
 
 
-# Name: (fewest bytes for each element of the chain's result, how to make a call).
-CHAINS: dict[str, tuple[float, Make]] = {
-    "constant_scale": (4, forward("constant_scale")),
-    "bias": (4, forward("bias")),
-    "bias, GELU": (4, forward("bias gelu")),
-    "bias, GELU, amax": (4, forward("bias gelu", amax=True)),
-    "bias, GELU, input of GELU kept": (6, forward("bias gelu", 1)),
-    "GELU, add": (6, forward("gelu add")),
-    "SwiGLU": (6, forward("swiglu")),
-    "bias, SwiGLU": (6, forward("bias swiglu")),
-    "d bias alone": (2, backward("bias")),
-    "d GELU": (6, backward("gelu")),
-    "d GELU, d bias": (6, backward("bias gelu")),
-    "d GELU, d bias, amax": (6, backward("bias gelu", amax=True)),
-    "d SwiGLU": (10, backward("swiglu")),
-    "d SwiGLU, d bias": (10, backward("bias swiglu")),
-    "bias, GELU, cast both": (4, forward_cast("bias gelu", delayed)),
-    "bias, GELU, cast row": (3, forward_cast("bias gelu", delayed, usages=(ROWWISE,))),
-    "bias, GELU, kept, cast both": (6, forward_cast("bias gelu", delayed, 1)),
-    "bias, GELU, blocks both": (4.06, forward_cast("bias gelu", blocks)),
-    "bias, GELU, MXFP8 both": (4.06, forward_cast("bias gelu", mx)),
-    "bias, GELU, MXFP8 swizzled both": (4.06, forward_cast("bias gelu", mx_swizzled)),
-    "SwiGLU, cast both": (6, forward_cast("swiglu", delayed)),
-    "SwiGLU, blocks both": (6.06, forward_cast("swiglu", blocks)),
-    "SwiGLU, MXFP8 both": (6.06, forward_cast("swiglu", mx)),
-    "d bias, cast both": (4, backward_cast("bias", delayed)),
-    "d GELU, cast both": (6, backward_cast("gelu", delayed)),
-    "d GELU, d bias, cast both": (6, backward_cast("bias gelu", delayed)),
-    "d GELU, d bias, blocks both": (6.06, backward_cast("bias gelu", blocks)),
-    "d GELU, d bias, MXFP8 both": (6.06, backward_cast("bias gelu", mx)),
-    "d SwiGLU, cast both": (10, backward_cast("swiglu", delayed)),
-    "d SwiGLU, d bias, cast both": (10, backward_cast("bias swiglu", delayed)),
-    "d SwiGLU, d bias, blocks both": (10.13, backward_cast("bias swiglu", blocks)),
-    "d SwiGLU, d bias, MXFP8 both": (10.13, backward_cast("bias swiglu", mx)),
+CHAINS: Table = {
+    "constant_scale": (2 * BF16, forward("constant_scale")),
+    "bias": (2 * BF16, forward("bias")),
+    "bias, GELU": (2 * BF16, forward("bias gelu")),
+    "bias, GELU, amax": (2 * BF16, forward("bias gelu", amax=True)),
+    "bias, GELU, input of GELU kept": (3 * BF16, forward("bias gelu", 1)),
+    "GELU, add": (3 * BF16, forward("gelu add")),
+    "SwiGLU": (3 * BF16, forward("swiglu")),
+    "bias, SwiGLU": (3 * BF16, forward("bias swiglu")),
+    "d bias alone": (BF16, backward("bias")),
+    "d GELU": (3 * BF16, backward("gelu")),
+    "d GELU, d bias": (3 * BF16, backward("bias gelu")),
+    "d GELU, d bias, amax": (3 * BF16, backward("bias gelu", amax=True)),
+    "d SwiGLU": (5 * BF16, backward("swiglu")),
+    "d SwiGLU, d bias": (5 * BF16, backward("bias swiglu")),
+    "bias, GELU, cast both": (BF16 + 2 * FP8, forward_cast("bias gelu", delayed)),
+    "bias, GELU, cast row": (BF16 + FP8, forward_cast("bias gelu", delayed, usages=(ROWWISE,))),
+    "bias, GELU, kept, cast both": (2 * BF16 + 2 * FP8, forward_cast("bias gelu", delayed, 1)),
+    "bias, GELU, blocks both": (BF16 + 2 * BLOCKS, forward_cast("bias gelu", blocks)),
+    "bias, GELU, MXFP8 both": (BF16 + 2 * MX, forward_cast("bias gelu", mx)),
+    "bias, GELU, MXFP8 swizzled both": (BF16 + 2 * MX, forward_cast("bias gelu", mx_swizzled)),
+    "SwiGLU, cast both": (2 * BF16 + 2 * FP8, forward_cast("swiglu", delayed)),
+    "SwiGLU, blocks both": (2 * BF16 + 2 * BLOCKS, forward_cast("swiglu", blocks)),
+    "SwiGLU, MXFP8 both": (2 * BF16 + 2 * MX, forward_cast("swiglu", mx)),
+    "d bias, cast both": (BF16 + 2 * FP8, backward_cast("bias", delayed)),
+    "d GELU, cast both": (2 * BF16 + 2 * FP8, backward_cast("gelu", delayed)),
+    "d GELU, d bias, cast both": (2 * BF16 + 2 * FP8, backward_cast("bias gelu", delayed)),
+    "d GELU, d bias, blocks both": (2 * BF16 + 2 * BLOCKS, backward_cast("bias gelu", blocks)),
+    "d GELU, d bias, MXFP8 both": (2 * BF16 + 2 * MX, backward_cast("bias gelu", mx)),
+    "d SwiGLU, cast both": (3 * BF16 + 4 * FP8, backward_cast("swiglu", delayed)),
+    "d SwiGLU, d bias, cast both": (3 * BF16 + 4 * FP8, backward_cast("bias swiglu", delayed)),
+    "d SwiGLU, d bias, blocks both": (3 * BF16 + 4 * BLOCKS, backward_cast("bias swiglu", blocks)),
+    "d SwiGLU, d bias, MXFP8 both": (3 * BF16 + 4 * MX, backward_cast("bias swiglu", mx)),
 }
 
 # -- peers ---------------------------------------------------------------------------------------------------------------------
@@ -176,73 +165,16 @@ def bias_swiglu_backward(scale: torch.Tensor, amax: torch.Tensor, dy: torch.Tens
     return *fp8_both(dx, scale, amax), dx.sum(0)
 
 
-# Name of the chain: (the same in PyTorch, shapes of its tensors for a result of a shape).
-PEERS: dict[str, tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[[Shape], Sequence[Sequence[int]]]]] = {
-    "bias, GELU, cast both": (bias_gelu, lambda shape: (shape, shape[1:])),
-    "SwiGLU, cast both": (swiglu, lambda shape: (wide("swiglu", shape),)),
-    "d GELU, d bias, cast both": (bias_gelu_backward, lambda shape: (shape, shape)),
-    "d SwiGLU, d bias, cast both": (bias_swiglu_backward, lambda shape: (shape, wide("swiglu", shape))),
+def _scaling() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda")
+
+
+PEERS: Mapping[str, Peer] = {
+    "bias, GELU, cast both": Peer(bias_gelu, lambda s: (*_scaling(), random(*s), random(s[1]))),
+    "SwiGLU, cast both": Peer(swiglu, lambda s: (*_scaling(), random(*wide("swiglu", s)))),
+    "d GELU, d bias, cast both": Peer(bias_gelu_backward, lambda s: (*_scaling(), random(*s), random(*s))),
+    "d SwiGLU, d bias, cast both": Peer(bias_swiglu_backward, lambda s: (*_scaling(), random(*s), random(*wide("swiglu", s)))),
 }
 
-
-def peer_calls(name: str, shape: Shape, *, compiled: bool) -> list[Call]:
-    """Calls of a peer over tensors of their own."""
-    function, shapes = PEERS[name]
-    function = torch.compile(function) if compiled else function
-    scaling = torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda")
-
-    def call() -> Call:
-        tensors = [random(*each) for each in shapes(shape)]
-        return lambda: function(*scaling, *tensors)
-
-    return [call() for _ in range(BUFFERS)]
-
-
-# -- measurements --------------------------------------------------------------------------------------------------------------
-
-
-def copied(shape: Shape) -> float:
-    """Microseconds that torch takes to copy a matrix."""
-    matrices = [random(*shape) for _ in range(BUFFERS)]
-    targets = [torch.empty_like(x) for x in matrices]
-    return device_time([lambda x=x, y=y: y.copy_(x) for x, y in zip(matrices, targets)]).median
-
-
-def measure(shape: Shape) -> list[dict[str, object]]:
-    """One row for each chain."""
-    copy = copied(shape)
-    rows: list[dict[str, object]] = [{"shape": list(shape), "chain": "copy", "us": copy, "percent": 100.0}]
-    for name, (size, make) in CHAINS.items():
-        took = device_time([make(shape) for _ in range(BUFFERS)]).median
-        rows.append({"shape": list(shape), "chain": name, "us": took, "bytes": size, "percent": 100 * size / 4 * copy / took})
-    return rows
-
-
-def measure_peers(shape: Shape) -> list[dict[str, object]]:
-    """For each chain that has one, the time of the chain and of its peer."""
-    rows: list[dict[str, object]] = []
-    for name in PEERS:
-        took = device_time([CHAINS[name][1](shape) for _ in range(BUFFERS)]).median
-        for how in ("eager", "compiled"):
-            peer = device_time(peer_calls(name, shape, compiled=how == "compiled")).median
-            rows.append({"shape": list(shape), "chain": name, "peer": how, "us": took, "peer_us": peer, "times": peer / took})
-    return rows
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", action="store_true", help="time of the host alone")
-    parser.add_argument("--peers", action="store_true", help="PyTorch in the same process")
-    arguments = parser.parse_args()
-    for row in (row for shape in SHAPES for row in measure(shape)):
-        place, name, us, percent = (row[k] for k in ("shape", "chain", "us", "percent"))
-        print(f"{place[0]:6d} x {place[1]:5d}  {name:44s} {us:8.1f} us {percent:6.1f} % of copy", flush=True)
-    for row in measure_peers(SHAPES[0]) if arguments.peers else ():
-        print(f"{row['peer']:15s} {row['chain']:44s} {row['peer_us']:8.1f} us, {row['times']:5.2f} times ours", flush=True)
-    for name, (_, make) in CHAINS.items() if arguments.host else ():
-        print(f"host            {name:44s} {host_time(make((256, 256))).median:8.1f} us")
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, CHAINS, PEERS)

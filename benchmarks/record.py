@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import time
@@ -20,10 +21,10 @@ import torch
 
 import opfuse
 from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer
+from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from opfuse.kernels.registry import sources_digest
 
 Record = dict[str, Any]
-Rows = Sequence[Mapping[str, Any]]
 
 # Percent of a copy of the same matrix in the same process, for 16384 x 8192 bf16: at least.
 LEAST = {
@@ -40,8 +41,8 @@ LEAST = {
     "decode 1x128, row": 92,
     "decode 128x128, row": 92,
     "decode MXFP8, row": 92,
-    "NVFP4, row": 70,
-    "NVFP4, row + rotated": 45,
+    "NVFP4, row, known amax": 70,
+    "NVFP4, row + rotated, known amax": 45,
     "bias, GELU, cast both": 85,
     "bias, GELU, blocks both": 78,
     "bias, GELU, MXFP8 both": 80,
@@ -57,31 +58,34 @@ MOST = {
 }
 
 
-def bandwidths(measure: Callable[[tuple[int, int]], Rows], word: str) -> Iterator[Record]:
-    """Of a table of kernels, whose rows call them by ``word``: the large shape as a part of copy, the small one in time."""
-    large, small = (16384, 8192), (4096, 4096)
-    for shape in (large, small):
-        for row in measure(shape):
-            name = str(row[word])
-            least, most = (LEAST.get(name), None) if shape == large else (None, MOST.get(name))
-            label = f"{name}, {shape[0]}x{shape[1]} bf16"
+def bandwidths(table: Table) -> Iterator[Record]:
+    """Of a table of kernels: the large shape as a part of copy, the small one in time."""
+    large, small = SHAPES
+    for shape in SHAPES:
+        for row in measure(table, shape):
+            least, most = LEAST.get(row["name"]) if shape == large else None, MOST.get(row["name"]) if shape == small else None
             percent, us = row["percent"], row["us"]
+            label = f"{row['name']}, {shape[0]}x{shape[1]} bf16"
             yield {"name": label, "value": percent, "unit": "% of copy", "limit": least, "met": least and percent >= least}
             yield {"name": label, "value": us, "unit": "us", "limit": most, "met": most and us <= most}
 
 
 def peers() -> Iterator[Record]:
     """What PyTorch takes for the same results, as multiples of the kernels' times."""
-    for row in epilogues.measure_peers((16384, 8192)):
-        name = f"{row['chain']}, PyTorch {row['peer']}, 16384x8192 bf16"
-        yield {"name": name, "value": row["times"], "unit": "x time", "limit": None, "met": None}
+    for table, others in TABLES.values():
+        for row in measure_peers(table, others, SHAPES[0]):
+            name = f"{row['name']}, {row['peer']}, {SHAPES[0][0]}x{SHAPES[0][1]} bf16"
+            yield {"name": name, "value": row["times"], "unit": "x time", "limit": None, "met": None}
 
 
+TABLES = {
+    "casts": (casts.CASTS, casts.PEERS),
+    "epilogues": (epilogues.CHAINS, epilogues.PEERS),
+    "norms": (norms.NORMS, norms.PEERS),
+}
 SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
-    "casts": lambda: bandwidths(casts.measure, "cast"),
-    "epilogues": lambda: bandwidths(epilogues.measure, "chain"),
+    **{name: functools.partial(bandwidths, table) for name, (table, _) in TABLES.items()},
     "peers": peers,
-    "norms": lambda: bandwidths(norms.measure, "norm"),
     "gemm": gemm.records,
     "pipelines": pipelines.records,
     "host": pipelines.host_records,

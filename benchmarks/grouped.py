@@ -9,7 +9,6 @@ first size.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import opfuse
+from benchmarks.stamp import stamp
 from benchmarks.timing import Call, device_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import KEEP
@@ -129,9 +129,7 @@ def main() -> None:
         figures = f"{record['us'] / 1e3:8.3f} ms {record['tflops']:7.0f} TFLOP/s {record['ratio']:6.2f} x torch bf16"
         print(shape, figures, "" if record["backend"] == "native" else "(emulated)", flush=True)
     if arguments.json:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        machine = {"device": torch.cuda.get_device_name(), "opfuse": opfuse.__version__, "torch": torch.__version__}
-        record = {"date": date, "versions": machine, "script": "benchmarks/grouped.py", "results": found}
+        record = {**stamp("python -m benchmarks.grouped"), "results": found}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Measures on a GPU what the benchmarks can, and writes the record: ``python -m benchmarks.record FILE [--only SCRIPT …]``.
+"""Measures on a GPU what the benchmarks can, and writes it down: ``python -m benchmarks.record [--file FILE] [--only SCRIPT …]``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
 With ``--only``, the figures of other scripts stay as they are in FILE, which must be of the same kernels.
@@ -7,21 +7,16 @@ With ``--only``, the figures of other scripts stay as they are in FILE, which mu
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import opfuse
 from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
+from benchmarks.stamp import device_file, stamp
 from opfuse.kernels.registry import sources_digest
 
 Record = dict[str, Any]
@@ -96,12 +91,6 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
 """What is measured, in this order; all but the last by default, which takes minutes."""
 
 
-def versions() -> dict[str, str]:
-    """Of the machine and of what runs on it."""
-    packages = {"opfuse": opfuse.__version__, "torch": torch.__version__, "cupy": version("cupy-cuda13x")}
-    return {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **packages}
-
-
 def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
     """The figures of other scripts in ``file``, if it is of these kernels."""
     earlier = json.loads(file.read_text()) if file.exists() else {}
@@ -112,10 +101,11 @@ def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
 def main() -> None:
     """Measure, print what has a limit, write the file after each script."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("--file", type=Path, help="by default named after the device, in benchmarks/results")
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=[name for name in SCRIPTS if name != "sanitizer"])
     arguments = parser.parse_args()
-    found = kept(arguments.file, arguments.only)
+    file: Path = arguments.file or device_file()
+    found = kept(file, arguments.only)
     for script in arguments.only:
         start = time.perf_counter()
         for record in SCRIPTS[script]():
@@ -126,15 +116,8 @@ def main() -> None:
         print(f"{script}: {time.perf_counter() - start:.0f} s", flush=True)
         order = list(SCRIPTS)
         found.sort(key=lambda record: order.index(record["script"]))
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        whole = {
-            "date": date,
-            "versions": versions(),
-            "kernels_digest": sources_digest(),
-            "script": "python -m benchmarks.record",
-            "results": found,
-        }
-        arguments.file.write_text(json.dumps(whole, indent=1) + "\n")
+        whole = {**stamp("python -m benchmarks.record"), "results": found}
+        file.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

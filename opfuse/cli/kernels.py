@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import json
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -11,11 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from opfuse import formats
 from opfuse.cli.output import Json, echo, echo_json, error
 from opfuse.errors import UnsupportedError
 from opfuse.kernels.catalogue import kernels as registered
-from opfuse.kernels.launch import ARCHITECTURES, Compiled, Variant, architecture, assemble, compile_text
-from opfuse.kernels.registry import sources_digest
+from opfuse.kernels.cubins import FACTS, cubin_cache, location
+from opfuse.kernels.launch import ARCHITECTURES, Resources, Variant, architecture, cache_key, resources
+from opfuse.kernels.registry import Kernel, sources_digest
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]
 Digest = Annotated[bool, typer.Option("--digest", help="Print a digest of all sources of kernels, and compile nothing.")]
@@ -40,37 +46,49 @@ def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> N
 
 
 def table(arch: str) -> list[dict[str, Any]]:
-    """One row for each entry of each kernel; what only the compiler knows is None where there is none, and stderr says why."""
-    launched = [(kernel, kernel.launches()) for kernel in registered()]
-    made = _compiled(sorted({variant for _, launches in launched for variant, _ in launches}), arch)
-    rows = []
-    for kernel, launches in launched:
-        for entry in sorted({entry for _, entry in launches}):
-            variants = [variant for variant, name in launches if name == entry]
-            used = [made[variant].entries[entry] for variant in variants if variant in made]
-            rows.append(
-                {
-                    "kernel": kernel.name,
-                    "entry": entry,
-                    "source": kernel.source,
-                    "arch": arch,
-                    "tolerance": str(kernel.tolerance),
-                    "cases": len(kernel.cases),
-                    "variants": len(variants),
-                    **{
-                        name: max((getattr(each, name) for each in used), default=None)
-                        for name in ("registers", "spills", "shared")
-                    },
-                }
-            )
+    """One row for each entry of each kernel; what only the compiler knows is None where there is none, and stderr says why.
+
+    The rows are kept in the cache of compiled kernels, which has every variant afterwards: no process compiles one again.
+    """
+    listed = [*registered()]
+    try:
+        cache = cubin_cache(location())
+        formats_source = inspect.getsource(formats)
+        key = cache_key("table", sources_digest(), formats_source, torch.__version__, arch, *(kernel.name for kernel in listed))
+    except UnsupportedError as missing:
+        error(str(missing))
+        return _rows(listed, arch, lambda variant: {})
+    found = cache.find(key, FACTS)
+    if found is not None:
+        kept: list[dict[str, Any]] = json.loads(found.read_bytes())
+        return kept
+    rows = _rows(listed, arch, lambda variant: resources(variant, arch, cache))
+    with contextlib.suppress(OSError):
+        cache.store(key, json.dumps(rows).encode(), FACTS)
     return rows
 
 
-def _compiled(variants: list[Variant], arch: str) -> dict[Variant, Compiled]:
-    """Each variant compiled, on all processors: the compiler lets go of the interpreter."""
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return dict(zip(variants, pool.map(lambda variant: compile_text(assemble(variant), arch, variant.source), variants)))
-    except UnsupportedError as missing:
-        error(str(missing))
-        return {}
+def _rows(listed: Sequence[Kernel[Any, Any]], arch: str, ask: Callable[[Variant], dict[str, Resources]]) -> list[dict[str, Any]]:
+    launched = [(kernel, kernel.launches()) for kernel in listed]
+    variants = sorted({variant for _, launches in launched for variant, _ in launches})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
+        made = dict(zip(variants, pool.map(ask, variants)))
+    return [
+        _row(kernel, entry, arch, [made[variant].get(entry) for variant, name in launches if name == entry])
+        for kernel, launches in launched
+        for entry in sorted({entry for _, entry in launches})
+    ]
+
+
+def _row(kernel: Kernel[Any, Any], entry: str, arch: str, used: Sequence[Resources | None]) -> dict[str, Any]:
+    most = {name: max((getattr(each, name) for each in used if each is not None), default=None) for name in Resources._fields}
+    return {
+        "kernel": kernel.name,
+        "entry": entry,
+        "source": kernel.source,
+        "arch": arch,
+        "tolerance": str(kernel.tolerance),
+        "cases": len(kernel.cases),
+        "variants": len(used),
+        **most,
+    }

@@ -1,6 +1,6 @@
 """Compiled kernels on disk: a directory that nobody else can write, files that are read only if they are what was written.
 
-A file is ``<key>-<sha256 of the file>.cubin``, where the key names all that it was compiled from. So one rename publishes it, a
+A file is ``<key>-<sha256 of the file>.<kind>``, where the key names all that it was made from. So one rename publishes it, a
 truncated or altered file is seen at once, and processes that compile the same kernel at the same time do not disturb each other.
 """
 
@@ -22,7 +22,10 @@ import platformdirs
 from opfuse.errors import OpfuseWarning, describe
 
 ENVIRONMENT = "OPFUSE_CACHE_DIR"
-_VERSION = "v1"  # of the directory's contents: another one starts empty
+CUBIN, FACTS = "cubin", "json"
+"""Kinds of files: what the device loads, and what the compiler said of it."""
+
+_VERSION = "v2"  # of the directory's contents: another one starts empty
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,22 @@ class CubinCache:
 
     directory: Path
 
-    def find(self, key: str) -> Path | None:
-        """The intact cubin of ``key``; files of that key that are not intact are removed."""
-        for path in sorted(self.directory.glob(f"{key}-*.cubin")):
+    def find(self, key: str, kind: str = CUBIN) -> Path | None:
+        """The intact file of ``key``; files of that key that are not intact are removed."""
+        for path in sorted(self.directory.glob(f"{key}-*.{kind}")):
             if digest(_read(path)) == path.stem.partition("-")[2]:
                 return path
             with contextlib.suppress(OSError):
                 path.unlink()
         return None
 
-    def store(self, key: str, cubin: bytes, source: str) -> Path:
-        """Publish a cubin, and beside it, for reading, the text that it was compiled from. OSError if that cannot be done."""
-        self._publish(f"{key}.cu", source.encode())
-        return self._publish(f"{key}-{digest(cubin)}.cubin", cubin)
+    def store(self, key: str, content: bytes, kind: str = CUBIN) -> Path:
+        """Publish a file. OSError if that cannot be done."""
+        return self._publish(f"{key}-{digest(content)}.{kind}", content)
+
+    def store_source(self, key: str, source: str) -> Path:
+        """Publish, for reading alone, the text that a cubin was compiled from. OSError if that cannot be done."""
+        return self._publish(f"{key}.cu", source.encode())
 
     def _publish(self, name: str, content: bytes) -> Path:
         """Write ``content`` as a whole or not at all: readers never see a part, a crash leaves only a temporary file."""
@@ -61,7 +67,7 @@ class CubinCache:
         return self.directory / name
 
     def files(self) -> Iterator[Path]:
-        """Everything in the directory: cubins, their sources, what a crash left."""
+        """Everything in the directory: cubins, their facts and sources, what a crash left."""
         return (path for path in sorted(self.directory.iterdir()) if path.is_file() or path.is_symlink())
 
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import json
 import re
 import struct
 import threading
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.errors import KernelError, PlanMissError, UnsupportedError, describe
-from opfuse.kernels.cubins import CubinCache, cubin_cache, location, private_cache
+from opfuse.kernels.cubins import CUBIN, FACTS, CubinCache, cubin_cache, location, private_cache
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -139,17 +140,38 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
 
 def cubin_path(variant: Variant, arch: str, cache: CubinCache) -> Path:
     """The file of the variant's cubin, compiled if the cache does not have it."""
+    return _file(variant, arch, cache, CUBIN)
+
+
+def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resources]:
+    """What each kernel of the variant uses, by entry; compiled if the cache does not know."""
+    found = json.loads(_file(variant, arch, cache, FACTS).read_bytes())
+    return {entry: Resources(**used) for entry, used in found.items()}
+
+
+def cache_key(*parts: str) -> str:
+    """The name in the cache of what is made from ``parts`` by this compiler and these flags."""
+    return hashlib.sha256("\0".join([*parts, *FLAGS, *map(str, _nvrtc().getVersion())]).encode()).hexdigest()
+
+
+def _file(variant: Variant, arch: str, cache: CubinCache, kind: str) -> Path:
     text = assemble(variant)
-    identity = "\0".join([text, arch, *FLAGS, *map(str, _nvrtc().getVersion())])
-    key = hashlib.sha256(identity.encode()).hexdigest()
-    found = cache.find(key)
+    key = cache_key(text, arch)
+    found = cache.find(key, kind)
     if found is not None:
         return found
-    cubin = compile_text(text, arch, variant.source).cubin
+    made = compile_text(text, arch, variant.source)
+    facts = {entry: used._asdict() for entry, used in made.entries.items()}
+    files = {FACTS: json.dumps(facts).encode(), CUBIN: made.cubin}
+
+    def store(cache: CubinCache) -> Path:
+        cache.store_source(key, text)
+        return {kind: cache.store(key, content, kind) for kind, content in files.items()}[kind]
+
     try:
-        return cache.store(key, cubin, text)
+        return store(cache)
     except OSError as error:
-        return private_cache(cache.directory, f"{type(error).__name__}: {error.strerror}").store(key, cubin, text)
+        return store(private_cache(cache.directory, f"{type(error).__name__}: {error.strerror}"))
 
 
 def architecture(device: int) -> str:

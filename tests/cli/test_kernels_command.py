@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from opfuse.cli import kernels, main
 from opfuse.errors import UnsupportedError
+from opfuse.kernels import launch
+from opfuse.kernels.cubins import ENVIRONMENT
 from opfuse.kernels.launch import SOURCES
 
 SHOWN = ("tensor_amax", "cast_recording")
@@ -16,7 +19,9 @@ SHOWN = ("tensor_amax", "cast_recording")
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a cache of compiled kernels that is empty."""
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
     chosen = [kernel for kernel in kernels.registered() if kernel.name in SHOWN]
     monkeypatch.setattr(kernels, "registered", lambda: iter(chosen))
 
@@ -35,11 +40,29 @@ def test_kernels_are_listed_with_what_the_compiler_made_of_them(capsys: pytest.C
 
 
 @pytest.mark.usefixtures("few")
+def test_the_second_listing_compiles_and_tries_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["kernels", "--json"]) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(launch, "compile_text", None)
+    with monkeypatch.context() as listing:
+        listing.setattr(kernels.Kernel, "launches", None)
+        assert main(["kernels", "--json"]) == 0
+        assert capsys.readouterr().out == first
+    one = next(kernels.registered())
+    monkeypatch.setattr(kernels, "registered", lambda: iter([one]))
+    assert main(["kernels", "--json"]) == 0  # other rows, of variants that are known
+    rows = json.loads(capsys.readouterr().out)["kernels"]
+    assert rows == [row for row in json.loads(first)["kernels"] if row["kernel"] == one.name]
+
+
+@pytest.mark.usefixtures("few")
 def test_without_a_compiler_the_rest_is_still_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
+    def missing() -> None:
         raise UnsupportedError("no compiler")
 
-    monkeypatch.setattr(kernels, "compile_text", missing)
+    monkeypatch.setattr(launch, "_nvrtc", missing)
     assert main(["kernels"]) == 0
     printed = capsys.readouterr()
     assert any(line.startswith("tensor_amax") and line.rstrip().endswith("-") for line in printed.out.splitlines())
@@ -49,7 +72,7 @@ def test_without_a_compiler_the_rest_is_still_listed(capsys: pytest.CaptureFixtu
 def test_digest_is_the_last_line_and_compiles_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "compile_text", None)
+    monkeypatch.setattr(launch, "compile_text", None)
     assert main(["kernels", "--digest"]) == 0
     assert re.fullmatch("[0-9a-f]{64}", capsys.readouterr().out.splitlines()[-1])
 
@@ -61,6 +84,7 @@ def test_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.sources_digest() != before
 
 
+@pytest.mark.usefixtures("few")
 def test_an_architecture_that_is_not_known_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--arch", "sm_1"]) == 1
     assert "sm_1" in capsys.readouterr().err

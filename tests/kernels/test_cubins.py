@@ -25,11 +25,14 @@ def cache(tmp_path):
 
 def test_r14_what_is_stored_is_found(cache):
     assert cache.find(KEY) is None
-    path = cache.store(KEY, CUBIN, "the text")
+    path = cache.store(KEY, CUBIN)
     assert cache.find(KEY) == path
     assert path.read_bytes() == CUBIN
-    assert (cache.directory / f"{KEY}.cu").read_text() == "the text"
+    assert cache.store_source(KEY, "the text").read_text() == "the text"
     assert cache.find(digest(b"another")) is None
+    assert cache.find(KEY, cubins.FACTS) is None
+    facts = cache.store(KEY, b"{}", cubins.FACTS)
+    assert (cache.find(KEY), cache.find(KEY, cubins.FACTS)) == (path, facts)
     assert sorted(cache.files()) == sorted(cache.directory.iterdir())
     assert {p.stat().st_mode & 0o777 for p in cache.files()} == {0o600}
 
@@ -47,18 +50,18 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_r14_a_file_that_is_not_what_was_stored_is_never_returned(cache, damage):
-    path = cache.store(KEY, CUBIN, "")
+    path = cache.store(KEY, CUBIN)
     DAMAGE[damage](path)
     assert cache.find(KEY) is None
     assert not path.is_symlink()
-    assert cache.store(KEY, CUBIN, "") == path == cache.find(KEY)
+    assert cache.store(KEY, CUBIN) == path == cache.find(KEY)
 
 
 def test_r14_a_forged_name_does_not_help(cache):
     forged = cache.directory / f"{KEY}-{digest(b'something else')}.cubin"
     forged.write_bytes(CUBIN)
     assert cache.find(KEY) is None
-    good = cache.store(KEY, CUBIN, "")
+    good = cache.store(KEY, CUBIN)
     forged.write_bytes(CUBIN)
     assert cache.find(KEY) == good
 
@@ -99,7 +102,7 @@ def test_r14_an_unsafe_directory_is_left_alone_with_one_warning(tmp_path, reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cubin_cache(directory) is cache
-    path = cache.store(KEY, CUBIN, "")
+    path = cache.store(KEY, CUBIN)
     assert cache.find(KEY) == path
     assert cubins.unsafe(cache.directory) is None
     assert list((tmp_path / "real").iterdir()) == []
@@ -124,7 +127,7 @@ def _work(directory, seed, failures):
     generator, cache = random.Random(seed), CubinCache(directory)
     for turn in range(40):
         key = digest(str(turn % 4).encode())
-        cache.store(key, key.encode() + generator.randbytes(20_000), "text")
+        cache.store(key, key.encode() + generator.randbytes(20_000))
         path = cache.find(key)
         content = None if path is None else cubins._read(path)
         if content is None or not content.startswith(key.encode()) or digest(content) != path.stem.partition("-")[2]:

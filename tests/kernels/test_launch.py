@@ -162,7 +162,21 @@ def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
     path = launch.cubin_path(small, "sm_90a", cache)
     assert path.read_bytes() == compiled(small, "sm_90a").cubin
     assert [p.read_text() for p in cache.directory.glob("*.cu")] == [launch.assemble(small)]
+    used = compiled(small, "sm_90a").entries
     monkeypatch.setattr(launch, "compile_text", None)
+    assert launch.cubin_path(small, "sm_90a", cache) == path
+    assert launch.resources(small, "sm_90a", cache) == used
+    assert used["twice"].registers > 0
+
+
+def test_r14_lost_or_damaged_facts_are_found_again(cache, small):
+    used = launch.resources(small, "sm_90a", cache)
+    path = launch.cubin_path(small, "sm_90a", cache)
+    (facts,) = cache.directory.glob("*.json")
+    facts.write_text(facts.read_text()[:-1])
+    assert launch.resources(small, "sm_90a", cache) == used
+    facts.unlink()
+    assert launch.resources(small, "sm_90a", cache) == used
     assert launch.cubin_path(small, "sm_90a", cache) == path
 
 

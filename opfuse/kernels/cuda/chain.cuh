@@ -11,41 +11,11 @@
 
 #define SOME(count) ((count) > 0 ? (count) : 1)  // the length of an array that may have no elements
 
-// N neighbouring values as they lie in memory.
-template <class T, int N>
-struct Pack {
-    static constexpr int BYTES = N * sizeof(T), WORDS = (BYTES + 3) / 4;
-    u32 word[WORDS];
-};
-
-// Element i as fp32.
-template <int N>
-OPFUSE_FN float value(const Pack<float, N>& v, int i) { return float_of(v.word[i]); }
-template <int N>
-OPFUSE_FN float value(const Pack<bf16, N>& v, int i) { return float_of(i & 1 ? v.word[i / 2] & 0xffff0000 : v.word[i / 2] << 16); }
-template <int N>
-OPFUSE_FN float value(const Pack<fp16, N>& v, int i) { return to_fp32(fp16{u16(i & 1 ? v.word[i / 2] >> 16 : v.word[i / 2])}); }
-template <int N>
-OPFUSE_FN float value(const Pack<u8, N>& v, int i) { return float(v.word[i / 4] >> i % 4 * 8 & 0xff); }
-
+// A number as fp32.
 OPFUSE_FN float value(float x) { return x; }
 OPFUSE_FN float value(bf16 x) { return to_fp32(x); }
 OPFUSE_FN float value(fp16 x) { return to_fp32(x); }
 OPFUSE_FN float value(u8 x) { return float(x); }
-
-// The pack of f(0) ... f(N - 1), rounded to T.
-template <class T, int N, class F>
-OPFUSE_FN Pack<T, N> pack_of(F f) {
-    Pack<T, N> v;
-#pragma unroll
-    for (int k = 0; k < v.WORDS; ++k) {
-        if constexpr (sizeof(T) == 4)
-            v.word[k] = bits_of(f(k));
-        else
-            v.word[k] = round_two<T>(f(2 * k), f(2 * k + 1));
-    }
-    return v;
-}
 
 template <class T, class S>
 constexpr bool SAME = false;
@@ -145,16 +115,6 @@ OPFUSE_FN long long half_column(long long column, int half, long long columns) {
 
 // --------------------------------------------------------------------------------------------------------------- loads, stores
 
-// Whether element i of a pack is there.
-OPFUSE_FN bool is_there(int i, int count) { return ALIGNED ? count > 0 : i < count; }
-
-template <class T>
-OPFUSE_FN T element(const Pack<T, 8>& v, int i) { return T{u16(v.word[i / 2] >> i % 2 * 16)}; }
-template <>
-OPFUSE_FN float element(const Pack<float, 8>& v, int i) { return float_of(v.word[i]); }
-template <>
-OPFUSE_FN u8 element(const Pack<u8, 8>& v, int i) { return u8(v.word[i / 4] >> i % 4 * 8); }
-
 OPFUSE_FN u32 word_of(u8 x, int i) { return u32(x) << i % 4 * 8; }
 template <class T>
 OPFUSE_FN u32 word_of(T x, int i) { return bits_in_word(x, i); }
@@ -211,19 +171,15 @@ OPFUSE_FN void store(T* x, long long width, Columns column_of, const Place& at, 
         if constexpr (sizeof(T) == 1)
             *reinterpret_cast<uint2*>(x) = make_uint2(v.word[0], v.word[1]);
         else
-#pragma unroll
-            for (int k = 0; k < v.WORDS; k += 4)
-                reinterpret_cast<uint4*>(x)[k / 4] = make_uint4(v.word[k], v.word[k + 1], v.word[k + 2], v.word[k + 3]);
+            store_eight(x, v);
     }
 }
 
 // The values of a result for the functions of casts: nothing that is not there, whatever an op makes of that.
 template <class T>
-OPFUSE_FN Eight<T> eight_of(const Pack<T, 8>& v, int count) {
-    Eight<T> eight;
-    Pack<T, 8> there = v;
-    if constexpr (!ALIGNED) there = pack_of<T, 8>([&](int i) { return is_there(i, count) ? value(v, i) : 0.0f; });
-#pragma unroll
-    for (int k = 0; k < v.WORDS; ++k) eight.word[k] = there.word[k];
-    return eight;
+OPFUSE_FN Eight<T> eight_of(const Eight<T>& v, int count) {
+    if constexpr (ALIGNED)
+        return v;
+    else
+        return pack_of<T, 8>([&](int i) { return is_there(i, count) ? value(v, i) : 0.0f; });
 }

@@ -73,8 +73,6 @@ OPFUSE_FN void in_fours(const Norm& p, F f) {
     }
 }
 
-OPFUSE_FN bool is_there(int i, long long count) { return ALIGNED ? count > 0 : i < count; }
-
 // Eight u of what starts at `row`, 0 for what is missing.
 template <class T>
 OPFUSE_FN Eight<T> load_eight(const T* row, const Row& at, int u) {
@@ -86,11 +84,6 @@ OPFUSE_FN Eight<T> load_eight(const T* row, const Row& at, int u) {
 }
 
 template <class T>
-OPFUSE_FN T element(const Eight<T>& v, int i) { return T{u16(v.word[i / 2] >> i % 2 * 16)}; }
-template <>
-OPFUSE_FN float element(const Eight<float>& v, int i) { return float_of(v.word[i]); }
-
-template <class T>
 OPFUSE_FN void store_eight(T* row, const Eight<T>& v, const Row& at, int u) {
     row += at.column(u);
     if constexpr (!ALIGNED) {
@@ -98,9 +91,7 @@ OPFUSE_FN void store_eight(T* row, const Eight<T>& v, const Row& at, int u) {
         for (int i = 0; i < 8; ++i)
             if (is_there(i, at.count(u))) row[i] = element(v, i);
     } else if (at.count(u) > 0) {
-#pragma unroll
-        for (int k = 0; k < v.WORDS; k += 4)
-            reinterpret_cast<uint4*>(row)[k / 4] = make_uint4(v.word[k], v.word[k + 1], v.word[k + 2], v.word[k + 3]);
+        store_eight(row, v);
     }
 }
 
@@ -110,20 +101,6 @@ OPFUSE_FN void store_codes(u8* row, uint2 codes, const Row& at, int u) {
         store_some(row, codes, at.count(u));
     else if (at.count(u) > 0)
         store_eight(row, codes);
-}
-
-// f(0) ... f(7), rounded to T.
-template <class T, class F>
-OPFUSE_FN Eight<T> rounded_eight(F f) {
-    Eight<T> v;
-#pragma unroll
-    for (int k = 0; k < v.WORDS; ++k) {
-        if constexpr (sizeof(T) == 4)
-            v.word[k] = bits_of(f(k));
-        else
-            v.word[k] = round_two<T>(f(2 * k), f(2 * k + 1));
-    }
-    return v;
 }
 
 // The eights of a thread's row.
@@ -290,7 +267,7 @@ OPFUSE_FN Eight<T> normalised(const Norm& p, const Row& at, int u, const Eight<I
     if constexpr (WEIGHTED) weight = load_eight(p.weight, at, u);
     if constexpr (CENTERED) bias = load_eight(p.bias, at, u);
     if (ALIGNED && !is_there(0, at.count(u))) return {};
-    return rounded_eight<T>([&](int i) {
+    return pack_of<T, 8>([&](int i) {
         float y = normal(x, i, m);
         if constexpr (WEIGHTED) y *= gamma(weight, i);
         if constexpr (CENTERED) y += value(bias, i);

@@ -133,10 +133,10 @@ OPFUSE_FN Eight<IO> input_gradient(const Parameters& parameters, const Row& at, 
         if (CENTERED) d -= along[ROW_SUMS - 1];
         return m.rstd * d;
     };
-    if constexpr (ADD == 2) return rounded_eight<IO>([&](int i) { return dx(i) + value(extra, i); });
-    Eight<IO> rounded_dx = rounded_eight<IO>(dx);
+    if constexpr (ADD == 2) return pack_of<IO, 8>([&](int i) { return dx(i) + value(extra, i); });
+    Eight<IO> rounded_dx = pack_of<IO, 8>(dx);
     if constexpr (ADD == 0) return rounded_dx;
-    return rounded_eight<IO>([&](int i) { return value(rounded_dx, i) + value(extra, i); });
+    return pack_of<IO, 8>([&](int i) { return value(rounded_dx, i) + value(extra, i); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_backward(const __grid_constant__ Parameters parameters) {

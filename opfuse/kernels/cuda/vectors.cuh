@@ -4,20 +4,40 @@
 //             (8 bytes for eight codes). Without it, and at ends, elements are moved one by one, and 0 stands for what is missing.
 // Rounding    that of common.cuh; the conversion instructions of sm_89 and newer do the same.
 // Hints       none: loads marked no_allocate, evict_first or streaming cost 7 to 10 % on Hopper.
-// Compiled    after common.cuh, which it needs.
+// Compiled    with ALIGNED
 #pragma once
 #include "common.cuh"
 
-template <class T>
-struct Eight {
-    static constexpr int WORDS = 2 * sizeof(T);
+// N neighbouring values as they lie in memory.
+template <class T, int N>
+struct Pack {
+    static constexpr int WORDS = (N * sizeof(T) + 3) / 4;
     u32 word[WORDS];
 };
+template <class T>
+using Eight = Pack<T, 8>;
 
 // Element i as fp32.
-OPFUSE_FN float value(const Eight<float>& v, int i) { return float_of(v.word[i]); }
-OPFUSE_FN float value(const Eight<bf16>& v, int i) { return float_of(i & 1 ? v.word[i / 2] & 0xffff0000 : v.word[i / 2] << 16); }
-OPFUSE_FN float value(const Eight<fp16>& v, int i) { return to_fp32(fp16{u16(i & 1 ? v.word[i / 2] >> 16 : v.word[i / 2])}); }
+template <int N>
+OPFUSE_FN float value(const Pack<float, N>& v, int i) { return float_of(v.word[i]); }
+template <int N>
+OPFUSE_FN float value(const Pack<bf16, N>& v, int i) { return float_of(i & 1 ? v.word[i / 2] & 0xffff0000 : v.word[i / 2] << 16); }
+template <int N>
+OPFUSE_FN float value(const Pack<fp16, N>& v, int i) { return to_fp32(fp16{u16(i & 1 ? v.word[i / 2] >> 16 : v.word[i / 2])}); }
+template <int N>
+OPFUSE_FN float value(const Pack<u8, N>& v, int i) { return float(v.word[i / 4] >> i % 4 * 8 & 0xff); }
+
+// Element i as it is.
+template <class T>
+OPFUSE_FN T element(const Eight<T>& v, int i) { return T{u16(v.word[i / 2] >> i % 2 * 16)}; }
+template <>
+OPFUSE_FN float element(const Eight<float>& v, int i) { return float_of(v.word[i]); }
+template <>
+OPFUSE_FN u8 element(const Eight<u8>& v, int i) { return u8(v.word[i / 4] >> i % 4 * 8); }
+
+// Whether element i of a pack is there, of which `count` are, none if that is not positive.
+template <class Count>
+OPFUSE_FN bool is_there(int i, Count count) { return ALIGNED ? count > 0 : i < count; }
 
 // --------------------------------------------------------------------------------------------------------------- loads, stores
 
@@ -61,6 +81,13 @@ OPFUSE_FN T* found(T* x) {
 }
 
 OPFUSE_FN void store_eight(u8* q, uint2 codes) { *reinterpret_cast<uint2*>(q) = codes; }
+
+template <class T>
+OPFUSE_FN void store_eight(T* x, const Eight<T>& v) {
+#pragma unroll
+    for (int k = 0; k < v.WORDS; k += 4)
+        reinterpret_cast<uint4*>(x)[k / 4] = make_uint4(v.word[k], v.word[k + 1], v.word[k + 2], v.word[k + 3]);
+}
 
 OPFUSE_FN void store_some(u8* q, uint2 codes, long long count) {
 #pragma unroll
@@ -194,6 +221,20 @@ OPFUSE_FN u32 round_two<fp16>(float low, float high) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// The pack of f(0) ... f(N - 1), rounded to T.
+template <class T, int N, class F>
+OPFUSE_FN Pack<T, N> pack_of(F f) {
+    Pack<T, N> v;
+#pragma unroll
+    for (int k = 0; k < v.WORDS; ++k) {
+        if constexpr (sizeof(T) == 4)
+            v.word[k] = bits_of(f(k));
+        else
+            v.word[k] = round_two<T>(f(2 * k), f(2 * k + 1));
+    }
+    return v;
 }
 
 // Codes of two values, the first in the low byte.

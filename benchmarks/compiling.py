@@ -1,7 +1,8 @@
-"""First calls of a process: compiling a cast, finding it on disk, another number of rows: ``python -m benchmarks.compiling``.
+"""What is compiled, and when: ``python -m benchmarks.compiling``. And what each kernel uses of a multiprocessor.
 
-Each figure is of a process of its own, with a cache directory of its own. NVRTC loads its library at its first call, which is
-timed apart, on a text of one line.
+First calls of a process: compiling a cast, finding it on disk, other numbers of rows. Each figure is of a process of its own, with
+its own cache directory. NVRTC loads its library at its first call, which is timed apart, on a text of one line. Sizes or addresses
+that vectors of 16 bytes do not divide take a second variant of a kernel, which is compiled when the first of them comes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from opfuse.kernels import cubins
+import torch
+
+from opfuse.cli.kernels import table
+from opfuse.kernels import cubins, launch
 
 SCRIPT = """
 import json, time
 import torch
-from opfuse.formats import E4M3, USAGES, fp8_block, mxfp8
+from opfuse.formats import E4M3, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import cast, launch
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.layouts import Layout
@@ -38,17 +42,23 @@ launch.compile_text = lambda *args: compiled.append(args) or compile_text(*args)
 def layouts(fmt, x):
     return [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES]
 
-x, longer = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (256, 1280))
+x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 library = timed(lambda: compile_text("__global__ void nothing() {}", launch.architecture(0)))
 timed(lambda: launch._cupy())
+scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 calls = {
     "MXFP8, row + col": lambda x: cast.cast_mx(x, layouts(mxfp8(E4M3), x)),
     "1x128, row + col": lambda x: cast_block(x, layouts(fp8_block(E4M3, 1), x)),
+    "delayed, row + col": lambda x: cast.cast_recording(x, scale, amax, layouts(fp8_tensor(E4M3), x)),
 }
 first = {name: timed(lambda: call(x)) for name, call in calls.items()}
-before = len(compiled)
-again = {name: timed(lambda: call(longer)) for name, call in calls.items()}
-print(json.dumps({"library": library, "first": first, "again": again, "compiled": before, "for_rows": len(compiled) - before}))
+counts = {256: len(compiled)}
+for rows in (1280, 264, 257):
+    before = len(compiled)
+    for call in calls.values():
+        call(torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16))
+    counts[rows] = len(compiled) - before
+print(json.dumps({"library": library, "first": first, "compiled": counts}))
 """
 
 
@@ -69,8 +79,21 @@ def records() -> Iterator[dict[str, Any]]:
         yield _record(f"first call, empty cache, {name}", took, "ms", 250)
     for name, took in warm["first"].items():
         yield _record(f"first call, from disk, {name}", took, "ms", 10)
-    yield _record("kernels compiled with a warm cache", warm["compiled"], "kernels", 0)
-    yield _record("kernels compiled for another number of rows", cold["for_rows"], "kernels", 0)
+    yield _record("kernels compiled with a warm cache", sum(warm["compiled"].values()), "kernels", 0)
+    for rows, count in list(cold["compiled"].items())[1:]:
+        limit = 0 if int(rows) % 16 == 0 else None
+        yield _record(f"kernels compiled for {rows} rows after 256, each in turn", count, "kernels", limit)
+
+
+def resources() -> Iterator[dict[str, Any]]:
+    """Registers of a thread, and bytes of them that are spilled, of each kernel's largest variant on this device."""
+    most: dict[str, dict[str, int]] = {}
+    for row in table(launch.architecture(torch.cuda.current_device())):
+        known = most.setdefault(f"{row['source']}, {row['entry']}", {"registers": 0, "spills": 0})
+        known.update({name: max(value, row[name]) for name, value in known.items()})
+    for name, used in sorted(most.items()):
+        yield _record(name, used["registers"], "registers")
+        yield _record(name, used["spills"], "bytes spilled", 0)
 
 
 def _record(name: str, value: float, unit: str, limit: float | None = None) -> dict[str, Any]:
@@ -78,8 +101,8 @@ def _record(name: str, value: float, unit: str, limit: float | None = None) -> d
 
 
 def main() -> None:
-    for record in records():
-        print(f"{record['name']:44s} {record['value']:8.1f} {record['unit']}")
+    for record in (*records(), *resources()):
+        print(f"{record['name']:70s} {record['value']:8.1f} {record['unit']}")
 
 
 if __name__ == "__main__":

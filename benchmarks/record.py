@@ -86,6 +86,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "host": pipelines.host_records,
     "memory": memory.records,
     "compiling": compiling.records,
+    "registers": compiling.resources,
     "sanitizer": sanitizer.records,
 }
 """What is measured, in this order; all but the last by default, which takes minutes."""

@@ -73,20 +73,20 @@ def _rows(listed: Sequence[Kernel[Any, Any]], arch: str, ask: Callable[[Variant]
     variants = sorted({variant for _, launches in launched for variant, _ in launches})
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
         made = dict(zip(variants, pool.map(ask, variants)))
-    return [
-        _row(kernel, entry, arch, [made[variant].get(entry) for variant, name in launches if name == entry])
-        for kernel, launches in launched
-        for entry in sorted({entry for _, entry in launches})
-    ]
+    rows = []
+    for kernel, launches in launched:
+        for entry, source in sorted({(entry, variant.source) for variant, entry in launches}):
+            used = [made[variant].get(entry) for variant, name in launches if (name, variant.source) == (entry, source)]
+            rows.append(_row(kernel, entry, source, used) | {"arch": arch})
+    return rows
 
 
-def _row(kernel: Kernel[Any, Any], entry: str, arch: str, used: Sequence[Resources | None]) -> dict[str, Any]:
+def _row(kernel: Kernel[Any, Any], entry: str, source: str, used: Sequence[Resources | None]) -> dict[str, Any]:
     most = {name: max((getattr(each, name) for each in used if each is not None), default=None) for name in Resources._fields}
     return {
         "kernel": kernel.name,
         "entry": entry,
-        "source": kernel.source,
-        "arch": arch,
+        "source": source,
         "tolerance": str(kernel.tolerance),
         "cases": len(kernel.cases),
         "variants": len(used),

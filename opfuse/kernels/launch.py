@@ -15,6 +15,8 @@ import json
 import re
 import struct
 import threading
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.errors import KernelError, PlanMissError, UnsupportedError, describe
+from opfuse.errors import KernelError, OpfuseWarning, PlanMissError, UnsupportedError, describe
 from opfuse.kernels.cubins import CUBIN, FACTS, CubinCache, cubin_cache, location, private_cache
+from opfuse.kernels.rungs import rungs
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -77,6 +80,7 @@ class Compiled:
     cubin: bytes
     ptx: str
     log: str
+    text: str
 
     @property
     def entries(self) -> dict[str, Resources]:
@@ -85,6 +89,11 @@ class Compiled:
             shared = _SHARED.search(rest)
             found[name] = Resources(int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0)
         return found
+
+    @property
+    def spills(self) -> int:
+        """Bytes that the threads of all kernels spill."""
+        return sum(used.spills for used in self.entries.values())
 
 
 class Grid(NamedTuple):
@@ -130,12 +139,22 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
     program = nvrtc.createProgram(text, name, (), ())
     try:
         nvrtc.compileProgram(program, (f"-arch={arch}", *FLAGS, *([UNCACHED] if nvrtc.getVersion() >= (13, 0) else [])))
-        return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program))
+        return Compiled(arch, nvrtc.getCUBIN(program), nvrtc.getPTX(program).decode(), nvrtc.getProgramLog(program), text)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)
         raise KernelError(f"{name} for {arch} does not compile.\n{log}") from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def compile_variant(variant: Variant, arch: str) -> Compiled:
+    """The variant for ``arch`` on the first of its :func:`rungs` whose kernels spill nothing; else on that which spills least."""
+    tried: list[Compiled] = []
+    for defines in rungs(variant.defines):
+        tried.append(compile_text(assemble(variant._replace(defines=defines)), arch, variant.source))
+        if not tried[-1].spills:
+            return tried[-1]
+    return min(tried, key=lambda made: made.spills)
 
 
 def cubin_path(variant: Variant, arch: str, cache: CubinCache) -> Path:
@@ -155,17 +174,16 @@ def cache_key(*parts: str) -> str:
 
 
 def _file(variant: Variant, arch: str, cache: CubinCache, kind: str) -> Path:
-    text = assemble(variant)
-    key = cache_key(text, arch)
+    key = cache_key(assemble(variant), arch, *map(" ".join, rungs(variant.defines)))
     found = cache.find(key, kind)
     if found is not None:
         return found
-    made = compile_text(text, arch, variant.source)
+    made = compile_variant(variant, arch)
     facts = {entry: used._asdict() for entry, used in made.entries.items()}
     files = {FACTS: json.dumps(facts).encode(), CUBIN: made.cubin}
 
     def store(cache: CubinCache) -> Path:
-        cache.store_source(key, text)
+        cache.store_source(key, made.text)
         return {kind: cache.store(key, content, kind) for kind, content in files.items()}[kind]
 
     try:
@@ -214,15 +232,28 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
 def load(variant: Variant, entry: str, device: int) -> Function:
     """The kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
     if torch.cuda.is_current_stream_capturing():
-        where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture"
+        where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture, on tensors of the same sizes"
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
     require_same_cuda()
-    path = cubin_path(variant, architecture(device), cubin_cache(location()))
+    arch, cache = architecture(device), cubin_cache(location())
+    path = cubin_path(variant, arch, cache)
+    tell_of_spills(variant, arch, resources(variant, arch, cache))
     kernel = _cupy().RawModule(path=str(path)).get_function(entry)
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes
     function = _functions[variant, entry, device] = Function(kernel, kernel.kernel.ptr)
     return function
+
+
+def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:
+    """Warn of kernels that spill on every rung of the ladder: exotic ones, whose expressions are their user's own."""
+    got = ", ".join(f"{each.spills} bytes spilled by {entry}" for entry, each in used.items() if each.spills)
+    if not got:
+        return
+    (what,) = variant.generated.splitlines()[:1] or [variant.source]
+    cure = "declare lighter expressions, or give the op a pipeline of its own; results are right as it is, but slower"
+    text = describe(f"{what.removeprefix('// ').rstrip('.')} on {arch}", wanted="registers for all of it", got=got, cure=cure)
+    warnings.warn(text, OpfuseWarning, stacklevel=2)
 
 
 class _Parameters(threading.local):

@@ -1,8 +1,8 @@
 """What is compiled, and when: ``python -m benchmarks.compiling``. And what each kernel uses of a multiprocessor.
 
-First calls of a process: compiling a cast, finding it on disk, other numbers of rows. Each figure is of a process of its own, with
-its own cache directory. NVRTC loads its library at its first call, which is timed apart, on a text of one line. Sizes or addresses
-that vectors of 16 bytes do not divide take a second variant of a kernel, which is compiled when the first of them comes.
+First calls of a process: compiling a cast, finding it on disk, other numbers of rows. Each figure is of a process of its own
+with its own cache directory. NVRTC loads its library at its first call, which is timed apart, on a text of one line. Sizes or
+addresses that vectors of 16 bytes do not divide take a second variant, which is compiled when the first of them comes.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
 def load(variant: Variant, entry: str, device: int) -> Function:
     """The kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
     if torch.cuda.is_current_stream_capturing():
-        where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture, on tensors of the same sizes"
+        where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture, with the same sizes"
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
     require_same_cuda()
     arch, cache = architecture(device), cubin_cache(location())

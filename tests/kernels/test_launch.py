@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spills(volatile float* x) 
 
 
 def compiled(variant, arch):
-    return launch.compile_text(launch.assemble(variant), arch, variant.source)
+    return launch.compile_variant(variant, arch)
 
 
 @pytest.mark.parametrize(("variant", "arch"), [*compilations()])

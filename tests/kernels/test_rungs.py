@@ -1,0 +1,84 @@
+"""The ladder of registers: its order, that compilation stops where nothing spills, and that what spills on all rungs is told."""
+
+import warnings
+
+import pytest
+
+from opfuse.errors import OpfuseWarning
+from opfuse.kernels import launch
+from opfuse.kernels.cubins import CubinCache
+from opfuse.kernels.launch import Variant
+from opfuse.kernels.rungs import rungs
+
+# Half as many values as `VALUES` are live at once, in blocks of 512 threads.
+HOLDS = """
+extern "C" __global__ void __launch_bounds__(512, RESIDENT) holds(volatile float* x) {
+    float v[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] = x[i];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) x[i] = v[VALUES - 1 - i] * v[i];
+}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path):
+    directory = tmp_path / "kernels"
+    directory.mkdir(mode=0o700)
+    return CubinCache(directory)
+
+
+@pytest.fixture
+def holds(monkeypatch, tmp_path):
+    """The variant that holds so many values, two blocks of which are to share a multiprocessor."""
+    (tmp_path / "holds.cu").write_text(HOLDS)
+    monkeypatch.setattr(launch, "SOURCES", tmp_path)
+    launch.assemble.cache_clear()
+    yield lambda values: Variant("holds.cu", (f"VALUES={values}", "RESIDENT=2"), "// The chain held.\n")
+    launch.assemble.cache_clear()
+
+
+def test_fewer_rows_ahead_come_before_fewer_blocks():
+    assert [*rungs(("A=1", "RESIDENT=4", "AHEAD=4", "B"))] == [
+        ("A=1", f"RESIDENT={resident}", f"AHEAD={ahead}", "B") for resident in (4, 3, 2, 1) for ahead in (4, 2, 1)
+    ]
+    assert [*rungs(("RESIDENT=9",))] == [(f"RESIDENT={n}",) for n in (9, 7, 5, 4, 3, 2, 1)]
+    assert [*rungs(("AHEAD=2",))] == [("AHEAD=2",), ("AHEAD=1",)]
+    assert [*rungs(("A=1",))] == [("A=1",)]
+    assert [*rungs(())] == [()]
+
+
+@pytest.mark.parametrize(("values", "resident"), [(32, 2), (180, 1)])
+def test_compilation_stops_on_the_first_rung_without_spills(values, resident, holds):
+    made = launch.compile_variant(holds(values), "sm_90a")
+    assert made.spills == 0
+    assert f"#define RESIDENT {resident}\n" in made.text
+
+
+def test_r14_the_rung_is_kept_with_the_cubin_and_found_without_compiling(cache, holds, monkeypatch):
+    path = launch.cubin_path(holds(180), "sm_90a", cache)
+    (source,) = cache.directory.glob("*.cu")
+    assert "#define RESIDENT 1\n" in source.read_text()
+    monkeypatch.setattr(launch, "compile_text", None)
+    assert launch.cubin_path(holds(180), "sm_90a", cache) == path
+    assert launch.resources(holds(180), "sm_90a", cache)["holds"].spills == 0
+
+
+def test_r14_another_ladder_is_another_cubin(cache, holds, monkeypatch):
+    first = launch.cubin_path(holds(32), "sm_90a", cache)
+    monkeypatch.setattr(launch, "rungs", lambda defines: iter((defines,)))
+    assert launch.cubin_path(holds(32), "sm_90a", cache).name[:64] != first.name[:64]
+
+
+def test_what_spills_on_every_rung_spills_least_and_is_told(cache, holds):
+    exotic = holds(400)
+    spilled = [launch.compile_text(launch.assemble(exotic._replace(defines=d)), "sm_90a").spills for d in rungs(exotic.defines)]
+    used = launch.resources(exotic, "sm_90a", cache)
+    assert used["holds"].spills == min(spilled) > 0
+    told = rf"^The chain held on sm_90a: .*got {min(spilled)} bytes spilled by holds\. Cure: .*results are right"
+    with pytest.warns(OpfuseWarning, match=told):
+        launch.tell_of_spills(exotic, "sm_90a", used)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch.tell_of_spills(holds(32), "sm_90a", launch.resources(holds(32), "sm_90a", cache))

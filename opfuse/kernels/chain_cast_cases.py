@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.chain_cases import FP16, FP32, Chain
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.chain_cases import FP16, FP32, OPS, Chain
 from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
@@ -109,4 +109,52 @@ def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, C
     return {f"{chain.name}, {turn}": functools.partial(_call, chain, direction, turn) for chain, turn in made}
 
 
-FORWARD, BACKWARD = (_cases(direction, chains) for direction, chains in _CHAINS.items())
+# -- as the library calls them -----------------------------------------------------------------------------------------------
+
+_MADE = ("delayed", "1x128", "128x128", "MX", "MX swizzled")
+_PIPELINES = (("gelu",), ("bias", "gelu"), ("swiglu",), ("bias", "swiglu"))
+_ORDINARY = (
+    *_PIPELINES,
+    ("bias", "silu"),
+    ("bias", "relu"),
+    ("bias", "srelu"),
+    ("bias", "add"),
+    ("bias", "geglu"),
+    ("bias", "situglu"),
+    ("bias", "clamped_swiglu"),
+    ("bias", "scaled_srelu"),
+    ("bias", "gelu", "add"),
+    ("bias", "add", "silu"),
+    ("bias", "dropout", "add"),
+    ("bias", "dropout", "gelu"),
+    ("bias", "silu", "dropout"),
+    ("bias", "swiglu", "dropout"),
+    ("constant_scale", "bias", "swiglu"),
+    ("swiglu", "bias"),
+    ("bias", "gelu", "dropout", "add"),
+    ("bias", "gelu", "constant_scale", "bias"),
+)
+
+
+def _made(ops: tuple[str, ...], direction: str, kind: str, keep: tuple[int, ...], device: torch.device) -> Arguments:
+    """Both planes and nothing else, but for the inputs that a forward pass keeps."""
+    element = E5M2 if (direction, kind) == ("backward", "delayed") else E4M3
+    args, kwargs = _call(Chain(ops, (256, 512)), direction, _Turn(kind, USAGES, element, False), device)
+    return Arguments(args, {**kwargs, "keep": keep} if direction == "forward" else kwargs)
+
+
+def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, Case]:
+    """Every chain with every cast, of a forward pass without and with what its backward pass reads. The input is there anyway."""
+    made: dict[str, Case] = {}
+    for ops, kind in itertools.product(chains, _MADE):
+        read = tuple(i for i, name in enumerate(ops) if i and OPS[name].needs_input)
+        for keep in dict.fromkeys(((), read) if direction == "forward" else ((),)):
+            kept = f", {', '.join(map(str, keep))} kept" if keep else ""
+            made[f"{' '.join(ops)} as called, {kind}{kept}"] = functools.partial(_made, ops, direction, kind, keep)
+    return made
+
+
+FORWARD, BACKWARD = ({**_cases(direction, chains), **_as_called(direction, _PIPELINES)} for direction, chains in _CHAINS.items())
+
+AS_CALLED = {direction: _as_called(direction, (*((name,) for name in OPS), *_ORDINARY)) for direction in _CHAINS}
+"""By direction: every built-in op and ordinary chains, with every cast, in the form in which they are called."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Tile(NamedTuple):
     """What a block of threads makes: rows and columns of results, or of dy.
 
     resident: blocks that share a multiprocessor, as many as leave threads their registers. ahead: rows of inputs that a thread
-    loads before it needs them.
+    loads before it needs them. Both are where compilation begins: it lowers them for a chain that would spill (rungs.py).
     """
 
     rows: int
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
 
     def lightened(self, part: float) -> Tile:
         """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
-        return self._replace(resident=max(int(part * self.resident), 1), ahead=1)
+        return self._replace(resident=math.ceil(part * self.resident), ahead=1)
 
     def cut(self, call: Call) -> Cut:
         """The call's results in tiles of this size."""
@@ -60,10 +61,21 @@ def _defines(tile: Tile) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in zip(names, tile))
 
 
-# By measurements on an H200: for a direction, whether something is gated, and whether gradients of operands are added up; then
-# threads have four rows, and tiles pieces of 64.
+# For a direction, whether something is gated, and whether gradients of operands are added up; then threads have four rows, and
+# tiles pieces of 64.
 _Kind = tuple[str, bool, bool]
 
+_BLOCKS: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(128, 128, 256, 3, 4),
+    # With eight rows a thread the values of a gated unit would take 80 registers, and those of one with a bias more.
+    ("forward", True, False): Tile(128, 128, 512, 2, 2),
+    ("backward", False, False): Tile(128, 128, 256, 3, 4),
+    ("backward", False, True): Tile(128, 128, 512, 2, 4),
+    ("backward", True, False): Tile(128, 128, 512, 1, 4),
+    ("backward", True, True): Tile(128, 128, 512, 1, 4),
+}
+
+# By measurements on an H200.
 _TILES: Mapping[str, Mapping[_Kind, Tile]] = {
     "PLAIN": {
         ("backward", False, True): Tile(64, 128, 256, 3, 4),
@@ -77,14 +89,8 @@ _TILES: Mapping[str, Mapping[_Kind, Tile]] = {
         ("backward", True, False): Tile(128, 64, 256, 4, 2),
         ("backward", True, True): Tile(64, 64, 128, 5, 4),
     },
-    "BLOCKS": {
-        ("forward", False, False): Tile(128, 128, 256, 3, 4),
-        ("forward", True, False): Tile(128, 128, 256, 4, 2),
-        ("backward", False, False): Tile(128, 128, 256, 3, 4),
-        ("backward", False, True): Tile(128, 128, 512, 2, 4),
-        ("backward", True, False): Tile(128, 128, 512, 1, 4),
-        ("backward", True, True): Tile(128, 128, 512, 1, 4),
-    },
+    "BLOCKS": _BLOCKS,
+    "SQUARES": {**_BLOCKS, ("forward", True, False): Tile(128, 128, 256, 4, 2)},
     "MX": {
         ("forward", False, False): Tile(32, 256, 128, 5, 4),
         ("forward", True, False): Tile(32, 256, 256, 4, 1),
@@ -191,7 +197,7 @@ _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
 CASTS: Mapping[type, TileCast] = {
     Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: "TENSOR"),
-    Blocks: TileCast("BLOCKS", BLOCKS, _block_outputs, lambda _: "BLOCKS"),
+    Blocks: TileCast("BLOCKS", BLOCKS, _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"),
     Microscaled: TileCast("MX", "4P2q2I", _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))),
 }
 """By the type of the encoding."""

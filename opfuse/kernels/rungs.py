@@ -4,36 +4,41 @@ How many registers a chain takes is known only when it is compiled, a user's own
 by these names is where compilation begins, and not what it insists on; grids depend on neither:
 
 RESIDENT    blocks that share a multiprocessor, and with it its registers
-AHEAD       rows that a thread loads before it needs them, whose registers wait
+AHEAD       rows that a thread loads before it needs them: a power of two, at most 4
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
-# From the outer to the inner: with fewer rows AHEAD as many threads stay to hide what each waits for, so that is tried first.
-_STEPS: Mapping[str, Callable[[int], int]] = {
-    "RESIDENT": lambda blocks: blocks * 4 // 5,
-    "AHEAD": lambda rows: rows // 2,
-}
+_MOST_AHEAD = 4
 
 
 def rungs(defines: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Definitions ``NAME=value`` as they are given, then with ever more registers for a thread, down to one block and one row."""
+    """Definitions ``NAME=value`` as they are given, then others under which less may be spilled, down to one block.
+
+    Other numbers of rows AHEAD come first, fewer before more: the compiler orders all instructions anew, and as many threads stay
+    to hide what each waits for. Then fewer blocks leave a thread more registers.
+    """
     given = dict(define.split("=", 1) for define in defines if "=" in define)
-    ladders = {name: [*_down(int(given[name]), step)] for name, step in _STEPS.items() if name in given}
+    ladders = {name: [*others(int(given[name]))] for name, others in _LADDERS.items() if name in given}
     for values in itertools.product(*ladders.values()):
-        chosen = {**given, **dict(zip(ladders, map(str, values)))}
-        yield tuple(f"{name}={chosen[name]}" if name in ladders else define for name, define in zip(map(_name, defines), defines))
+        chosen = dict(zip(ladders, values))
+        names = (define.partition("=")[0] for define in defines)
+        yield tuple(f"{name}={chosen[name]}" if name in chosen else define for name, define in zip(names, defines))
 
 
-def _name(define: str) -> str:
-    return define.partition("=")[0]
+def _fewer_blocks(blocks: int) -> Iterator[int]:
+    while blocks > 0:
+        yield blocks
+        blocks = blocks * 4 // 5  # each step gives a thread a quarter more registers at least
 
 
-def _down(value: int, step: Callable[[int], int]) -> Iterator[int]:
-    """``value`` and what is left of it after each step, as long as something is."""
-    while value > 0:
-        yield value
-        value = step(value)
+def _other_rows(rows: int) -> Iterator[int]:
+    fewer = itertools.takewhile(bool, (rows >> n for n in itertools.count()))
+    return itertools.chain(fewer, (more for more in (2 * rows, 4 * rows) if more <= _MOST_AHEAD))
+
+
+_LADDERS = {"RESIDENT": _fewer_blocks, "AHEAD": _other_rows}
+"""From the outer to the inner."""

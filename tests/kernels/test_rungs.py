@@ -39,12 +39,13 @@ def holds(monkeypatch, tmp_path):
     launch.assemble.cache_clear()
 
 
-def test_fewer_rows_ahead_come_before_fewer_blocks():
-    assert [*rungs(("A=1", "RESIDENT=4", "AHEAD=4", "B"))] == [
-        ("A=1", f"RESIDENT={resident}", f"AHEAD={ahead}", "B") for resident in (4, 3, 2, 1) for ahead in (4, 2, 1)
+def test_other_rows_ahead_come_before_fewer_blocks():
+    assert [*rungs(("A=1", "RESIDENT=4", "AHEAD=2", "B"))] == [
+        ("A=1", f"RESIDENT={resident}", f"AHEAD={ahead}", "B") for resident in (4, 3, 2, 1) for ahead in (2, 1, 4)
     ]
     assert [*rungs(("RESIDENT=9",))] == [(f"RESIDENT={n}",) for n in (9, 7, 5, 4, 3, 2, 1)]
-    assert [*rungs(("AHEAD=2",))] == [("AHEAD=2",), ("AHEAD=1",)]
+    assert [*rungs(("AHEAD=4",))] == [(f"AHEAD={n}",) for n in (4, 2, 1)]
+    assert [*rungs(("AHEAD=1",))] == [(f"AHEAD={n}",) for n in (1, 2, 4)]
     assert [*rungs(("A=1",))] == [("A=1",)]
     assert [*rungs(())] == [()]
 

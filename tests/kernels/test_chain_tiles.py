@@ -1,0 +1,80 @@
+"""The tiles of chains with casts: none spills in the form in which it is called, nor does a user's own, on whatever rung."""
+
+import pytest
+import torch
+
+from opfuse.formats import E4M3, USAGES, fp8_block
+from opfuse.kernels import launch
+from opfuse.kernels.chain_cases import Chain
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD
+from opfuse.kernels.encoding import Blocks
+from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.layouts import Layout
+from opfuse.kernels.pointwise import Pointwise
+
+KERNELS = {"forward": forward_chain_cast, "backward": backward_chain_cast}
+CPU = torch.device("cpu")
+
+
+def variant_of(kernel, args, kwargs):
+    """What the call launches, but for the kernels that add up its sums."""
+    made = {}
+    kernel.run(lambda variant, entry, *_, **__: made.setdefault(entry, variant), *args, **kwargs)
+    assert made.keys() <= {"chain_tile", "row_sums", "column_sums"}
+    return made["chain_tile"]
+
+
+def cases():
+    """Those of the pipelines that all recipes run are cases of the kernels, which are compiled at every run."""
+    for direction, of_direction in AS_CALLED.items():
+        at_every_run = FORWARD if direction == "forward" else BACKWARD
+        for name, case in of_direction.items():
+            if name not in at_every_run:
+                yield pytest.param(direction, case, id=f"{direction} {name}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("direction", "case"), [*cases()])
+def test_no_built_in_op_and_no_ordinary_chain_spills_as_it_is_called(direction, case):
+    made = launch.compile_variant(variant_of(KERNELS[direction], *case(CPU)), "sm_90a")
+    assert {name: used.spills for name, used in made.entries.items()} == dict.fromkeys(made.entries, 0)
+
+
+@pytest.mark.parametrize("ops", ["swiglu", "bias swiglu", "bias swiglu, kept"])
+def test_gated_units_with_blocks_have_all_the_threads_of_their_tile(ops):
+    """64 registers for each of 1024 threads of a multiprocessor: no rung is left, none is lost."""
+    names, _, kept = ops.partition(",")
+    case = AS_CALLED["forward"][f"{names} as called, 1x128{', 1 kept' if kept else ''}"]
+    variant = variant_of(forward_chain_cast, *case(CPU))
+    made = launch.compile_variant(variant, "sm_90a")
+    assert {"TILE_THREADS=512", "RESIDENT=2"} <= {*variant.defines}
+    assert "#define RESIDENT 2\n" in made.text
+    assert made.entries["chain_tile"].registers <= 64
+
+
+def test_as_it_is_called_nothing_is_stored_that_the_backward_pass_does_not_read():
+    assert len(AS_CALLED["forward"]) > len(AS_CALLED["backward"]) > 200
+    for name, case in AS_CALLED["forward"].items():
+        args, kwargs = case(CPU)
+        planes, y, kept = forward_chain_cast.run(lambda *_, **__: None, *args, **kwargs)
+        assert y is None
+        assert len(planes) == 2
+        assert ("kept" in name) == bool(kept)
+
+
+QUOTIENTS = Pointwise(
+    "quotients",
+    forward="expf(x) / expf(x * 2.0f) / expf(x * 3.0f) / expf(x * 4.0f)",
+    backward=("dy",),
+    value=lambda x: (-8 * x).exp(),
+    grad=lambda dy, x: (dy,),
+)
+
+
+def test_an_activation_of_the_users_own_finds_its_rung():
+    chain = Chain(("bias", "gelu", "add"), (256, 512))
+    (x, stages), kwargs = chain.forward(CPU)
+    encode = Blocks([Layout(fp8_block(E4M3, 1), usage, (256, 512)) for usage in USAGES])
+    variant = variant_of(forward_chain_cast, (x, [*stages, Stage(QUOTIENTS)], encode), kwargs)
+    assert launch.compile_text(launch.assemble(variant), "sm_90a").spills > 0
+    assert launch.compile_variant(variant, "sm_90a").spills == 0

@@ -33,6 +33,15 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 # A name that is read as a value: not the tail of a number or of another name, not called, not qualified.
 _VARIABLE = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*(?:\(|::))")
 _C_WORDS = frozenset(("bool", "const", "double", "false", "float", "int", "long", "sizeof", "true", "unsigned", "void"))
+# Keywords and alternative tokens of C++ up to C++23 ([lex.key], [lex.digraph]): no parameter of a function can have such a name.
+_KEYWORDS = """
+    alignas alignof and and_eq asm auto bitand bitor break case catch char char16_t char32_t char8_t class co_await co_return
+    co_yield compl concept const_cast consteval constexpr constinit continue decltype default delete do dynamic_cast else enum
+    explicit export extern for friend goto if inline mutable namespace new noexcept not not_eq nullptr operator or or_eq private
+    protected public register reinterpret_cast requires return short signed static static_assert static_cast struct switch
+    template this thread_local throw try typedef typeid typename union using virtual volatile wchar_t while xor xor_eq
+"""
+_RESERVED = _C_WORDS | {*_KEYWORDS.split()}
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -43,6 +52,13 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 def variables(expression: str) -> frozenset[str]:
     """The names that a CUDA expression reads as values; functions, C words and upper-case macros are not variables."""
     return frozenset(n for n in _VARIABLE.findall(expression) if n not in _C_WORDS and not n.isupper())
+
+
+def _is_free(name: str) -> bool:
+    """Whether a parameter can have this name. Macros are in upper case; ``__`` and ``_Upper`` are the compiler's own names."""
+    if not _IDENTIFIER.fullmatch(name) or name.isupper() or "__" in name or (name[0] == "_" and name[1:2].isupper()):
+        return False
+    return name not in _RESERVED | {"dy", "y"}
 
 
 def substitute(expression: str, **replacements: str) -> str:
@@ -114,8 +130,8 @@ class Pointwise:
         if self.inputs not in INPUT_NAMES:
             yield "inputs", " or ".join(map(str, INPUT_NAMES)), self.inputs, "take further tensors as operands"
         for name in names:
-            if not _IDENTIFIER.fullmatch(name) or name.isupper() or name in _C_WORDS | {"dy", "y"} or names.count(name) > 1:
-                yield "names", "distinct lower-case C identifiers other than dy and y", name, "rename it"
+            if not _is_free(name) or names.count(name) > 1:
+                yield "names", "distinct lower-case C identifiers other than dy, y and the words of C++", name, "rename it"
         for name, kind in self.operands.items():
             if kind not in get_args(OperandKind):
                 yield f"operand {name}", get_args(OperandKind), kind, "say how the operand broadcasts"

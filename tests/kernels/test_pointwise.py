@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import keyword
 import math
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import opfuse.kernels
-from opfuse.errors import SpecError
+from opfuse.errors import KernelError, SpecError
+from opfuse.kernels import launch
 from opfuse.kernels.activations import (
     ACTIVATIONS,
     ARITHMETIC,
@@ -340,6 +342,9 @@ def declare(**changes) -> Pointwise:
         ({"constants": ("dy",)}, "distinct"),
         ({"constants": ("N",)}, "distinct"),
         ({"constants": ("float",)}, "distinct"),
+        ({"constants": ("__shared__",)}, "distinct"),
+        ({"constants": ("_Pragma",)}, "distinct"),
+        ({"operands": {"class": "row"}}, "words of C++"),
         ({"operand_backward": {"bias": "dy"}, "operand_grad": dict}, "declare the operand"),
         ({"operands": {"bias": "row"}, "operand_backward": {"bias": "dy"}}, "operand_grad"),
         ({"operand_grad": dict}, "operand_grad"),
@@ -350,6 +355,31 @@ def test_declaration_is_checked(changes, says):
         declare(**changes)
     assert says in str(caught.value)
     assert "Cure" in str(caught.value)
+
+
+def compiles(name: str) -> bool:
+    try:
+        launch.compile_text(f"__device__ float f(float {name}) {{ return {name}; }}", "sm_90a")
+    except KernelError:
+        return False
+    return True
+
+
+def test_every_word_that_the_compiler_refuses_is_refused_when_it_is_declared():
+    """Statements and declarations, types, operators, and what is a keyword of Python as well."""
+    of_python = {word for word in keyword.kwlist if not compiles(word)}
+    refused = {"new", "auto", "template", "register", "asm", "signed", "wchar_t", "compl", "xor", "operator", "this", *of_python}
+    assert {"class", "while", "and", "try"} <= of_python
+    for word in refused:
+        assert not compiles(word)
+        with pytest.raises(SpecError, match=f"got {word}"):
+            declare(constants=(word,))
+
+
+@pytest.mark.parametrize("name", ["news", "klass", "_cap", "beta_1", "override", "lambda"])
+def test_other_names_are_taken_and_compile(name):
+    declare(constants=(name,), forward=f"x * {name}", value=lambda x, **constants: x * constants[name])
+    assert compiles(name)
 
 
 def test_variables_are_names_read_as_values():

@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 GPU_JOBS ?= 8
+GPU_LARGE_JOBS ?= 2
+ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow gpu sanitize install clean
+.PHONY: demo test check slow gpu gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -21,14 +23,22 @@ check: install
 slow: install
 	$(BIN)/pytest -n $(JOBS) -m slow
 
-# On a machine with a GPU, in an environment that has torch and CuPy already: parity, then timings, then the record; ten minutes.
+# On a machine with a GPU, in an environment that has torch and CuPy already. `gpu` takes ten minutes at most: parity, then timings
+# and the record, named after the device, then what needs tens of GB or many processes.
 gpu:
 	$(PYTHON) -m pytest tests/gpu -n $(GPU_JOBS)
-	$(PYTHON) -m benchmarks.record benchmarks/results/h200.json
+	$(PYTHON) -m benchmarks.record
+	$(PYTHON) -m pytest tests/gpu -n $(GPU_LARGE_JOBS) -m slow
+
+# The whole suite on a machine with a GPU, as it is and with the tensors of its tests on the GPU.
+gpu-suite:
+	$(PYTHON) -m pytest -n $(GPU_JOBS)
+	$(PYTHON) -m pytest -n $(GPU_JOBS) --device cuda $(ANY_DEVICE)
+	$(PYTHON) -m pytest tests/gpu -n $(GPU_LARGE_JOBS) -m slow
 
 # With the CUDA toolkit as well: compute-sanitizer over every kernel, added to the record.
 sanitize:
-	$(PYTHON) -m benchmarks.record benchmarks/results/h200.json --only sanitizer
+	$(PYTHON) -m benchmarks.record --only sanitizer
 
 install: $(VENV)/.installed
 

@@ -1,7 +1,8 @@
 """Every test starts from the same random state; the suite shares few cores, so torch runs on one.
 
 Tests give recipes their fields as arguments: what the environment says of recipes is taken away. ``--row B06`` selects the tests
-of a row of docs/acceptance.md, by the marker ``row``.
+of a row of docs/acceptance.md, by the marker ``row``. ``--device cuda`` runs tests on tensors and modules of that device, which
+they make there because it is torch's default; tests that speak of the CPU have the marker ``cpu`` and are left out.
 """
 
 import os
@@ -16,13 +17,23 @@ for name in [name for name in os.environ if name.startswith("NVTE_") or name == 
 
 def pytest_addoption(parser):
     parser.addoption("--row", action="append", default=[], metavar="ROW", help="run the tests of this row; may be repeated")
+    parser.addoption("--device", type=torch.device, help="run tests on this device, instead of the CPU; not for tests/gpu")
+
+
+def pytest_configure(config):
+    """Before tests are imported, so that tensors of modules are there as well."""
+    if config.getoption("--device") is not None:
+        torch.set_default_device(config.getoption("--device"))
 
 
 def pytest_collection_modifyitems(config, items):
-    wanted = {row.upper() for row in config.getoption("--row")}
-    if not wanted:
-        return
-    kept = [item for item in items if any(wanted.intersection(marker.args) for marker in item.iter_markers("row"))]
+    wanted, elsewhere = {row.upper() for row in config.getoption("--row")}, config.getoption("--device") is not None
+    kept = [
+        item
+        for item in items
+        if (not wanted or any(wanted.intersection(marker.args) for marker in item.iter_markers("row")))
+        and not (elsewhere and item.get_closest_marker("cpu"))
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

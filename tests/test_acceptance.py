@@ -46,3 +46,14 @@ def test_the_option_runs_the_tests_of_a_row(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("\n".join(["import pytest", *bodies, "def test_none(): pass"]))
     for options, passed in ((["--row", "b01"], 2), (["--row", "B01", "--row", "B02"], 3), ([], 4), (["--row", "B03"], 0)):
         pytester.runpytest_inprocess("-p", "no:cacheprovider", *options).assert_outcomes(passed=passed, deselected=4 - passed)
+
+
+def test_the_option_makes_tensors_on_a_device(pytester: pytest.Pytester) -> None:
+    """In a process of its own, since the default device is one of the process."""
+    pytester.makeconftest((acceptance.TESTS / "conftest.py").read_text(encoding="utf-8"))
+    body = "import pytest, torch\nMADE = torch.ones(2)\n"
+    body += "def test_made():\n    assert MADE.device == torch.nn.Linear(2, 2).weight.device == torch.get_default_device()\n"
+    body += "@pytest.mark.cpu\ndef test_cpu():\n    assert MADE.device.type == 'cpu'\n"
+    pytester.makepyfile(body)
+    pytester.runpytest_subprocess("--device", "meta").assert_outcomes(passed=1, deselected=1)
+    pytester.runpytest_subprocess().assert_outcomes(passed=2)

@@ -47,8 +47,9 @@ def recipe_for(
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normal values that depend on shape and seed only."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Normal values that depend on shape and seed only, on the default device."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return values.to(torch.get_default_device(), dtype)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,8 @@ def to(model: torch.nn.Module, dtype: torch.dtype, *, seed: int = 3) -> torch.nn
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.25 * torch.randn(parameter.shape, generator=generator))
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.add_(0.25 * noise.to(parameter.device))
     return model.to(dtype)
 
 

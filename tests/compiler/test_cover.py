@@ -165,6 +165,7 @@ GUARDS = [
 ]
 
 
+@pytest.mark.cpu
 @pytest.mark.row("X02")
 @pytest.mark.parametrize(("guard", "passes", "wants", "got"), GUARDS, ids=lambda value: str(getattr(value, "reads", value)))
 def test_x02_guards(guard, passes, wants, got):

@@ -121,7 +121,7 @@ def test_x04_x05_under_torch_autocast(override):
     """fp32 parameters and inputs, bf16 products: the casts see bf16."""
     model = to(ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 32)), torch.float32)
     for name in HAS_OVERRIDE:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             check(model, [randn(32, 64, dtype=torch.float32)], recipe_for(name, override))
 
 

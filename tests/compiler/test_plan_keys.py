@@ -94,7 +94,7 @@ SITUATIONS = {
     "recipe": lambda call: _under(opfuse.autocast(recipe=MX()), call),
     "amax_group": lambda call: _under(opfuse.autocast(enabled=False, amax_reduction_group=GROUP), call),
     "grad": lambda call: _under(torch.no_grad(), call),
-    "autocast": lambda call: _under(torch.autocast("cpu", BF16), call),
+    "autocast": lambda call: _under(torch.autocast(torch.get_default_device().type, BF16), call),
     "rows_class": lambda call: call(randn(33, 64)),
     "aligned": lambda call: call(randn(32 * 64 + 1)[1:].view(32, 64)),
     "level": lambda call: _under(use_rules(RuleSet(RULES.rules, level=1)), call),
@@ -121,6 +121,7 @@ def test_r9_every_situation_changes_its_field(name):
     assert changed == [name]
 
 
+@pytest.mark.cpu
 def test_r9_device_and_arch_are_in_the_key(monkeypatch):
     fuser = pipeline()
     plain = key_of(fuser)

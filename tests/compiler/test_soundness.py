@@ -65,7 +65,8 @@ class World:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        device = torch.get_default_device().type
+        autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
         with torch.set_grad_enabled(self.grad), autocast:
             yield
 

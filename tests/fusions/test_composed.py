@@ -74,7 +74,7 @@ def test_r4_random_dtypes_and_shapes(blocks, case, dtypes, autocast, leading):
     made = pipeline(blocks)
     model, tensors = made.model(dtypes[0]), made.tensors(dtypes[1], leading=leading)
     step = Step(recipe_for(*case))
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with torch.autocast(torch.get_default_device().type, autocast, enabled=autocast is not None):
         fused, unfused = (outcome(lambda r=rules: run(model, *tensors, step=step.with_rules(r))) for rules in (RULES, UNFUSED))
     failed = isinstance(fused, str) or isinstance(unfused, str)
     assert fused == unfused if failed else not differences(fused.tensors, unfused.tensors)

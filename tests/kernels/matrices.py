@@ -32,12 +32,12 @@ def _spread(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def lines(x: torch.Tensor, usage: str) -> np.ndarray:
     """The lines of a plane of ``x`` as fp32 NumPy rows."""
-    return np.ascontiguousarray((x.t() if usage == "columnwise" else x).float().numpy())
+    return np.ascontiguousarray((x.t() if usage == "columnwise" else x).float().cpu().numpy())
 
 
 def same(got: torch.Tensor, expected: np.ndarray) -> bool:
     """Equal in shape and every value; NaN equals NaN, and -0 differs from 0."""
-    got, expected = got.numpy(), np.ascontiguousarray(expected)
+    got, expected = got.cpu().numpy(), np.ascontiguousarray(expected)
     assert got.shape == expected.shape
     return np.array_equal(got, expected, equal_nan=got.dtype == np.float32) and np.array_equal(
         np.signbit(got), np.signbit(expected)

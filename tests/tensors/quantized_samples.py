@@ -22,7 +22,9 @@ SHAPE = (64, 96)
 
 
 def values(shape=SHAPE, seed=0, dtype=torch.bfloat16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Normal values that depend on shape and seed only, on the default device."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device(), dtype)
 
 
 def make(kind, shape=SHAPE, **kwargs):

@@ -50,7 +50,7 @@ def same(left, right):
 def test_an_encoding_is_the_cast_of_its_quantizer(name, usages):
     make, kind = QUANTIZERS[name]
     ours, other = (make().wanting(**{usage: usage in usages for usage in USAGES}) for _ in range(2))
-    x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)).to(BF16)
+    x = torch.randn(3, 64, 96).to(BF16)
     encoding = ours.encoding(x.shape, x.dtype)
     assert isinstance(encoding, kind)
     same(ours.storage(x.shape, x.dtype, encoding, encoding(x)), other.quantize(x))
@@ -60,7 +60,7 @@ def test_an_encoding_is_the_cast_of_its_quantizer(name, usages):
 @pytest.mark.parametrize("name", ["current", "NVFP4", "NVFP4 rotated", "NVFP4 by rows"])
 def test_a_given_amax_changes_nothing(name):
     quantizer = QUANTIZERS[name][0]()
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
+    x = torch.randn(64, 96).to(BF16)
     encoding = quantizer.encoding(x.shape, x.dtype)
     encoded = encoding.given(x, x.float().abs().max().reshape(1))
     same(quantizer.storage(x.shape, x.dtype, encoding, encoded), quantizer.quantize(x))

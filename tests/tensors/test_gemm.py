@@ -22,6 +22,8 @@ from opfuse.tensors.quantizers import (
 )
 from opfuse.tensors.storage import QuantizedStorage
 
+pytestmark = pytest.mark.cpu  # emulated sums; tests/gpu has those of a device
+
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES: dict[str, Recipe] = {
     "fp8_current": recipes.Float8CurrentScaling(),

@@ -393,8 +393,8 @@ def test_delayed_scaling_casts_with_the_given_scale_and_records_amax(dtype, elem
     quantizer.quantize(x / 2)
     assert quantizer.amax.item() == x.float().abs().max()
     for out in DTYPES:
-        values = casts.decode(codes, element.name).astype(np.float32) * storage.rowwise.scale.numpy()
-        assert torch.equal(storage.dequantize(out), torch.from_numpy(values).to(out))
+        values = casts.decode(codes, element.name).astype(np.float32) * storage.rowwise.scale.cpu().numpy()
+        assert torch.equal(storage.dequantize(out), torch.from_numpy(values).to(x.device, out))
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
@@ -424,7 +424,7 @@ def test_current_scaling_formula(dtype, element, options):
     assert same(storage.rowwise.scale, np.array([np.float32(1) / scale]))
     for out in DTYPES:
         expected = casts.decode(codes, element.name).astype(np.float32) * (np.float32(1) / scale)
-        assert torch.equal(storage.dequantize(out, COLUMNWISE), torch.from_numpy(expected).to(out))
+        assert torch.equal(storage.dequantize(out, COLUMNWISE), torch.from_numpy(expected).to(x.device, out))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -500,7 +500,7 @@ def test_nvfp4_rotation_is_on_the_columnwise_plane_only(signs):
     assert column.format.rht == (SIGNS if signs else NO_SIGNS)
     values = rotate(x.t(), column.format.rht).float()
     assert column.amax.item() == values.abs().max() < plain.plane(COLUMNWISE).amax.item() == 50
-    codes, scales = casts.nv(values.numpy(), np.full(48, column.amax.item(), np.float32))
+    codes, scales = casts.nv(values.cpu().numpy(), np.full(48, column.amax.item(), np.float32))
     assert same(column.data, casts.pack(codes))
     assert same(column.scale, casts.store_tiled(scales, across=False, swizzled=False))
     assert (column.dequantize(torch.float32) - x.float()).norm() < 0.2 * x.float().norm()

@@ -50,6 +50,7 @@ def test_u02_the_quantizer_kept_is_a_copy():
     assert torch.nn.Parameter(t).quantizer == quantizer
 
 
+@pytest.mark.cpu
 @pytest.mark.row("H02")
 def test_planes_usages_format_signature_and_repr():
     t = MXFP8Quantizer(columnwise=False)(values())
@@ -265,7 +266,7 @@ def test_meta_device_and_back(kind):
     assert module.weight.is_meta
     assert all(tensor.is_meta for tensor in module.weight.storage.tensors())
     assert (module.weight @ torch.empty(96, 4, dtype=torch.bfloat16, device="meta")).shape == (64, 4)
-    module.to_empty(device="cpu")
+    module.to_empty(device=torch.get_default_device())
     assert isinstance(module.weight, QuantizedTensor)
     assert isinstance(module.weight, torch.nn.Parameter)
     module.load_state_dict({"weight": values()})
@@ -297,7 +298,7 @@ def test_to_dtype_and_the_dtype_methods_give_plain_values():
 def test_module_to_dtype_keeps_the_bytes_and_changes_the_nominal_dtype(kind, dtype):
     module = holder(kind)
     parameter, before = module.weight, planes(module.weight)
-    module.to("cpu", dtype)
+    module.to(torch.get_default_device(), dtype)
     assert module.weight is parameter
     assert isinstance(parameter, QuantizedTensor)
     assert parameter.dtype == parameter.dequantize().dtype == dtype

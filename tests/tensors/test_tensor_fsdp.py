@@ -153,6 +153,7 @@ def group():
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu
 def test_a_quantizer_with_a_process_group_is_copied_but_not_saved(group, tmp_path):
     current = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True, amax_reduction_group=group)
     hybrid = HybridQuantizer(current, current.copy())

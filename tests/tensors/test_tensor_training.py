@@ -186,7 +186,7 @@ def test_activation_checkpoint(kind, use_reentrant):
 
 def test_torch_autocast_casts_the_values():
     w, x = torch.nn.Parameter(make("mxfp8", dtype=torch.float32)), values((8, 96), seed=1, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y = torch.nn.functional.linear(x, w)
     assert torch.equal(y, x.bfloat16() @ w.dequantize().detach().bfloat16().t())
     y.float().sum().backward()

@@ -1,6 +1,7 @@
 """The casts as the library calls them: kernels for CUDA tensors, whose results are those of quantize.py.
 
-A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one.
+A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one. What is asked
+of matrix and layouts (see checks.py) is checked once for each combination.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
+from opfuse.kernels.checks import check_cast, check_choice, check_dtype, check_number
 from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scales import Rounding
-from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
 
 _AMAX = struct.Struct("PPq")
 _AMAX_BLOCK = 8192  # elements
@@ -31,10 +32,12 @@ _CAST_MX = struct.Struct("PPPPPqqI0q")
 _MX_BLOCK = 32
 _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
-_MX_BIAS: dict[Rounding, int] = {"ceil": 0x1FFFFF, "floor": 0}  # what is added to the bits of amax before its exponent is taken
+_MX_BIAS: dict[Rounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
 
 _EIGHT = 8  # neighbouring elements, which a thread handles at a time
-_VECTOR = 16  # bytes
+
+_Work = tuple[Variant, str, Grid]
+"""Variant, entry and grid of a launch."""
 
 
 @kernel("amax.cu", reference=quantize.tensor_amax, tolerance=BITWISE, cases=cases.MATRICES)
@@ -42,10 +45,24 @@ def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
     """One read of ``x``."""
     x = x.contiguous()
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    variant = variant_of("amax.cu", _AMAX, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, _VECTOR))
     grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
-    launch(variant, "amax", grid, _AMAX, x.data_ptr(), out.data_ptr(), x.numel(), device=x.get_device())
+    launch(
+        _amax_variant(x.dtype, on_bytes(x, VECTOR)),
+        "amax",
+        grid,
+        _AMAX,
+        x.data_ptr(),
+        out.data_ptr(),
+        x.numel(),
+        device=x.get_device(),
+    )
     return out
+
+
+@functools.cache
+def _amax_variant(dtype: torch.dtype, on_vectors: bool) -> Variant:
+    check_dtype(dtype, where="tensor_amax")
+    return variant_of("amax.cu", _AMAX, IN=C_TYPES[dtype], ALIGNED=on_vectors)
 
 
 @kernel("cast_tensor.cu", reference=quantize.cast_current, tolerance=BITWISE, cases=cases.CURRENT)
@@ -53,7 +70,7 @@ def cast_current(
     launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """One read of ``x``; every thread finds the scale from ``amax``."""
-    return _cast_tensor(launch, x, layouts, (0, _one(amax, x)), (eps, pow2))
+    return _cast_tensor(launch, x, layouts, (0, check_number(amax, x.device, where="cast_current amax")), (eps, pow2))
 
 
 @kernel("cast_tensor.cu", reference=quantize.cast_recording, tolerance=BITWISE, cases=cases.RECORDING)
@@ -61,7 +78,9 @@ def cast_recording(
     launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """One read of ``x``, which finds its amax on the way."""
-    return _cast_tensor(launch, x, layouts, (_one(scale, x), _one(amax, x)))
+    device = x.device
+    scaling = check_number(scale, device, where="cast_recording scale"), check_number(amax, device, where="cast_recording amax")
+    return _cast_tensor(launch, x, layouts, scaling)
 
 
 def _cast_tensor(
@@ -73,78 +92,94 @@ def _cast_tensor(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Data of the planes and their decode scale; ``scaling`` is the addresses of the scale, 0 if amax decides it, and of amax."""
     x = x.contiguous()
-    work = _tensor_work(tuple(layouts), x.dtype, on_bytes(x, _VECTOR), scaling[0] != 0)
+    work = _tensor_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), scaling[0] != 0)
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = [data[usage].data_ptr() if usage in data else 0 for usage in USAGES]
-    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *x.shape, *rule)
+    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *layouts[0].shape, *rule)
     launch(*work, _CAST_TENSOR, *fields, device=x.get_device())
     return [data[layout.usage] for layout in layouts], decode_scale
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool, record: bool) -> tuple[Variant, str, Grid]:
-    """Variant, entry and grid that cast a contiguous matrix of ``dtype`` to these planes."""
-    rows, columns = layouts[0].shape
+def _tensor_work(
+    layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, record: bool
+) -> _Work:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    check_cast(shape, dtype, layouts, family="tensor", where="cast_recording" if record else "cast_current")
+    rows, columns = shape
     usages = {layout.usage for layout in layouts}
-    tiled = COLUMNWISE in usages
+    entry = "cast_tile" if COLUMNWISE in usages else "cast_rows"
+    grids = {
+        "cast_tile": Grid(ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1]), 512),
+        "cast_rows": Grid(ceil_div(rows * columns, _ROWS_BLOCK), 256),
+    }
     variant = variant_of(
         "cast_tensor.cu",
         _CAST_TENSOR,
+        entry=entry,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         RECORD=record,
         ROWWISE=ROWWISE in usages,
-        ALIGNED=on_vectors and not (tiled and (columns % _EIGHT or rows % 16)),
+        ALIGNED=on_vectors and not (entry == "cast_tile" and (columns % _EIGHT or rows % 16)),
     )
-    tiles = ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1])
-    return (
-        (variant, "cast_tile", Grid(tiles, 512))
-        if tiled
-        else (variant, "cast_rows", Grid(ceil_div(rows * columns, _ROWS_BLOCK), 256))
-    )
+    return variant, entry, grids[entry]
 
 
 @kernel("cast_mx.cu", reference=quantize.cast_mx, tolerance=BITWISE, cases=cases.MX)
 def cast_mx(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil"
 ) -> list[quantize.Encoded]:
-    """One read of ``x``; ``rows`` is 1 or 32, and the layouts agree on whether scales are swizzled."""
+    """One read of ``x``."""
     x = x.contiguous()
-    work = _mx_work(tuple(layouts), x.dtype, on_bytes(x, _VECTOR), rows != 1)
+    work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
     planes, fields = new_mx(layouts, x, rounding)
     launch(*work, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
     return planes
 
 
 @functools.lru_cache(maxsize=4096)
-def _mx_work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool, square: bool) -> tuple[Variant, str, Grid]:
-    """Variant, entry and grid that cast a contiguous matrix of ``dtype`` to these planes."""
-    rows, columns = layouts[0].shape
-    usages = {layout.usage for layout in layouts}
-    tiled = square or COLUMNWISE in usages or columns % _MX_BLOCK != 0
+def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, block_rows: int) -> _Work:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes, in blocks of ``block_rows`` x 32."""
+    check_cast(shape, dtype, layouts, family="mx", where="cast_mx")
+    check_choice(block_rows, quantize.MX_ROWS, where="cast_mx rows")
+    (rows, columns), usages, swizzled = shape, {layout.usage for layout in layouts}, layouts[0].swizzled
+    tile_rows, tile_columns, threads = _MX_TILES[swizzled]
+    tiled = block_rows > 1 or COLUMNWISE in usages or columns % _MX_BLOCK != 0
+    entry = "cast_tile" if tiled else "cast_rows"
     variant = variant_of(
         "cast_mx.cu",
         _CAST_MX,
+        entry=entry,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in usages,
         COLUMNWISE=COLUMNWISE in usages,
-        SQUARE=square,
-        SWIZZLED=layouts[0].swizzled,
+        SQUARE=block_rows > 1,
+        SWIZZLED=swizzled,
         ALIGNED=on_vectors and not (tiled and columns % _EIGHT),
     )
-    if not tiled:
-        return variant, "cast_rows", Grid(ceil_div(rows * columns, _MX_ROWS_BLOCK), 256)
-    tile_rows, tile_columns, threads = _MX_TILES[layouts[0].swizzled]
-    return variant, "cast_tile", Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads)
+    grids = {
+        "cast_tile": Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads),
+        "cast_rows": Grid(ceil_div(rows * columns, _MX_ROWS_BLOCK), 256),
+    }
+    return variant, entry, grids[entry]
 
 
 def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tuple[list[quantize.Encoded], tuple[int, ...]]:
     """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
+    bias = mx_bias(rounding)
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
     addresses = (address for usage in USAGES for address in _addresses(planes.get(usage)))
-    return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, _MX_BIAS[rounding])
+    return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, bias)
+
+
+def mx_bias(rounding: Rounding) -> int:
+    """What is added to the bits of an amax before its exponent is taken; QuantizerError for another rounding."""
+    if rounding not in _MX_BIAS:
+        check_choice(rounding, _MX_BIAS, where="cast_mx rounding")
+    return _MX_BIAS[rounding]
 
 
 def _addresses(plane: quantize.Encoded | None) -> tuple[int, int]:
@@ -154,14 +189,10 @@ def _addresses(plane: quantize.Encoded | None) -> tuple[int, int]:
 
 def new_encoded(x: torch.Tensor, layout: Layout) -> quantize.Encoded:
     """Room for the data and scales of a plane on the device of ``x``. Kernels write no padding: it is 0."""
-    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device)
+    return torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device), new_scale(layout, x.device)
+
+
+def new_scale(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Room for the one-byte scales of a plane."""
     new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
-    return data, new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=x.device)
-
-
-def _one(value: torch.Tensor, x: torch.Tensor) -> int:
-    """The address of one fp32 number on the device of ``x``; QuantizerError for anything else, which a kernel would misread."""
-    if value.dtype != torch.float32 or value.numel() != 1 or value.device != x.device:
-        got, cure = f"{value.dtype} {tuple(value.shape)} on {value.device}", "make it with torch.ones(1, device=x.device)"
-        raise QuantizerError(describe("scale or amax of a cast", wanted=f"fp32 (1,) on {x.device}", got=got, cure=cure))
-    return value.data_ptr()
+    return new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.errors import QuantizerError, describe
+from opfuse.errors import ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
+from opfuse.kernels.checks import check_cast
 from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import Layout, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
-from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+from opfuse.kernels.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
 
 BLOCKS = "PPPPqqqqffII"
 """How Blocks in blocks.cuh is packed."""
@@ -28,22 +29,23 @@ _BLOCK, _THREADS = 128, 256
 def cast_block(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
 ) -> list[quantize.Encoded]:
-    """One read of ``x``, whose planes are of one format."""
+    """One read of ``x``. ShapeError if there are several rows of 2^31 columns or more."""
     x = x.contiguous()
-    variant, grid = _work(tuple(layouts), x.dtype, on_bytes(x, 16))
+    variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
     planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
     launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
     return planes
 
 
 @functools.lru_cache(maxsize=4096)
-def _work(layouts: tuple[Layout, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
-    """What casts a contiguous matrix of ``dtype`` to these planes; QuantizerError if they are of two formats."""
-    formats = {layout.format for layout in layouts}
-    if len(formats) > 1:
-        cure = "cast once for each format"
-        raise QuantizerError(describe("cast_block", wanted="planes of one format", got=", ".join(map(str, formats)), cure=cure))
-    rows, columns = layouts[0].shape
+def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    check_cast(shape, dtype, layouts, family="block", where="cast_block")
+    rows, columns = shape
+    if rows > 1 and columns >= WIDEST:
+        raise ShapeError(
+            describe("cast_block", wanted=f"rows of less than {WIDEST} columns", got=columns, cure="cast parts of them")
+        )
     usages = {layout.usage for layout in layouts}
     variant = variant_of(
         "cast_block.cu",

@@ -6,21 +6,23 @@ lines) take the torch definition, on the device too.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, SCALE_TILE, USAGES
 from opfuse.kernels import quantize
 from opfuse.kernels.cast import new_encoded, tensor_amax
+from opfuse.kernels.checks import check_amaxes, check_array, check_cast
 from opfuse.kernels.hadamard import SIZE, sign_mask
-from opfuse.kernels.launch import Grid
+from opfuse.kernels.launch import Grid, Variant
 from opfuse.kernels.layouts import Layout, ceil_div
 from opfuse.kernels.nvfp4_cases import AMAXES, CASTS
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
 
 _PLANE = "PPPq"
 _CAST = struct.Struct(f"P{_PLANE}{_PLANE}PqqfIII")
@@ -30,16 +32,15 @@ _THREADS, _WARP = 256, 32
 _WARP_ROWS, _WARP_COLUMNS = 4, 512  # cast_rows
 _TILE_ROWS, _TILE_BYTES, _SQUARE_COLUMNS = 128, 256, 128  # cast_tile, whose rows are of so many bytes, and cast_square
 _AMAX_TILE = (128, 64)
-_VECTOR = 16  # bytes
 _NO_PLANE = (0, 0, 0, 0)
 
 
 @kernel("amax_nvfp4.cu", reference=quantize.amaxes_nv, tolerance=BITWISE, cases=AMAXES)
 def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
     """One read of ``x``. Planes that hold it as it is, under one amax, share a tensor."""
-    signs = _rotation(layouts)
-    if not _launchable(x, layouts):
+    if not _is_known(tuple(layouts), x.shape, x.dtype):
         return quantize.amaxes_nv(x, layouts)
+    signs = _rotation(layouts)
     if not signs and not layouts[0].format.per_row:
         return [tensor_amax.run(launch, x)] * len(layouts)
     x = x.contiguous()
@@ -70,39 +71,83 @@ def cast_nv(
     seed: torch.Tensor | None = None,
     error: quantize.ErrorMode | None = None,
 ) -> list[quantize.Encoded]:
-    """One read of ``x``; ``rows`` is 1 or 16, and the layouts agree on the largest block scale and on swizzling."""
-    signs, fmt = _rotation(layouts), layouts[0].format
-    whole_lines = all(layout.lines[1] % 2 == 0 for layout in layouts)
-    if not (_launchable(x, layouts) and whole_lines) or (rows > 1 and (signs or fmt.per_row)):
+    """One read of ``x``."""
+    x = x.contiguous()
+    asked = _Asked(tuple(layouts), x.shape, x.dtype, rows, error, seed is not None)
+    work = _work(asked, on_bytes(x, VECTOR))
+    if work is None:
         return quantize.cast_nv(x, amaxes, layouts, rows=rows, seed=seed, error=error)
+    check_amaxes(amaxes, layouts, x.device, where="cast_nv")
     if rows > 1 and any(amax is not amaxes[0] for amax in amaxes):  # tiles are cast once, under one amax
         alone = [cast_nv.run(launch, x, [a], [layout], rows=rows, seed=seed, error=error) for a, layout in zip(amaxes, layouts)]
         return [plane for planes in alone for plane in planes]
-    x = x.contiguous()
-    height, width = x.shape
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
-    tiled = COLUMNWISE in planes
-    variant = variant_of(
-        "cast_nvfp4.cu",
-        _CAST,
-        IN=C_TYPES[x.dtype],
-        ROUNDING=error or ("NEAREST" if seed is None else "STOCHASTIC"),
-        ROTATED=bool(signs),
-        SIGNS=sign_mask(signs),
-        ALIGNED=on_bytes(x, _VECTOR) and width % SIZE == 0 and not (tiled and height % SIZE),
-    )
-    fields = {layout.usage: _plane(x, layout, planes[layout.usage], amax) for layout, amax in zip(layouts, amaxes)}
+    fields = {layout.usage: _plane(layout, planes[layout.usage], amax) for layout, amax in zip(layouts, amaxes)}
     launch(
-        variant,
-        *_grid(x, rows, tiled=tiled),
+        *work,
         _CAST,
         x.data_ptr(),
         *(field for usage in USAGES for field in fields.get(usage, _NO_PLANE)),
-        0 if seed is None else _address(seed, (1,), torch.int64, x),
-        *(height, width, fmt.encode_max, layouts[0].swizzled, fmt.per_row, 0),
+        0 if seed is None else _address_of_seed(seed, x),
+        *(*x.shape, layouts[0].format.encode_max, layouts[0].swizzled, layouts[0].format.per_row, 0),
         device=x.get_device(),
     )
     return [planes[layout.usage] for layout in layouts]
+
+
+class _Asked(NamedTuple):
+    """What the kernel of a cast depends on: the planes and the matrix, rows of a block of scales, how values are rounded."""
+
+    layouts: tuple[Layout, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: int
+    error: quantize.ErrorMode | None
+    is_stochastic: bool
+
+    @property
+    def rounding(self) -> str:
+        """ROUNDING of nvfp4.cuh."""
+        return self.error or ("STOCHASTIC" if self.is_stochastic else "NEAREST")
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(asked: _Asked, on_vectors: bool) -> tuple[Variant, str, Grid] | None:
+    """What casts a contiguous matrix; None if the kernels do not know such planes. The errors of :func:`quantize.check_nv`."""
+    layouts, shape, dtype, rows, error, _ = asked
+    quantize.check_nv(rows, error)
+    signs = _rotation(layouts)
+    whole_lines = all(layout.lines[1] % 2 == 0 for layout in layouts)
+    if not (_is_known(layouts, shape, dtype) and whole_lines) or (rows > 1 and (signs or layouts[0].format.per_row)):
+        return None
+    (height, width), tiled = shape, any(layout.usage == COLUMNWISE for layout in layouts)
+    if rows > 1:
+        entry, blocks = "cast_square", ceil_div(height, _TILE_ROWS) * ceil_div(width, _SQUARE_COLUMNS)
+    elif tiled:
+        entry, blocks = "cast_tile", ceil_div(height, _TILE_ROWS) * ceil_div(width, _TILE_BYTES // dtype.itemsize)
+    else:
+        warps = ceil_div(height, _WARP_ROWS) * ceil_div(width, _WARP_COLUMNS)
+        entry, blocks = "cast_rows", ceil_div(warps, _THREADS // _WARP)
+    variant = variant_of(
+        "cast_nvfp4.cu",
+        _CAST,
+        entry=entry,
+        IN=C_TYPES[dtype],
+        ROUNDING=asked.rounding,
+        ROTATED=bool(signs),
+        SIGNS=sign_mask(signs),
+        ALIGNED=on_vectors and width % SIZE == 0 and not (tiled and height % SIZE),
+    )
+    return variant, entry, Grid(blocks, _THREADS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_known(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the kernels know such planes of a matrix of ``shape`` and ``dtype``; the errors of :func:`checks.check_cast`."""
+    check_cast(shape, dtype, layouts, family="nv", where="an NVFP4 cast")
+    rotated = [layout for layout in layouts if layout.format.rht]
+    whole = dtype == torch.bfloat16 and shape[0] % SIZE == 0
+    return not rotated or (whole and all(each.usage == COLUMNWISE and not each.format.per_row for each in rotated))
 
 
 def _rotation(layouts: Sequence[Layout]) -> tuple[int, ...]:
@@ -110,37 +155,11 @@ def _rotation(layouts: Sequence[Layout]) -> tuple[int, ...]:
     return next((layout.format.rht for layout in layouts if layout.format.rht), ())
 
 
-def _launchable(x: torch.Tensor, layouts: Sequence[Layout]) -> bool:
-    """Whether the kernels know such planes."""
-    rotated = [layout for layout in layouts if layout.format.rht]
-    plain = x.dtype in C_TYPES and len({layout.format.per_row for layout in layouts}) == 1
-    if not rotated:
-        return plain
-    whole = x.dtype == torch.bfloat16 and x.shape[0] % SIZE == 0
-    return plain and whole and all(layout.usage == COLUMNWISE and not layout.format.per_row for layout in rotated)
-
-
-def _grid(x: torch.Tensor, rows: int, *, tiled: bool) -> tuple[str, Grid]:
-    """The entry that makes the planes, and its blocks."""
-    height, width = x.shape
-    if rows > 1:
-        return "cast_square", Grid(ceil_div(height, _TILE_ROWS) * ceil_div(width, _SQUARE_COLUMNS), _THREADS)
-    if tiled:
-        return "cast_tile", Grid(ceil_div(height, _TILE_ROWS) * ceil_div(width, _TILE_BYTES // x.itemsize), _THREADS)
-    warps = ceil_div(height, _WARP_ROWS) * ceil_div(width, _WARP_COLUMNS)
-    return "cast_rows", Grid(ceil_div(warps, _THREADS // _WARP), _THREADS)
-
-
-def _plane(x: torch.Tensor, layout: Layout, plane: quantize.Encoded, amax: torch.Tensor) -> tuple[int, int, int, int]:
+def _plane(layout: Layout, plane: quantize.Encoded, amax: torch.Tensor) -> tuple[int, int, int, int]:
     """The fields of Plane in nvfp4.cuh."""
-    shape = (layout.lines[0] if layout.format.per_row else 1,)
-    quads = layout.tiled_shape[1] // SCALE_TILE[1]
-    return plane[0].data_ptr(), plane[1].data_ptr(), _address(amax, shape, torch.float32, x), quads
+    return plane[0].data_ptr(), plane[1].data_ptr(), amax.data_ptr(), layout.tiled_shape[1] // SCALE_TILE[1]
 
 
-def _address(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> int:
-    """Of numbers on the device of ``x``; QuantizerError for anything else, which a kernel would misread."""
-    if value.dtype != dtype or value.shape != shape or value.device != x.device or not value.is_contiguous():
-        got, wanted = f"{value.dtype} {tuple(value.shape)} on {value.device}", f"{dtype} {shape} on {x.device}, contiguous"
-        raise QuantizerError(describe("amax or seed of an NVFP4 cast", wanted=wanted, got=got, cure="take what amaxes_nv gives"))
-    return value.data_ptr()
+def _address_of_seed(seed: torch.Tensor, x: torch.Tensor) -> int:
+    check_array(seed, (1,), torch.int64, x.device, where="cast_nv seed")
+    return seed.data_ptr()

@@ -12,17 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opfuse.kernels import variants
 from opfuse.kernels.chain_code import VECTOR, ChainCode, StageCode
 from opfuse.kernels.epilogue import Rounding, Stage, boundary_dtype, operand_shape
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import ceil_div
+from opfuse.kernels.registry import is_dense
+from opfuse.kernels.variants import WIDEST
 
-C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+C_TYPES = {**variants.C_TYPES, torch.uint8: "u8"}
 THREADS = 256
-WIDEST = 1 << 31
-"""Columns of a matrix that kernels take: offsets between rows are products of words."""
-
-_DENSE = (Tensor, torch.nn.Parameter)
 _FLAT_COLUMNS = 2048  # of a matrix whose shape does not matter
 
 Tensors = list[dict[str, Tensor]]
@@ -205,7 +204,7 @@ def _flat(tensors: Tensors) -> list[Tensor]:
 def _runs(dtype: torch.dtype, *tensors: Tensor) -> bool:
     """Whether kernels know these tensors."""
     device = tensors[0].device
-    return dtype in C_TYPES and all(t.dtype in C_TYPES and t.device == device and type(t) in _DENSE for t in tensors)
+    return dtype in C_TYPES and all(t.dtype in C_TYPES and t.device == device and is_dense(t) for t in tensors)
 
 
 def _is_wide(stages: Sequence[Stage], shapes: Sequence[torch.Size]) -> bool:

@@ -19,13 +19,12 @@ from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.kernels.plane_cases import NVFP4_PLANES, PLANES
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import fl32
-from opfuse.kernels.variants import C_TYPES, on_bytes, variant_of
+from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
 
 _PARAMETERS = struct.Struct("PPPqqqqiiII")
 _NVFP4 = struct.Struct("PPPqPqqfIII")
 _THREADS, _WARP, _TILE = 256, 32, 128
 _NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by rows; of a row of a tile by columns
-_VECTOR = 16  # bytes of the output that a thread stores at once
 _WHOLE = 63  # the shift that leaves 0: one scale for all
 
 _SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
@@ -64,22 +63,24 @@ def dequantize(
     rows, columns = layout.shape
     if layout.format.family == "tensor" and not turned:
         rows, columns = 1, rows * columns
-    group, rows_each = _VECTOR // dtype.itemsize, _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
+    group, rows_each = VECTOR // dtype.itemsize, _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
     aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % 8))
-    variant = variant_of(
-        "dequantize.cu",
-        _PARAMETERS,
-        ELEMENT=layout.element.name.upper(),
-        SCALE=_SCALE_TYPES[layout.format.scale],
-        OUT=C_TYPES[dtype],
-        ROWS=rows_each,
-        ALIGNED=aligned,
-    )
     if turned:
         entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
     else:
         warps = ceil_div(rows, rows_each) * ceil_div(columns, _WARP * group)
         entry, blocks = "dequantize_rows", ceil_div(warps, _THREADS // _WARP)
+    variant = variant_of(
+        "dequantize.cu",
+        _PARAMETERS,
+        entry=entry,
+        ELEMENT=layout.element.name.upper(),
+        SCALE=_SCALE_TYPES[layout.format.scale],
+        OUT=C_TYPES[dtype],
+        ROWS=rows_each,
+        ACROSS=layout.across,
+        ALIGNED=aligned,
+    )
     out = torch.empty(layout.shape, dtype=dtype, device=data.device)
     fields = (data.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, columns, *_scales(layout), 0)
     launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS, *fields, device=data.get_device())
@@ -101,20 +102,21 @@ def dequantize_nv(
     launchable = dtype in C_TYPES and layout.lines[1] % 2 == 0 and (not fmt.rht or (turned and rows % SIZE == 0))
     if amax is None or not launchable or not _stored_as(layout, data, scale, amax):
         return definition(data, scale, amax, layout=layout, dtype=dtype)
-    whole = (columns * dtype.itemsize % _VECTOR == 0 and rows % SIZE == 0) if turned else columns % 8 == 0
-    variant = variant_of(
-        "dequantize_nvfp4.cu",
-        _NVFP4,
-        OUT=C_TYPES[dtype],
-        ROTATED=bool(fmt.rht),
-        SIGNS=sign_mask(fmt.rht),
-        ALIGNED=whole and on_bytes(data, 8),
-    )
+    whole = (columns * dtype.itemsize % VECTOR == 0 and rows % SIZE == 0) if turned else columns % 8 == 0
     if turned:
         entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _NVFP4_TILE_BYTES // dtype.itemsize)
     else:
         warps = ceil_div(rows, _NVFP4_ROWS) * ceil_div(columns, _NVFP4_COLUMNS)
         entry, blocks = "decode_rows", ceil_div(warps, _THREADS // _WARP)
+    variant = variant_of(
+        "dequantize_nvfp4.cu",
+        _NVFP4,
+        entry=entry,
+        OUT=C_TYPES[dtype],
+        ROTATED=bool(fmt.rht),
+        SIGNS=sign_mask(fmt.rht),
+        ALIGNED=whole and on_bytes(data, 8),
+    )
     out = torch.empty(layout.shape, dtype=dtype, device=data.device)
     plane = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), layout.tiled_shape[1] // SCALE_TILE[1])
     unit = fl32(1 / (E2M1.max * fmt.encode_max))

@@ -15,12 +15,15 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from opfuse.errors import QuantizerError, describe
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.registry import BITWISE, Arguments, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
 from opfuse.kernels.variants import variant_of
 
 Algorithm = Literal["max", "most_recent"]
+
+_ALGORITHMS = get_args(Algorithm)
 
 _STATE = "PPifiI"
 _MOST = 125  # states of a launch, in a parameter of 4000 bytes
@@ -36,8 +39,12 @@ class UpdateRule(NamedTuple):
 
 
 def _definition(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> None:
-    """Update fp32 histories (length,), of any lengths, and fp32 scales (1,), in place, all on one device."""
-    for history, scale, rule in zip(histories, scales, rules, strict=True):
+    """Update contiguous fp32 histories (length,), of any lengths, and fp32 scales (1,), in place, all on one device.
+
+    QuantizerError if they are anything else, or not as many.
+    """
+    _check(histories, scales, rules)
+    for history, scale, rule in zip(histories, scales, rules):
         amax = history.amax(0, keepdim=True) if rule.algorithm == "max" else history[:1]
         # full_like: torch divides a Python number by a tensor through a reciprocal, which rounds twice.
         quotient = torch.full_like(amax, rule.fp8_max) / amax / 2.0**rule.margin
@@ -47,8 +54,30 @@ def _definition(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor
         history[0] = 0
 
 
+def _check(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> None:
+    """QuantizerError unless these can be updated: a kernel would misread what is stored in another way."""
+    if not len(histories) == len(scales) == len(rules):
+        raise _refused("as many histories as scales and rules", f"{len(histories)}, {len(scales)} and {len(rules)}")
+    fp32, device = torch.float32, histories[0].get_device() if histories else 0
+    for history, scale, rule in zip(histories, scales, rules):
+        is_history = history.dtype is fp32 and history.stride() == (1,) and history.numel() and history.get_device() == device
+        if not (is_history and scale.dtype is fp32 and scale.numel() == 1 and scale.get_device() == device):
+            wanted = "fp32 histories (length,), contiguous, and scales (1,) on one device"
+            raise _refused(wanted, f"{_told(history)} and {_told(scale)}")
+        if rule.algorithm not in _ALGORITHMS:
+            raise _refused(f"one of {', '.join(_ALGORITHMS)}", rule.algorithm)
+
+
+def _told(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, on {x.device}"
+
+
+def _refused(wanted: str, got: object) -> QuantizerError:
+    return QuantizerError(describe("delayed_update", wanted=wanted, got=got, cure="pass the states that the recipe made"))
+
+
 def _cases() -> Iterator[tuple[str, functools.partial[Arguments]]]:
-    for length, algorithm in itertools.product((1, 2, 9, 1024, 1025, 5000), get_args(Algorithm)):
+    for length, algorithm in itertools.product((1, 2, 9, 1024, 1025, 5000), _ALGORITHMS):
         yield f"{length} slots, {algorithm}", functools.partial(_case, (length,) * 40, algorithm)
     yield "more states than a launch has room for", functools.partial(_case, tuple(range(1, 2 * _MOST + 2)), "max")
 
@@ -71,10 +100,11 @@ def delayed_update(
     launch: Launcher, histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]
 ) -> None:
     """One launch for each 125 states; a block each."""
+    _check(histories, scales, rules)
     variant, device = variant_of("delayed.cu", _layout(_MOST), MOST=_MOST), histories[0].get_device()
     states = [
-        (history.data_ptr(), scale.data_ptr(), len(history), rule.fp8_max, rule.margin, rule.algorithm == "most_recent")
-        for history, scale, rule in zip(histories, scales, rules, strict=True)
+        (history.data_ptr(), scale.data_ptr(), history.numel(), rule.fp8_max, rule.margin, rule.algorithm == "most_recent")
+        for history, scale, rule in zip(histories, scales, rules)
     ]
     for chunk in (states[i : i + _MOST] for i in range(0, len(states), _MOST)):
         fields = itertools.chain.from_iterable(chunk)

@@ -12,15 +12,14 @@ from torch import Tensor
 from opfuse.kernels.launch import Grid
 from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.norm import EIGHT, THREADS, Norm, NormKind, Statistics, team
-from opfuse.kernels.variants import C_TYPES, on_bytes
+from opfuse.kernels.registry import is_dense
+from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes
 
 NORM = "PPPPPqqffI"
 """How Norm in norm.cuh is packed."""
 
-_DENSE = (Tensor, torch.nn.Parameter)
 _KINDS = {"rms_norm": "RMS_NORM", "layer_norm": "LAYER_NORM", "l2_normalization": "L2_NORM"}
 _MOST_BYTES = 16  # of neighbouring elements, one from each eight that a thread holds: 32 registers of one tensor
-_VECTOR = 16  # bytes
 
 
 class Form(NamedTuple):
@@ -100,7 +99,7 @@ class Call(NamedTuple):
         """With these other tensors."""
         norm, aligned = self.norm, self.columns % EIGHT == 0
         for each in (self.x, norm.weight, norm.bias, *tensors):
-            aligned = aligned and (each is None or on_bytes(each, min(_VECTOR, EIGHT * each.element_size())))
+            aligned = aligned and (each is None or on_bytes(each, min(VECTOR, EIGHT * each.element_size())))
         weight = torch.float32 if norm.weight is None else norm.weight.dtype
         return Form(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
 
@@ -126,7 +125,7 @@ def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequen
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         return None
     for t in (x, weight, bias, *others):
-        if t is not None and not (t.dtype in C_TYPES and t.device == x.device and type(t) in _DENSE):
+        if t is not None and not (t.dtype in C_TYPES and t.device == x.device and is_dense(t)):
             return None
     for dtype in dtypes:
         if dtype not in C_TYPES:

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from opfuse.formats import ROWWISE
 from opfuse.kernels import norm_cases
+from opfuse.kernels.cast import mx_bias, new_scale
 from opfuse.kernels.chain_cast import forward_chain_cast
 from opfuse.kernels.chain_tiles import CASTS
+from opfuse.kernels.checks import check_cast, check_number
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Variant
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout
+from opfuse.kernels.layouts import Layout
 from opfuse.kernels.norm import Norm, NormKind, Statistics
-from opfuse.kernels.norm_call import NORM, Call, Form, addresses, call_of
+from opfuse.kernels.norm_call import NORM, Call, Form, call_of
 from opfuse.kernels.norm_rows import norm_forward, run_forward
 from opfuse.kernels.pointwise import OperandKind, Pointwise
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
@@ -76,32 +78,34 @@ def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype
 
 def _is_by_rows(encode: Encoding) -> bool:
     """Whether all that a row's codes and scales depend on is the row; of a per-tensor cast, what its codes do."""
-    (layout, *others) = encode.layouts
+    layout = encode.layouts[0]
     rows = encode.rows if isinstance(encode, Microscaled) else 1 if layout.format.family == "tensor" else layout.block[0]
-    return not others and layout.usage == ROWWISE and rows == 1
+    return len(encode.layouts) == 1 and layout.usage == ROWWISE and rows == 1
 
 
 def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
     (layout,) = encode.layouts
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
+    parameters, variant = _variant(call.form(data), type(encode), layout, dtype, isinstance(encode, Blocks) and encode.pow2)
     target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
-    parameters, variant = _variant(call.form(data), type(encode), layout.element.name, layout.swizzled, dtype)
     fields = (*call.fields(), data.data_ptr(), *target)
     launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
     return [(data, scale)]
 
 
-@functools.cache
-def _variant(form: Form, encoding: type, element: str, swizzled: bool, made: torch.dtype) -> tuple[struct.Struct, Variant]:
+@functools.lru_cache(maxsize=4096)
+def _variant(form: Form, encoding: type, layout: Layout, made: torch.dtype, pow2: bool) -> tuple[struct.Struct, Variant]:
+    check_cast(layout.shape, made, [layout], family=_TARGETS[encoding].family, where="norm_cast")
     parameters = struct.Struct(f"{NORM}P{_TARGETS[encoding].packing}0q")
     variant = variant_of(
         "norm_cast.cu",
         parameters,
         **form.defines(form.held()),
         IO=C_TYPES[made],
-        OUT=element.upper(),
+        OUT=layout.element.name.upper(),
         CAST=encoding.__name__,
-        SWIZZLED=swizzled,
+        SWIZZLED=layout.swizzled,
+        POW2=bool(pow2),
         RESIDENT=form.resident(),
     )
     return parameters, variant
@@ -109,32 +113,33 @@ def _variant(form: Form, encoding: type, element: str, swizzled: bool, made: tor
 
 def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
-    return addresses(encode.scale, encode.amax, decode_scale), decode_scale
+    scaling = (check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax))
+    return (*scaling, decode_scale.data_ptr()), decode_scale
 
 
 def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
     inf_value = min(torch.finfo(dtype).max, FLT_MAX)
-    return (scale.data_ptr(), scale.shape[1], encode.eps, inf_value, encode.pow2, 0), scale
+    return (scale.data_ptr(), scale.shape[1], encode.eps, inf_value), scale
 
 
 def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
-    new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
-    scale = new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=data.device)
-    return (scale.data_ptr(), encode.rounding == "ceil", 0), scale
+    scale = new_scale(layout, data.device)
+    return (scale.data_ptr(), mx_bias(encode.rounding), 0), scale
 
 
 class _RowCast(NamedTuple):
-    """How the target of a cast by rows is packed, and how its fields are made."""
+    """The family of its formats, how the target of a cast by rows is packed, and how its fields are made."""
 
+    family: str
     packing: str
     fields: Callable[..., Target]
 
 
 _TARGETS: Mapping[type, _RowCast] = {
-    Recording: _RowCast("PPP", _recording),
-    Blocks: _RowCast("PqffII", _blocks),
-    Microscaled: _RowCast("PII", _microscaled),
+    Recording: _RowCast("tensor", "PPP", _recording),
+    Blocks: _RowCast("block", "Pqff", _blocks),
+    Microscaled: _RowCast("mx", "PII", _microscaled),
 }
 """The casts by rows, by the type of the encoding."""
 

@@ -2,17 +2,18 @@
 
 This is the definition that every other backend is compared with. Each cast works on lines (see layouts.py), so that the
 columnwise plane is the rowwise plane of the transpose, and each comes from the original values. Arithmetic is fp32, rounded to
-nearest even.
+nearest even. The errors are those of checks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Element, Usage
+from opfuse.kernels.checks import check_amaxes, check_array, check_cast, check_choice, check_dtype, require_number
 from opfuse.kernels.hadamard import rotate
 from opfuse.kernels.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.kernels.random import STREAMS, random_bytes
@@ -42,6 +43,9 @@ ErrorMode = Literal["MAE", "MSE"]
 Encoded = tuple[torch.Tensor, torch.Tensor]
 """(data, scale) of one plane."""
 
+MX_ROWS, NV_ROWS = (1, 32), (1, 16)
+"""Lines that may share a block scale of MXFP8, and of NVFP4."""
+
 _EXPAND_TO_4 = 1.5  # a block scale 6/4 times as large maps the block's largest value to 4 in place of 6
 
 
@@ -65,6 +69,7 @@ def cast_delayed(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout]
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """fp32 (1,), the largest ``|x|``; inf and NaN propagate."""
+    check_dtype(x.dtype, where="tensor_amax")
     return amax(x).reshape(1)
 
 
@@ -72,6 +77,8 @@ def cast_current(
     x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Data of per-tensor planes under the scale of ``amax`` fp32 (1,), by :func:`scale_from_amax`, and the decode scale (1,)."""
+    check_cast(x.shape, x.dtype, layouts, family="tensor", where="cast_current")
+    require_number(amax, x.device, where="cast_current amax")
     scale = scale_from_amax(amax, layouts[0].element.max, eps=eps, pow2=pow2)
     return cast_tensor(x, scale, layouts), decode_scale(scale, amax)
 
@@ -80,6 +87,9 @@ def cast_recording(
     x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """As :func:`cast_delayed`, with the decode scale (1,); raises ``amax`` fp32 (1,) in place to the largest ``|x|``."""
+    check_cast(x.shape, x.dtype, layouts, family="tensor", where="cast_recording")
+    require_number(scale, x.device, where="cast_recording scale")
+    require_number(amax, x.device, where="cast_recording amax")
     amax.copy_(torch.maximum(amax, tensor_amax(x)))
     return cast_delayed(x, scale, layouts), reciprocal(scale)
 
@@ -89,6 +99,7 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
 
     A block with a non-finite element is cast with scale 1 and decoded with NaN.
     """
+    check_cast(x.shape, x.dtype, layouts, family="block", where="cast_block")
     inf_value = min(torch.finfo(x.dtype).max, FLT_MAX)
 
     def plane(layout: Layout) -> Encoded:
@@ -109,6 +120,9 @@ def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, roundi
 
     A block with a non-finite element has code 255, and every element of it is NaN.
     """
+    check_cast(x.shape, x.dtype, layouts, family="mx", where="cast_mx")
+    check_choice(rows, MX_ROWS, where="cast_mx rows")
+    check_choice(rounding, get_args(Rounding), where="cast_mx rounding")
 
     def plane(layout: Layout) -> Encoded:
         element = layout.element
@@ -131,6 +145,7 @@ def amax_nv(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def amaxes_nv(x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
     """:func:`amax_nv` of each plane."""
+    check_cast(x.shape, x.dtype, layouts, family="nv", where="an NVFP4 cast")
     return [amax_nv(x, layout) for layout in layouts]
 
 
@@ -150,6 +165,11 @@ def cast_nv(
     in the orientation of the matrix, and the columnwise plane is its transpose, random bits and choices included. A block with a
     non-finite element has scale 0x7f and every element +6; a non-finite global amax leaves the first level at 1.
     """
+    check_cast(x.shape, x.dtype, layouts, family="nv", where="an NVFP4 cast")
+    check_nv(rows, error)
+    check_amaxes(amaxes, layouts, x.device, where="cast_nv")
+    if seed is not None:
+        check_array(seed, (1,), torch.int64, x.device, where="cast_nv seed")
 
     def plane(layout: Layout, global_amax: torch.Tensor) -> Encoded:
         turned = rows > 1 and layout.usage == COLUMNWISE
@@ -164,6 +184,12 @@ def cast_nv(
         return store_data(codes, layout), store_scale(_repeat(scale, rows, layout), layout)
 
     return [plane(layout, global_amax) for layout, global_amax in zip(layouts, amaxes)]
+
+
+def check_nv(rows: int, error: ErrorMode | None) -> None:
+    """QuantizerError unless these are options of :func:`cast_nv`."""
+    check_choice(rows, NV_ROWS, where="cast_nv rows")
+    check_choice(error, (None, *get_args(ErrorMode)), where="cast_nv error")
 
 
 class _Level(NamedTuple):

@@ -92,10 +92,15 @@ class Kernel(Generic[P, R]):
     cases: Mapping[str, Case] = field(repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        x = leading(args)
-        if x.is_cuda and x.numel() and runs_kernels(x):
+        x = leading(args or (kwargs.get(self._first),))
+        if x is not None and x.is_cuda and x.numel() and runs_kernels(x):
             return self.run(launch, *args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    @functools.cached_property
+    def _first(self) -> str:
+        """The parameter that says where a call runs."""
+        return next(iter(inspect.signature(self.reference).parameters))
 
     def launches(self) -> dict[tuple[Variant, str], tuple[str, ...]]:
         """Every kernel that the cases launch, (variant, entry), with the names of these cases; needs no GPU."""
@@ -106,20 +111,31 @@ class Kernel(Generic[P, R]):
                 found[variant, entry] = (*found.get((variant, entry), ()), name)
 
             arguments = case(torch.device("cpu"))
-            if leading(arguments.args).numel():
+            x = leading(arguments.args)
+            if x is not None and x.numel():
                 self.run(record, *arguments.args, **arguments.kwargs)
         return found
 
 
-def leading(args: Sequence[Any]) -> torch.Tensor:
-    """The tensor that says where a call with these arguments runs: the first one, or the first of a list of them."""
-    first: torch.Tensor = args[0][0] if isinstance(args[0], list) else args[0]
-    return first
+def leading(args: Sequence[Any]) -> torch.Tensor | None:
+    """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence of them, if any."""
+    first = args[0]
+    if isinstance(first, torch.Tensor):
+        return first
+    return leading(first) if isinstance(first, Sequence) and first and isinstance(first[0], torch.Tensor) else None
+
+
+_DENSE = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def is_dense(x: object) -> bool:
+    """Whether ``x`` is a tensor with memory of its own, whose address kernels read: not so in tracing, nor of other classes."""
+    return type(x) in _DENSE
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels run on this CUDA tensor: not on one without memory of its own, as in tracing, nor on an old device."""
-    return type(x) is torch.Tensor and _enabled(x.get_device()) and not torch.compiler.is_compiling()
+    """Whether kernels run on this CUDA tensor: not on one that is not dense, nor on an old device."""
+    return type(x) in _DENSE and _enabled(x.get_device()) and not torch.compiler.is_compiling()
 
 
 @functools.cache

@@ -10,6 +10,10 @@ import torch
 from opfuse.kernels.launch import Variant
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+VECTOR = 16
+"""Bytes that a thread loads or stores at once."""
+WIDEST = 1 << 31
+"""Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""
 
 
 def on_bytes(x: torch.Tensor, multiple: int) -> bool:
@@ -18,7 +22,10 @@ def on_bytes(x: torch.Tensor, multiple: int) -> bool:
 
 
 @functools.cache
-def variant_of(source: str, parameters: struct.Struct, **defines: str | int) -> Variant:
-    """The variant of a source whose kernels take ``parameters``; a bool is 0 or 1."""
-    values = {"PARAMETER_BYTES": parameters.size, **defines}
+def variant_of(source: str, parameters: struct.Struct, *, entry: str | None = None, **defines: str | int) -> Variant:
+    """The variant of a source whose kernels take ``parameters``; a bool is 0 or 1.
+
+    entry: the one kernel that is compiled, of a source that has each of them under ``#if ENTRY_name``.
+    """
+    values = {"PARAMETER_BYTES": parameters.size, **defines, **({} if entry is None else {f"ENTRY_{entry}": 1})}
     return Variant(source, tuple(f"{name}={int(v) if isinstance(v, bool) else v}" for name, v in values.items()))

@@ -16,7 +16,7 @@ import pytest
 
 import opfuse
 from tests.oracles import inputs, integer
-from tests.oracles.rules import CASES, SOURCED, amax_arrangements, check_equal
+from tests.oracles.rules import CASES, MAX, SOURCED, amax_arrangements, check_equal
 
 HERE = Path(__file__).parent
 HEADERS = Path(opfuse.__path__[0]) / "kernels" / "cuda"
@@ -174,6 +174,18 @@ def test_r2_host_casts_fp32_patterns_by_scale_rules_as_the_oracle_says(host, nam
     x = np.concatenate([inputs.fp32_patterns(low)[:: 1 << 4], inputs.fp32_edges()])
     amax = np.random.default_rng(low).permutation(x) & U32(integer.MAGNITUDE)
     check_equal(CASES[name].run(host, x, amax), CASES[name].run(integer, x, amax), x, amax)
+
+
+@pytest.mark.parametrize("pow2", [False, True], ids=["fp32 scales", "pow2"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_r1_host_scales_of_blocks_of_every_16_bit_amax_are_those_of_the_oracle(host, name, pow2):
+    amax = all_inputs() & U32(integer.MAGNITUDE)
+    for eps in (0, 0x2B8CBCCC, 0x3E800000):  # 0, 1e-12, 0.25
+        for inf_value in (integer.LARGEST, 0x7F7F0000, 0x477FE000):  # of fp32, bf16 and fp16
+            scale = integer.scale_from_amax(amax, MAX[name], eps=eps, pow2=pow2, inf_value=inf_value)
+            constants = np.array([eps, inf_value, np.float32(pow2).view(U32)], U32)
+            check_equal(host.each(f"block_scale_{name}", U32, amax, constants), scale, amax)
+            check_equal(host.each(f"block_decode_scale_{name}", U32, amax, constants), integer.decode_scale(scale, amax), amax)
 
 
 def test_r1_host_e8m0_from_the_bits_of_every_bf16_amax(host):

@@ -45,6 +45,12 @@ def is_quick(variant):
     return any(types <= each for each in QUICK.get(variant.source, TYPES))
 
 
+def entries_of(variant):
+    """The kernels of a variant: the one that it asks for, or all that its source has."""
+    asked = {define.removeprefix("ENTRY_").removesuffix("=1") for define in variant.defines if define.startswith("ENTRY_")}
+    return asked or MOST_REGISTERS[variant.source].keys()
+
+
 def compilations():
     """Each variant for each architecture; sm_90a at every run, and not all types."""
     for variant in VARIANTS:
@@ -81,7 +87,7 @@ def compiled(variant, arch):
 def test_every_variant_compiles_without_spills_or_flushed_subnormals(variant, arch):
     made = compiled(variant, arch)
     most = MOST_REGISTERS[variant.source]
-    assert made.entries.keys() == most.keys()
+    assert made.entries.keys() == entries_of(variant)
     assert {name: used.spills for name, used in made.entries.items()} == dict.fromkeys(made.entries, 0)
     assert not FLUSHES.findall(made.ptx)
     assert made.cubin.startswith(b"\x7fELF")
@@ -106,6 +112,13 @@ def test_no_multiplication_is_contracted_with_an_addition():
 
 def test_every_source_is_launched_by_a_kernel():
     assert {path.name for path in SOURCES.glob("*.cu")} == {kernel.source for kernel in kernels()}
+
+
+def test_what_is_launched_is_compiled_alone_where_a_source_has_several_kernels():
+    launched = {(variant, entry) for kernel in kernels() for variant, entry in kernel.launches()}
+    assert all(entry in entries_of(variant) for variant, entry in launched)
+    casts = {variant for variant in VARIANTS if variant.source.startswith(("cast_", "dequantize"))}
+    assert {len(entries_of(variant)) for variant in casts} == {1}
 
 
 def test_every_source_is_compiled_at_every_run():

@@ -23,13 +23,8 @@ struct Scale {
 };
 
 OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
-    float amax = float_of(bits);
-    if (p.pow2) {
-        float scale = pow2_scale_from_amax(amax, OUT::MAX, p.eps, p.inf_value);
-        return {scale, is_finite(amax) ? e8m0_multiplier(bits_of(scale) >> 23) : float_of(NAN_BITS)};
-    }
-    float scale = scale_from_amax(amax, OUT::MAX, p.eps, p.inf_value);
-    return {scale, decode_scale(scale, amax)};
+    float amax = float_of(bits), scale = block_scale<OUT>(amax, p.eps, p.inf_value, p.pow2);
+    return {scale, block_decode_scale(scale, amax, p.pow2)};
 }
 
 // Wide arithmetic is that of the thread's first row, and so is done once.

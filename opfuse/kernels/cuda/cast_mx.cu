@@ -29,16 +29,10 @@ constexpr int DOWN = SWIZZLED ? 4 : 1, ACROSS = SWIZZLED ? 2 : 4;
 constexpr int TILE_ROWS = 32 * DOWN, TILE_COLUMNS = 64 * ACROSS, TILE_THREADS = 32 * DOWN * ACROSS;
 static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scales of a tile are one tile of scales");
 
-// ---------------------------------------------------------------------------------------------------------------------- scales
-
-OPFUSE_FN long long row_scale_at(const Parameters& p, long long row, long long block) {
-    if (!SWIZZLED) return row * padded_blocks(p.columns) + block;
-    return (row / 128 * (padded_blocks(p.columns) / 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-}
-
 // ------------------------------------------------------------------------------------------------------------------------ rows
 
 // Four neighbouring lanes have a block; a warp has eight blocks in each of its packs.
+#if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
     constexpr int STEP = 8 * 32;
     long long size = p.rows * p.columns, first = (long long)blockIdx.x * (8 * THREADS * PACKS);
@@ -69,8 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     }
     // Each of the four lanes stores the scale of one pack.
     u32 mine = lane % 4, block = u32((warp + mine * STEP) / BLOCK + lane / 4), across = u32(p.columns / BLOCK);
-    if ((long long)block * BLOCK < size) p.row_scale[row_scale_at(p, block / across, block % across)] = u8(codes >> 8 * mine);
+    if ((long long)block * BLOCK < size) p.row_scale[row_scale_at(p.columns, block / across, block % across)] = u8(codes >> 8 * mine);
 }
+#endif
 
 // ----------------------------------------------------------------------------------------------------------------------- tiles
 
@@ -141,6 +136,7 @@ OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
     shared[(row + 1) * BLOCKS + block] = u8(two >> 8);
 }
 
+#if ENTRY_cast_tile
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters p) {
     __shared__ __align__(4) u8 row_codes[TILE_ROWS * TILE_COLUMNS / BLOCK], column_codes[TILE_COLUMNS * 4];
     Piece own = this_piece(p.columns);
@@ -197,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
         constexpr int WORDS = TILE_COLUMNS / BLOCK / 4;
         int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
         if (row >= TILE_ROWS || own.tile_row + row >= p.rows || own.tile_column / BLOCK + block >= padded_blocks(p.columns)) return;
-        u8* scale = p.row_scale + row_scale_at(p, own.tile_row + row, own.tile_column / BLOCK + block);
+        u8* scale = p.row_scale + row_scale_at(p.columns, own.tile_row + row, own.tile_column / BLOCK + block);
         *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
     }
 }
+#endif

@@ -3,7 +3,7 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        codes [rows, columns / 2], or null; columnwise codes [columns, rows / 2], or null
 // scales         of lines by blocks, each padded to whole tiles of 128 x 4, which the host has set to 0; a row has `quads` fours.
-//                Compact: row by row. swizzled: tile after tile, and in a tile line 32 g + i and block b at byte 16 i + 4 g + b
+//                Compact: row by row; swizzled: see swizzle.cuh
 // amax           fp32, the first level of a plane: of all lines, or one for each if per_line
 // encode_max     what the largest scale of a block is to become
 // ROUNDING       of values: see nvfp4.cuh; the random bytes of STOCHASTIC are those of *seed
@@ -33,6 +33,7 @@ constexpr int RESIDENT = CHOOSES ? 1 : 2;
 template <>
 constexpr int RESIDENT<bf16> = CHOOSES ? 1 : !ALIGNED ? 2 : MODE == NEAREST ? 4 : 3;
 
+#if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(const __grid_constant__ Parameters parameters) {
     const Nvfp4& p = parameters.planes;
     u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
@@ -52,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(co
         store_block(place, i, encode_block(p, v[i], level, (row + i) * p.columns + column, 0), p.columns - column);
     }
 }
+#endif
 
 // ----------------------------------------------------------------------------------------------------------------------- tiles
 
@@ -121,6 +123,7 @@ OPFUSE_FN Sixteen column_of(const Columns& c, int side) {
     return out;
 }
 
+#if ENTRY_cast_tile
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(const __grid_constant__ Parameters parameters) {
     const Nvfp4& p = parameters.planes;
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
@@ -170,9 +173,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
         place = ahead_64(place, p.swizzled), column += 64;
     }
 }
+#endif
 
 // --------------------------------------------------------------------------------------------------------------------- squares
 
+#if ENTRY_cast_square
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_square(const __grid_constant__ Parameters parameters) {
     __shared__ __align__(16) u32 codes[SQUARE_WORDS];
     __shared__ __align__(8) u8 scales[CHUNKS][SQUARES];
@@ -197,3 +202,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_square(
     store_transposed(p, own, codes);
     store_repeated(p, own, &scales[0][0]);
 }
+#endif

@@ -51,6 +51,7 @@ OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
     return codes;
 }
 
+#if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
     long long first = (long long)blockIdx.x * (8 * THREADS * PACKS), at = first + threadIdx.x * 8, size = p.rows * p.columns;
     Eight<IN> v[PACKS];
@@ -69,7 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     }
     if constexpr (RECORD) raise_amax<THREADS>(p.amax, magnitude_bits<IN>(best));
 }
+#endif
 
+#if ENTRY_cast_tile
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __grid_constant__ Parameters p) {
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
     Tile tile = this_tile(p.columns);
@@ -103,3 +106,4 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __
         __syncthreads();
     store_columns<ALIGNED>(p.columnwise, shared, tile, p.rows, p.columns);
 }
+#endif

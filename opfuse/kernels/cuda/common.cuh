@@ -235,6 +235,18 @@ OPFUSE_FN float pow2_scale_from_amax(float amax, float largest, float eps, float
 // 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it.
 OPFUSE_FN float decode_scale(float scale, float amax) { return is_finite(amax) ? 1.0f / scale : float_of(NAN_BITS); }
 
+// What the values of a block become codes of E by: scale_from_amax, rounded down to a power of two if `pow2`.
+template <class E>
+OPFUSE_FN float block_scale(float amax, float eps, float inf_value, u32 pow2) {
+    return pow2 ? pow2_scale_from_amax(amax, E::MAX, eps, inf_value) : scale_from_amax(amax, E::MAX, eps, inf_value);
+}
+
+// What the codes of a block with that scale are multiplied by: decode_scale, without a division for a power of two.
+OPFUSE_FN float block_decode_scale(float scale, float amax, u32 pow2) {
+    if (!pow2) return decode_scale(scale, amax);
+    return is_finite(amax) ? e8m0_multiplier(bits_of(scale) >> 23) : float_of(NAN_BITS);
+}
+
 // --------------------------------------------------------------------------------------------------------------- NVFP4 scales
 
 // First level: encode_max 6 / amax, 1 unless that is a positive finite number.

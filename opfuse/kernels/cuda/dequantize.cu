@@ -2,8 +2,9 @@
 //
 // data           ELEMENT codes; [rows, columns] for dequantize_rows, [columns, rows] for dequantize_tile
 // scale          SCALE values, padded to any width: entry (r, c), of rows r 2^row_shift ... and columns c 2^column_shift ..., lies
-//                at r row_stride + c column_stride, or, if tiles_across is not 0, in tiles of 128 lines x 4 blocks: lines are the
-//                side whose shift is 0
+//                at r row_stride + c column_stride, or, if tiles_across is not 0, as in swizzle.cuh: lines are the side whose shift is 0
+// ACROSS         for dequantize_rows: each column has scales of its own, one for each 32 rows, where without it a group of columns
+//                shares one in each row
 // out            [rows, columns] of OUT, on 16 bytes
 // Arithmetic     fp32 code * scale, then one conversion, where overflow gives inf
 // Grid           dequantize_rows: blocks of 256 threads, a warp for each ROWS x 512 bytes of out; dequantize_tile: a block of 256
@@ -12,6 +13,7 @@
 //                first; columns fill whole groups, except in a single row
 // Defined by     opfuse/kernels/dequantize.py.
 #include "vectors.cuh"
+#include "swizzle.cuh"
 
 struct Parameters {
     const u8* data;
@@ -58,7 +60,7 @@ OPFUSE_FN SCALE stored_scale(const Parameters& p, long long row, long long colum
     long long r = row >> p.row_shift, c = column >> p.column_shift;
     if (!E8M0 || !p.tiles_across) return p.scale[r * p.row_stride + c * p.column_stride];
     long long line = p.row_shift ? c : r, block = p.row_shift ? r : c;
-    return p.scale[((line >> 7) * p.tiles_across + (block >> 2)) * 512 + (line & 31) * 16 + (line >> 5 & 3) * 4 + (block & 3)];
+    return p.scale[swizzled_at(line, block, p.tiles_across)];
 }
 
 OPFUSE_FN float decoded_scale(SCALE stored) {
@@ -87,6 +89,7 @@ OPFUSE_FN void store_values(const Parameters& p, long long at, const Codes<GROUP
     }
 }
 
+#if ENTRY_dequantize_rows
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __grid_constant__ Parameters p) {
     u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * GROUP;
@@ -95,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
     Codes<GROUP> codes[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) codes[i] = load_line<GROUP>(p, at + i * p.columns, row + i < p.rows ? count : 0);
-    if (p.column_shift) {
+    if constexpr (!ACROSS) {
         SCALE scale[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) scale[i] = stored_scale(p, row + i, column);
@@ -104,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
             float each = decoded_scale(scale[i]);
             if (row + i < p.rows) store_values(p, at + i * p.columns, codes[i], count, [=](int) { return each; });
         }
-    } else if constexpr (E8M0) {
-        // A scale for each column, and blocks of 32 rows: the same for all rows here.
+    } else {
+        static_assert(32 % ROWS == 0, "the rows of a thread share the scales of its columns");
         SCALE stored[GROUP];
         float scale[GROUP];
 #pragma unroll
@@ -117,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
             if (row + i < p.rows) store_values(p, at + i * p.columns, codes[i], count, [&](int j) { return scale[j]; });
     }
 }
+#endif
 
 // What each of a group of codes is multiplied by.
 struct alignas(16) Factors {
@@ -127,6 +131,7 @@ struct alignas(16) Factors {
 // nor reading along lines meets a bank twice.
 OPFUSE_FN int tile_slot(int position, int quad) { return position * (TILE / 4) + (quad ^ (position / 8 * 2)); }
 
+#if ENTRY_dequantize_tile
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __grid_constant__ Parameters p) {
     constexpr int QUADS = TILE / 4, STEPS = QUADS * 16 / THREADS;
     __shared__ __align__(16) u32 shared[TILE * QUADS];
@@ -163,3 +168,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __gr
         store_values(p, row * p.columns + column, own, count, [&](int j) { return scale.of[j]; });
     }
 }
+#endif

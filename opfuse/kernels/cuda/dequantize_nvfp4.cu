@@ -85,6 +85,7 @@ OPFUSE_FN void store_values(T* out, const float (&value)[GROUP], long long count
     }
 }
 
+#if ENTRY_decode_rows
 extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_constant__ Parameters p) {
     u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * GROUP;
@@ -108,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_c
         store_values(p.out + (row + i) * p.columns + column, value, count);
     }
 }
+#endif
 
 // --------------------------------------------------------------------------------------------------------------------- columns
 
@@ -160,6 +162,7 @@ template <>
 constexpr int RESIDENT<bf16> = ROTATED && ALIGNED ? 5 : 4;
 #endif
 
+#if ENTRY_decode_columns
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<OUT>) decode_columns(const __grid_constant__ Parameters p) {
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
     u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), chunk = threadIdx.x % CHUNKS, pair = threadIdx.x / CHUNKS;
@@ -204,3 +207,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<OUT>) decode_colu
         }
     }
 }
+#endif

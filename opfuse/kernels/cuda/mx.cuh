@@ -1,19 +1,20 @@
 // mx: E8M0 codes of blocks of 32, and where they are stored: by lines (rows, or columns) and blocks of them, compact or swizzled.
 //
-// Arrays      padded to whole tiles of 128 lines x 4 blocks. Swizzled: tile after tile, and in a tile the codes of line 32 g + i and
-//             block b at byte 16 i + 4 g + b
-// Compiled    after vectors.cuh, with IN and OUT
+// Arrays      padded to whole tiles of 128 lines x 4 blocks; SWIZZLED: see swizzle.cuh
+// Compiled    after vectors.cuh, with IN, OUT and SWIZZLED
 #pragma once
 #include "vectors.cuh"
+#include "swizzle.cuh"
 
 constexpr int MX_BLOCK = 32;
 
-// The code of a block from the bits of its amax; bias as in cast_mx.cu. Every bf16 and fp16 amax obeys the integer rule; an fp32 one
-// whose scale is subnormal may not.
+// The code of a block of values of T from the bits of its amax; bias as in cast_mx.cu. Every bf16 and fp16 amax obeys the integer
+// rule; an fp32 one whose scale is subnormal may not.
+template <class T = IN>
 OPFUSE_FN u32 mx_code(u32 amax, u32 bias) {
     constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;
     if (amax >= INF_BITS) return E8M0_NAN;
-    if (sizeof(IN) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
+    if (sizeof(T) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
     return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
 }
 
@@ -24,6 +25,11 @@ OPFUSE_FN u32 four_codes(u32 a, u32 b, u32 c, u32 d) { return a | b << 8 | c << 
 
 OPFUSE_FN long long padded_lines(long long lines) { return (lines + 127) / 128 * 128; }
 OPFUSE_FN long long padded_blocks(long long length) { return (length + 127) / 128 * 4; }
+
+// Where the code of a block of a row lies, in a matrix of so many columns.
+OPFUSE_FN long long row_scale_at(long long columns, long long row, long long block) {
+    return SWIZZLED ? swizzled_at(row, block, padded_blocks(columns) / 4) : row * padded_blocks(columns) + block;
+}
 
 // Word `threadIdx.x % 128` of a tile of 128 x 4 scales, whose lines lie in shared memory one after the other.
 OPFUSE_FN void store_scale_tile(u8* scales, long long tile, const u8* shared) {

@@ -2,12 +2,13 @@
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT; what is cast is rounded to IO first
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
-// CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; Blocks: 1 x 128, as in cast_block.cu;
+// CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; Blocks: 1 x 128, as in cast_block.cu with pow2 = POW2;
 //                Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the host has set to 0 where padded
 // Grid           a block of 256 threads for each row, or for each eight rows that are a warp's
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/norm_cast.py, norm_then_cast
 #include "norm.cuh"
+#include "mx.cuh"
 
 // Codes of N eights of a row, each under the scale of the SHARING lanes that have a block of scales: the k-th of them finds that of
 // eight k by scale_of(k, bits of the amax), which is 0 for a k without an eight.
@@ -71,7 +72,6 @@ struct Blocks {
         float* scale;  // [blocks, rows], rows of which are `pitch` long, at most 3 more than are used; the rest becomes 0
         long long pitch;
         float eps, inf_value;
-        u32 pow2, unused;
     };
     const Target& target;
     long long rows;
@@ -81,9 +81,8 @@ struct Blocks {
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
         cast_blocks<16>(codes, y, [&](int k, u32 bits) {
-            float amax = float_of(bits), scale = scale_from_amax(amax, OUT::MAX, target.eps, target.inf_value);
-            if (target.pow2) scale = pow2_floor(scale);
-            if (k < N && has_block<16>(at, first + k)) store(decode_scale(scale, amax), at.row, at.column(first + k) / 128);
+            float amax = float_of(bits), scale = block_scale<OUT>(amax, target.eps, target.inf_value, POW2);
+            if (k < N && has_block<16>(at, first + k)) store(block_decode_scale(scale, amax, POW2), at.row, at.column(first + k) / 128);
             return scale;
         });
     }
@@ -99,9 +98,8 @@ struct Blocks {
 struct Microscaled {
     struct Target {
         u8* scale;
-        u32 ceil, unused;
+        u32 bias, unused;
     };
-    static constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;  // of the largest code
     const Target& target;
     long long columns;
 
@@ -110,16 +108,11 @@ struct Microscaled {
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
         cast_blocks<4>(codes, y, [&](int k, u32 bits) {
-            u32 code = larger(bits >> 23, EXPONENT) - EXPONENT;
-            if (target.ceil || bits >= INF_BITS) code = e8m0_from_amax<OUT>(float_of(bits));
-            if (k < N && has_block<4>(at, first + k)) target.scale[place(at.row, at.column(first + k) / 32)] = u8(code);
-            return e8m0_multiplier(code);
+            u32 code = mx_code<IO>(bits, target.bias);
+            if (k < N && has_block<4>(at, first + k))
+                target.scale[row_scale_at(columns, at.row, at.column(first + k) / MX_BLOCK)] = u8(code);
+            return mx_multiplier(code);
         });
-    }
-    OPFUSE_FN long long place(long long row, long long block) const {
-        long long tiles = (columns + 127) / 128;
-        if (!SWIZZLED) return row * (tiles * 4) + block;
-        return (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
     }
     OPFUSE_FN void finish() {}
 };

@@ -3,11 +3,12 @@
 // Lines       rows of a matrix in its rowwise plane, columns in its columnwise one
 // codes       of E2M1, two to a byte, the first in the low half; lines one after the other
 // scales      of E4M3, lines by blocks, padded to whole tiles of 128 x 4; a row has `quads` fours. Compact: row by row.
-//             swizzled: tile after tile, and in a tile line 32 g + i and block b at byte 16 i + 4 g + b
+//             swizzled: see swizzle.cuh
 // amax        fp32, of all lines, or one for each
-// Defined by  opfuse/kernels/layouts.py and swizzle.py.
+// Defined by  opfuse/kernels/layouts.py.
 #pragma once
 #include "vectors.cuh"
+#include "swizzle.cuh"
 
 constexpr int BLOCK = 16;
 
@@ -24,10 +25,8 @@ struct Place {
 };
 
 OPFUSE_FN Place place_of(const Plane& plane, u32 swizzled, long long line, long long length, long long position) {
-    long long block = position >> 4, compact = line * plane.quads * 4 + block;
-    long long tile = (line >> 7) * plane.quads + (block >> 2);
-    u32 in_tile = (u32(line) & 31) << 4 | (u32(line) >> 5 & 3) << 2 | (u32(block) & 3);
-    u8* scale = plane.scales + (swizzled ? tile * 512 + in_tile : compact);
+    long long block = position >> 4, compact = line * plane.quads * 4 + block, in_tiles = swizzled_at(line, block, plane.quads);
+    u8* scale = plane.scales + (swizzled ? in_tiles : compact);
     return {plane.codes + ((line * length + position) >> 1), scale, length >> 1, swizzled ? 16 : plane.quads * 4};
 }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from opfuse.formats import Format, fp8_block, fp8_tensor
 from opfuse.kernels.cast import cast_current, tensor_amax
+from opfuse.kernels.checks import require_number
 from opfuse.kernels.encoding import Blocks, Encoded, Measured, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
@@ -22,8 +23,10 @@ class Float8Quantizer(CastingQuantizer):
 
     Args:
         scale: fp32 (1,), what values are multiplied by; read at each cast.
-        amax: fp32 (1,), raised in place to the largest magnitude cast.
+        amax: fp32 (1,), raised in place to the largest magnitude cast; on the device of ``scale``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    QuantizerError if they are anything else.
     """
 
     scale: torch.Tensor = field(compare=False, repr=False)
@@ -32,6 +35,8 @@ class Float8Quantizer(CastingQuantizer):
 
     def __post_init__(self) -> None:
         fp8_element(self.fp8_dtype, type(self).__name__)
+        for name, value in (("scale", self.scale), ("amax", self.amax)):
+            require_number(value, self.scale.device, where=f"{type(self).__name__} {name}")
 
     @cached_property
     def formats(self) -> tuple[Format, Format]:

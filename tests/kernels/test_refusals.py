@@ -161,6 +161,7 @@ def test_planes_of_another_family_are_refused(name):
         ("cast_current", {"amax": one(FP64)}, "cast_current amax: wants fp32 .* got torch.float64"),
         ("cast_recording", {"scale": one(size=2)}, r"cast_recording scale: wants fp32 .* got torch.float32 \(2,\)"),
         ("cast_recording", {"amax": one(torch.int32)}, "cast_recording amax: wants fp32 .* got torch.int32"),
+        ("cast_recording", {"scale": torch.ones(1, device="meta")}, "cast_recording scale: wants fp32 .* on meta"),
     ],
 )
 def test_other_options_are_refused(name, options, match):

@@ -1,12 +1,13 @@
 """Writes docs/acceptance.md: ``python docs/acceptance.py`` rewrites it, ``--check`` only compares.
 
 What the package must do, a row for each promise, beside the tests that fail without it. A test names its rows itself, by the
-marker ``row``: ``pytest --row B06`` runs those of one row.
+marker ``row``: ``pytest --row B06`` runs those of one row. Rows of reliability may stand in the name of the test alone.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -124,23 +125,51 @@ ACROSS = {
     "X05": "`high_precision` is a hybrid with an identity of the original, over random pipelines",
     "X06": "Row-scaled activations train only under an override or a hybrid",
 }
+RELIABILITY = {
+    "R01": "Every bf16 and fp16 input, by every format and scale rule: bit for bit what the oracles say, on every backend",
+    "R02": "fp32 by patterns of exponent and mantissa, subnormals, zeros, infinities and NaN; all of them in the slow tests",
+    "R03": "Two oracles that share no code with each other or with the package agree on everything",
+    "R04": "Fused equals unfused, forward, backward and in every saved tensor, bit for bit where sums have one order",
+    "R05": "Quantized products are no further from fp64 of the same values than their sums must be",
+    "R06": "Every op passes gradcheck in fp64",
+    "R07": "compute-sanitizer finds nothing, with each of its tools, over every kernel and case",
+    "R08": "No byte around a result is written, and no byte of padding is read",
+    "R09": "Whatever a plan depends on is in its key: cached runs equal fresh runs over thousands of random sequences",
+    "R10": "No rows, one row, ragged tails, misaligned and strided views, more than 2^31 elements: a result or a typed error",
+    "R11": "The same bits from run to run, from process to process, with a cold and with a warm cache",
+    "R12": "A captured graph replays on new values as an eager call would run; nothing compiles and nothing waits meanwhile",
+    "R13": "Streams, threads and devices at once give no wrong result",
+    "R14": "The cache of kernels survives racing, killed and damaged writers, and runs nothing that others could have written",
+    "R15": "Ten thousand mutated configurations: no traceback, every error at its line and column",
+    "R16": "Nothing in the package turns data into code",
+    "R17": "Sharded training equals that of one process bit for bit where sums have one order",
+    "R18": "A NaN or infinity that goes in shows in what comes out, as the format can",
+}
 SECTIONS: dict[str, Mapping[str, str]] = {
     "Backward override": OVERRIDE,
     "Usages of quantized weights": USAGES,
     "Hybrid quantization": HYBRID,
     "Dequantize": DEQUANTIZE,
     "Across": ACROSS,
+    "Reliability": RELIABILITY,
 }
 ROWS = {row: promise for section in SECTIONS.values() for row, promise in section.items()}
 
 LATER = frozenset(("H18", "H19", "H27"))
 """Rows that are still without a test: shards and masters of quantized weights beyond FSDP2."""
 
+COMMANDS = {"R07": "`make sanitize`"}
+"""Rows that a command proves which is no test."""
+
 HEAD = """# Acceptance
 
 What the package must do, and the tests that fail without it. Written by `python docs/acceptance.py` from the markers of the
-tests; `pytest --row B06` runs the tests of a row.
+tests; `pytest --row B06` runs the tests of a row, `pytest -k r10_` those of R10, whose names say it. tests/gpu needs a GPU.
 """
+
+_NAMED = re.compile(r"(?<![a-z0-9])r(\d+)(?=_)")
+_OTHERS = "recipes"
+"""Where names of tests count something else by R: traps of recipes."""
 
 
 def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
@@ -148,7 +177,8 @@ def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(tests.rglob("test_*.py")):
         for name, rows in marked(path.read_text(encoding="utf-8")):
-            for row in rows:
+            named = [f"R{int(number):02d}" for number in _NAMED.findall(name) if path.parent.name != _OTHERS]
+            for row in dict.fromkeys((*rows, *named)):
                 found.setdefault(row, []).append(f"{path.relative_to(tests.parent)}::{name}")
     return found
 
@@ -171,13 +201,14 @@ def document() -> str:
     parts = [HEAD]
     for title, section in SECTIONS.items():
         lines = [f"## {title}", "", "| row | what must hold | tests |", "| --- | --- | --- |"]
-        lines += [f"| {row} | {promise} | {_cell(found.get(row, []))} |" for row, promise in section.items()]
+        lines += [f"| {row} | {promise} | {_cell(found.get(row, []), row)} |" for row, promise in section.items()]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _cell(tests: Sequence[str]) -> str:
-    return "<br>".join(f"`{test}`" for test in tests) or "not yet"
+def _cell(tests: Sequence[str], row: str) -> str:
+    proved = [*(f"`{test}`" for test in tests), *([COMMANDS[row]] if row in COMMANDS else [])]
+    return "<br>".join(proved) or "not yet"
 
 
 def main(arguments: Sequence[str]) -> int:

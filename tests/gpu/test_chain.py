@@ -133,12 +133,12 @@ def test_r11_sums_have_one_order_and_are_those_of_fp64(device):
 
 
 @pytest.mark.parametrize("name", sorted(forward_chain_cast.cases))
-def test_r1_r5_fused_cast_equals_chain_then_cast_on_the_device(name, device):
+def test_r4_fused_cast_equals_chain_then_cast_on_the_device(name, device):
     equal_to_two_kernels(forward_chain_cast, name, device)
 
 
 @pytest.mark.parametrize("name", sorted(backward_chain_cast.cases))
-def test_r1_r5_fused_backward_cast_equals_chain_then_cast_on_the_device(name, device):
+def test_r4_fused_backward_cast_equals_chain_then_cast_on_the_device(name, device):
     equal_to_two_kernels(backward_chain_cast, name, device)
 
 
@@ -163,7 +163,7 @@ def equal_to_two_kernels(kernel, name, device):
 
 
 @pytest.mark.parametrize("name", sorted(forward_chain_amax.cases))
-def test_r1_r5_amax_is_that_of_the_stored_result(name, device):
+def test_r4_amax_is_that_of_the_stored_result(name, device):
     args, kwargs = forward_chain_amax.cases[name](device)
     y, kept, amax = forward_chain_amax(*args, **kwargs)
     wanted, wanted_kept = forward_chain(*args, **kwargs)
@@ -174,7 +174,7 @@ def test_r1_r5_amax_is_that_of_the_stored_result(name, device):
 
 
 @pytest.mark.parametrize("name", sorted(backward_chain_amax.cases))
-def test_r1_r5_amax_is_that_of_the_stored_gradient(name, device):
+def test_r4_amax_is_that_of_the_stored_gradient(name, device):
     args, kwargs = backward_chain_amax.cases[name](device)
     dx, grads, amax = backward_chain_amax(*args, **kwargs)
     wanted, wanted_grads = backward_chain(*args, **kwargs)
@@ -201,7 +201,7 @@ def test_r1_every_finite_bf16_input_of_an_activation_against_fp64(name, device):
     torch.testing.assert_close(dx.cpu().double()[fits], slope[fits], rtol=2**-7, atol=1e-6)
 
 
-def test_r13_a_non_finite_result_shows_in_its_code(device):
+def test_r18_a_non_finite_result_shows_in_its_code(device):
     args, kwargs = Chain(("bias", "relu"), (144, 64)).forward(device)
     args[0][5, 7], args[0][130, 63] = torch.nan, torch.inf
     layouts = [Layout(fp8_tensor(E5M2), usage, (144, 64)) for usage in USAGES]
@@ -226,7 +226,7 @@ def shifted(threshold):
     )
 
 
-def test_r3_an_activation_of_the_users_own_fuses_and_constants_and_rows_compile_nothing(device):
+def test_an_activation_of_the_users_own_fuses_and_constants_and_rows_compile_nothing(device):
     op, bias = shifted(0.5), torch.randn(264, device=device, dtype=BF16)
     count = None
     for rows, threshold in ((300, 0.5), (7, 0.5), (4099, 1.25), (1, 0.0)):

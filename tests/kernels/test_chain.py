@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from opfuse.errors import KernelError
+from opfuse.errors import KernelError, QuantizerError
+from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, ROWWISE, fp8_tensor, mxfp8
 from opfuse.kernels import launch
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cases import SOFTSIGN, Chain
+from opfuse.kernels.chain_cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
+from opfuse.kernels.encoding import Measured, Microscaled, Recording, WithOriginal
 from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.layouts import Layout
 from opfuse.kernels.pointwise import Pointwise
 
 BF16 = torch.bfloat16
@@ -34,7 +38,7 @@ def bias_softcap(rows, columns, beta, dtype=BF16):
     return torch.zeros(rows, columns, dtype=dtype), stages
 
 
-def test_r3_an_activation_of_the_users_own_compiles_in_both_directions():
+def test_an_activation_of_the_users_own_compiles_in_both_directions():
     x, stages = bias_softcap(64, 128, 30.0)
     for kernel, args in ((forward_chain, (x, stages)), (backward_chain, (x, stages, {1: x}))):
         ((variant, entry), *_), _ = launched(kernel, *args)
@@ -77,6 +81,52 @@ def test_an_expression_that_is_not_cuda_is_refused_with_the_compilers_words():
     ((variant, _),), _ = launched(forward_chain, torch.zeros(4, 8), [Stage(broken)])
     with pytest.raises(KernelError, match=r"generated.cuh\(\d+\): error: identifier \"nothing_such\" is undefined"):
         launch.compile_text(launch.assemble(variant), "sm_90a")
+
+
+RECORDING = {"scale": torch.ones(1), "amax": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("ops", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("shape", "given", "words"),
+    [
+        ((32, 64), {}, r"wants planes of \(.*\), got a layout of \(32, 64\)"),
+        (None, {"scale": torch.ones(1, dtype=torch.float64)}, r"wants fp32 \(1,\) on cpu, got torch.float64"),
+        (None, {"amax": torch.zeros(2)}, r"wants fp32 \(1,\) on cpu, got torch.float32 \(2,\)"),
+    ],
+)
+def test_a_cast_of_another_matrix_and_a_number_that_is_none_are_refused_before_anything_is_written(ops, shape, given, words):
+    chain = Chain((ops,), (64, 128))
+    (x, stages), _ = chain.forward(torch.device("cpu"))
+    (dy, _, saved), _ = chain.backward(torch.device("cpu"))
+
+    def encode(like):
+        return Recording(**RECORDING | given, layouts=[Layout(fp8_tensor(E4M3), ROWWISE, shape or tuple(like.shape))])
+
+    for kernel, args in ((forward_chain_cast, (x, stages, encode(dy))), (backward_chain_cast, (dy, stages, saved, encode(x)))):
+        with pytest.raises(QuantizerError, match=words):
+            kernel.run(lambda *_, **__: pytest.fail("launched"), *args)
+
+
+@pytest.mark.parametrize("name", ["MX", "amax"])
+def test_b10_the_original_is_stored_by_the_kernel_that_casts_it_in_both_directions(name):
+    chain = Chain(("bias", "gelu"), (64, 128))
+    (x, stages), _ = chain.forward(torch.device("cpu"))
+    (dy, _, saved), _ = chain.backward(torch.device("cpu"))
+    layouts = [Layout(mxfp8(E4M3), ROWWISE, (64, 128))]
+    mx = Microscaled(layouts)
+    inner = mx if name == "MX" else Measured(layouts, lambda x, amax: mx(x))
+    encode = WithOriginal([*layouts, Layout(IDENTITY, COLUMNWISE, (64, 128))], inner)
+    ((data, scale), (y,)), kept = forward_chain_encoded(x, stages, encode, keep=(1,))
+    wanted, wanted_kept = forward_chain(x, stages, keep=(1,))
+    assert torch.equal(y, wanted)
+    assert torch.equal(kept[1], wanted_kept[1])
+    assert all(map(torch.equal, (data, scale), *mx(wanted)))
+    ((data, scale), (dx,)), grads = backward_chain_encoded(dy, stages, saved, encode)
+    wanted, wanted_grads = backward_chain(dy, stages, saved)
+    assert torch.equal(dx, wanted)
+    assert torch.equal(grads[0]["bias"], wanted_grads[0]["bias"])
+    assert all(map(torch.equal, (data, scale), *mx(wanted)))
 
 
 def test_what_a_kernel_cannot_take_is_left_to_the_definition():

@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ ENVIRONMENT = "OPFUSE_CACHE_DIR"
 CUBIN, FACTS = "cubin", "json"
 """Kinds of files: what the device loads, and what the compiler said of it."""
 
+_STALE = 3600.0  # seconds, for which no process writes one file
 _VERSION = "v2"  # of the directory's contents: another one starts empty
 
 
@@ -52,7 +54,11 @@ class CubinCache:
         return self._publish(f"{key}.cu", source.encode())
 
     def _publish(self, name: str, content: bytes) -> Path:
-        """Write ``content`` as a whole or not at all: readers never see a part, a crash leaves only a temporary file."""
+        """Write ``content`` as a whole or not at all: readers never see a part, a crash leaves only a temporary file.
+
+        What crashes left goes at a later write.
+        """
+        self._remove_stale()
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -65,6 +71,12 @@ class CubinCache:
                 os.unlink(temporary)
             raise
         return self.directory / name
+
+    def _remove_stale(self) -> None:
+        for path in self.directory.glob(".*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > _STALE:
+                    path.unlink()
 
     def files(self) -> Iterator[Path]:
         """Everything in the directory: cubins, their facts and sources, what a crash left."""

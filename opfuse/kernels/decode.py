@@ -63,7 +63,8 @@ def dequantize(
     rows, columns = layout.shape
     if layout.format.family == "tensor" and not turned:
         rows, columns = 1, rows * columns
-    group, rows_each = VECTOR // dtype.itemsize, _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
+    group = VECTOR // dtype.itemsize
+    rows_each = 1 if turned else _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
     aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % 8))
     if turned:
         entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)

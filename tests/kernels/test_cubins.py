@@ -75,6 +75,16 @@ def fresh():
         each.cache_clear()
 
 
+def test_r14_what_a_killed_process_left_goes_at_a_later_write(cache):
+    old, new = cache.directory / ".killed.tmp", cache.directory / ".writing.tmp"
+    for path in (old, new):
+        path.write_bytes(b"part")
+    os.utime(old, (time.time() - 7200,) * 2)
+    stored = cache.store("key", b"cubin")
+    assert sorted(cache.directory.iterdir()) == sorted([new, stored])
+    assert cache.find("key") == stored
+
+
 def test_r14_the_directory_is_made_for_its_owner_alone(tmp_path, fresh):
     directory = tmp_path / "a" / "b"
     assert cubin_cache(directory) == CubinCache(directory)

@@ -1,7 +1,7 @@
 """Chains whose result is cast in the same kernel, forward and backward: a chain's run, then a cast of what it made.
 
-A kernel stores the result itself only if it is asked to. What a kernel cannot take runs as two. A cast under the amax of the
-whole result is two kernels at best: the first one stores the result and finds its amax.
+A kernel stores the result itself only if it is asked to, as for a backward pass in high precision. What a kernel cannot take runs
+as two. A cast under the amax of the whole result is two kernels at best: the first one stores the result and finds its amax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opfuse.kernels import chain_cast_cases
 from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
 from opfuse.kernels.chain_call import Call, Tensors, backward_call, forward_call
 from opfuse.kernels.chain_tiles import CASTS
-from opfuse.kernels.encoding import Encoded, Encoding, Measured
+from opfuse.kernels.encoding import Encoded, Encoding, Measured, WithOriginal
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
 
@@ -110,16 +110,22 @@ def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] |
     return planes
 
 
-def _forward_measured(x: Tensor, stages: Sequence[Stage], encode: Measured, **options: Any) -> Forward:
+def _forward_measured(x: Tensor, stages: Sequence[Stage], encode: Measured, *, stores: bool = False, **options: Any) -> Forward:
     y, kept, amax = forward_chain_amax(x, stages, **options)
-    return encode.given(y, amax), y, kept
+    return encode.given(y, amax), y if stores else None, kept
 
 
 def _backward_measured(
-    dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Measured, **options: Any
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    encode: Measured,
+    *,
+    stores: bool = False,
+    **options: Any,
 ) -> Backward:
     dx, grads, amax = backward_chain_amax(dy, stages, saved_inputs, **options)
-    return encode.given(dx, amax), dx, grads
+    return encode.given(dx, amax), dx if stores else None, grads
 
 
 _FORWARD: Mapping[type, Callable[..., Forward]] = {**dict.fromkeys(CASTS, forward_chain_cast), Measured: _forward_measured}
@@ -130,13 +136,24 @@ def forward_chain_encoded(
     x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
 ) -> tuple[list[Encoded], dict[int, Tensor]]:
     """The planes of :func:`forward_chain`'s result, and what is kept, in as few kernels as the encoding allows."""
-    encoded, _, kept = _FORWARD.get(type(encode), forward_then_cast)(x, stages, encode, **options)
-    return encoded, kept
+    inner, stores = _apart(encode)
+    encoded, y, kept = _FORWARD.get(type(inner), forward_then_cast)(x, stages, inner, stores=stores, **options)
+    return [*encoded, *_original(y)], kept
 
 
 def backward_chain_encoded(
     dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Encoding, **options: Any
 ) -> tuple[list[Encoded], Tensors]:
     """The planes of :func:`backward_chain`'s dx, and operand gradients, in as few kernels as the encoding allows."""
-    encoded, _, grads = _BACKWARD.get(type(encode), backward_then_cast)(dy, stages, saved_inputs, encode, **options)
-    return encoded, grads
+    inner, stores = _apart(encode)
+    encoded, dx, grads = _BACKWARD.get(type(inner), backward_then_cast)(dy, stages, saved_inputs, inner, stores=stores, **options)
+    return [*encoded, *_original(dx)], grads
+
+
+def _apart(encode: Encoding) -> tuple[Encoding, bool]:
+    """What is cast, and whether the tensor itself is a plane as well."""
+    return (encode.encode, True) if isinstance(encode, WithOriginal) else (encode, False)
+
+
+def _original(stored: Tensor | None) -> list[Encoded]:
+    return [] if stored is None else [(stored,)]

@@ -136,22 +136,45 @@ _ORDINARY = (
 )
 
 
-def _made(ops: tuple[str, ...], direction: str, kind: str, keep: tuple[int, ...], device: torch.device) -> Arguments:
-    """Both planes and nothing else, but for the inputs that a forward pass keeps."""
+class _Form(NamedTuple):
+    """What a call makes besides operand gradients: planes, the result itself, the inputs that a backward pass reads."""
+
+    usages: tuple[Usage, ...] = USAGES
+    stores: bool = False
+    keeps: bool = False
+
+
+_FORMS = {
+    "forward": {
+        "both": _Form(),
+        "both, kept": _Form(keeps=True),
+        "rows": _Form((ROWWISE,)),
+        "rows, stored": _Form((ROWWISE,), True, True),
+    },
+    "backward": {"both": _Form()},
+}
+"""Training, with what it keeps; no backward pass; a backward pass in high precision."""
+
+
+def _made(ops: tuple[str, ...], direction: str, kind: str, form: _Form, device: torch.device) -> Arguments:
     element = E5M2 if (direction, kind) == ("backward", "delayed") else E4M3
-    args, kwargs = _call(Chain(ops, (256, 512)), direction, _Turn(kind, USAGES, element, False), device)
+    args, kwargs = _call(Chain(ops, (256, 512)), direction, _Turn(kind, form.usages, element, form.stores), device)
+    keep = _read(ops) if form.keeps else ()
     return Arguments(args, {**kwargs, "keep": keep} if direction == "forward" else kwargs)
 
 
+def _read(ops: tuple[str, ...]) -> tuple[int, ...]:
+    """The stages whose inputs a backward pass reads and the forward pass makes: that of the first op is there."""
+    return tuple(i for i, name in enumerate(ops) if i and OPS[name].needs_input)
+
+
 def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, Case]:
-    """Every chain with every cast, of a forward pass without and with what its backward pass reads. The input is there anyway."""
-    made: dict[str, Case] = {}
-    for ops, kind in itertools.product(chains, _MADE):
-        read = tuple(i for i, name in enumerate(ops) if i and OPS[name].needs_input)
-        for keep in dict.fromkeys(((), read) if direction == "forward" else ((),)):
-            kept = f", {', '.join(map(str, keep))} kept" if keep else ""
-            made[f"{' '.join(ops)} as called, {kind}{kept}"] = functools.partial(_made, ops, direction, kind, keep)
-    return made
+    """Every chain with every cast, in every form in which it is another kernel."""
+    return {
+        f"{' '.join(ops)} as called, {kind}, {name}": functools.partial(_made, ops, direction, kind, form)
+        for ops, kind, (name, form) in itertools.product(chains, _MADE, _FORMS[direction].items())
+        if name != "both, kept" or _read(ops)
+    }
 
 
 FORWARD, BACKWARD = ({**_cases(direction, chains), **_as_called(direction, _PIPELINES)} for direction, chains in _CHAINS.items())

@@ -14,6 +14,7 @@ from opfuse.kernels.cast import new_mx
 from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain_call import WIDEST, Call, Cut
 from opfuse.kernels.chain_code import ChainCode
+from opfuse.kernels.checks import check_cast, check_number
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
 from opfuse.kernels.layouts import Layout
 
@@ -140,8 +141,9 @@ def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile |
 
 
 @functools.lru_cache(maxsize=4096)
-def _defines_of(cast: str, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
-    """The definitions that every cast has; None if the planes are not of one format."""
+def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, ...]:
+    """The definitions that every cast has. QuantizerError unless the layouts are planes of a matrix of ``shape``, of ``family``."""
+    check_cast(shape, dtype, layouts, family=family, where="cast of a chain")
     first, usages = layouts[0], {layout.usage for layout in layouts}
     values = {
         "CAST": cast,
@@ -152,35 +154,42 @@ def _defines_of(cast: str, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
         "SQUARE": int((first.format.block or (1,))[0] != 1),
         "SWIZZLED": int(first.swizzled),
     }
-    mixed = len({(layout.format, layout.swizzled) for layout in layouts}) > 1
-    return None if mixed else tuple(f"{name}={value}" for name, value in values.items())
+    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
-    packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields. table: the tiles for an
-    encoding; None for one that the kernel does not know.
+    family: of its formats. packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields.
+    table: the tiles for an encoding; None for one that the kernel does not know.
     """
 
     name: str
+    family: str
     packing: str
     outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
     table: Callable[[Any], str | None]
 
     def fit(self, call: Call, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
-        """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them."""
-        columns, table, defines = call.shape[-1], self.table(encode), _defines_of(self.name, tuple(encode.layouts))
-        tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table and defines else None
-        return None if tile is None or defines is None else (tile, (*tile.defines, *defines))
+        """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them.
+
+        QuantizerError unless the encoding is of what the chain makes.
+        """
+        columns = call.shape[-1]
+        made = (math.prod(call.shape[:-1]), columns << call.code.depths[call.code.final])
+        defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype)
+        table = self.table(encode)
+        tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
+        return None if tile is None else (tile, (*tile.defines, *defines))
 
 
 def _tensor_outputs(call: Call, encode: Recording) -> tuple[list[Encoded], tuple[float, ...]]:
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
     planes = (data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE))
-    scaling = (t.data_ptr() for t in (encode.scale, encode.amax, decode_scale))
-    return [(data[layout.usage], decode_scale) for layout in encode.layouts], (*planes, *scaling, *encode.layouts[0].shape)
+    scaling = (check_number(t, call.device, where="scale or amax of a cast") for t in (encode.scale, encode.amax))
+    fields = (*planes, *scaling, decode_scale.data_ptr(), *encode.layouts[0].shape)
+    return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
 
 
 def _block_outputs(call: Call, encode: Blocks) -> tuple[list[Encoded], tuple[float, ...]]:
@@ -196,8 +205,12 @@ def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[f
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
 CASTS: Mapping[type, TileCast] = {
-    Recording: TileCast("TENSOR", "5P2q", _tensor_outputs, lambda _: "TENSOR"),
-    Blocks: TileCast("BLOCKS", BLOCKS, _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"),
-    Microscaled: TileCast("MX", "4P2q2I", _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))),
+    Recording: TileCast("TENSOR", "tensor", "5P2q", _tensor_outputs, lambda _: "TENSOR"),
+    Blocks: TileCast(
+        "BLOCKS", "block", BLOCKS, _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"
+    ),
+    Microscaled: TileCast(
+        "MX", "mx", "4P2q2I", _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))
+    ),
 }
 """By the type of the encoding."""

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from opfuse.kernels.cast import cast_mx, cast_recording
 from opfuse.kernels.cast_block import cast_block
+from opfuse.kernels.checks import check_planes
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.scales import Rounding
 
 Encoded = tuple[Tensor, ...]
-"""Data and decode scale of one plane, and its global amax where its format has one."""
+"""Data and decode scale of one plane, and its global amax where its format has one; of an identity plane, its data alone."""
 
 
 class Encoding(Protocol):
@@ -89,5 +90,19 @@ class Measured:
         return self.cast(_matrix(x, self.layouts), amax)
 
 
+@dataclass(frozen=True, eq=False)
+class WithOriginal:
+    """The planes of another encoding, and last, as a plane, the tensor itself, which whoever makes it stores."""
+
+    layouts: Sequence[Layout]
+    encode: Encoding
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return [*self.encode(x), (x,)]
+
+
 def _matrix(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
+    if x.shape == layouts[0].shape:
+        return x
+    check_planes(x.shape, layouts, where="cast")
     return x.reshape(layouts[0].shape)

@@ -8,7 +8,7 @@ import torch
 from opfuse import ops
 from opfuse.fusions import RULES
 from opfuse.kernels.registry import Kernel
-from tests.compiler.harness import UNFUSED, Step, randn, recipe_for, run, to
+from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 128
 CASTS = {"delayed": "CAST=TENSOR", "fp8_block": "CAST=BLOCKS", "mxfp8": "CAST=MX"}
@@ -39,6 +39,7 @@ def launched(monkeypatch):
 
 
 def mlp(activation):
+    torch.manual_seed(0)
     wide = 2 * WIDTH if activation is ops.SwiGLU else WIDTH
     return to(ops.Sequential(ops.Linear(WIDTH, wide), activation(), ops.Linear(WIDTH, WIDTH)), torch.bfloat16)
 
@@ -85,11 +86,34 @@ def test_r5_the_amax_comes_from_the_chain(name, activation, launched):
     assert len(of(launched, "tensor_amax", "amax")) - fused == (3 if name == "fp8_current" else 0)
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
-def test_r5_an_override_that_saves_the_original_casts_a_tensor_that_exists(name, launched):
-    step(ops.GELU, name, RULES, "high_precision")
-    assert of(launched, "forward_chain", "chain_forward")
-    assert not names(launched) & {"forward_chain_cast", "forward_chain_amax"}
+CASTING = ("cast_current", "cast_block", "cast_mx", "cast_nv")
+
+
+@pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_r5_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain(name, activation, launched):
+    fused = step(activation, name, RULES, "high_precision")
+    (defines,) = of(launched, "forward_chain_cast", "chain_tile", f"bias, {activation.kind}")
+    assert {CASTS[name], "ROWWISE=1", "COLUMNWISE=0"} <= {*defines}
+    assert not of(launched, "forward_chain", "chain_forward", f"bias, {activation.kind}")
+    casts = sum(kernel in CASTING for kernel, *_ in launched)
+    launched.clear()
+    unfused = step(activation, name, UNFUSED, "high_precision")
+    assert casts == sum(kernel in CASTING for kernel, *_ in launched) - 1
+    assert differences(unfused.tensors, fused.tensors) == []
+    assert fused.tensors["saved 3:linear.x"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_r5_an_override_that_saves_the_original_measures_it_in_the_chain(name, launched):
+    fused = step(ops.GELU, name, RULES, "high_precision")
+    assert of(launched, "forward_chain_amax", "chain_forward", "bias, gelu")
+    assert not names(launched) & {"forward_chain_cast", "backward_chain_amax"}
+    passes = len(of(launched, "tensor_amax", "amax"))
+    launched.clear()
+    unfused = step(ops.GELU, name, UNFUSED, "high_precision")
+    assert len(of(launched, "tensor_amax", "amax")) - passes == (1 if name == "fp8_current" else 0)
+    assert differences(unfused.tensors, fused.tensors) == []
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])

@@ -1,16 +1,18 @@
 """The generated text of chains: compiled without a GPU, the same for other shapes and constants, of declared expressions."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from opfuse.errors import KernelError, QuantizerError
-from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, ROWWISE, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, fp8_tensor, mxfp8
 from opfuse.kernels import launch
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cases import SOFTSIGN, Chain
 from opfuse.kernels.chain_cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
-from opfuse.kernels.encoding import Measured, Microscaled, Recording, WithOriginal
+from opfuse.kernels.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.pointwise import Pointwise
@@ -106,6 +108,13 @@ def test_a_cast_of_another_matrix_and_a_number_that_is_none_are_refused_before_a
     for kernel, args in ((forward_chain_cast, (x, stages, encode(dy))), (backward_chain_cast, (dy, stages, saved, encode(x)))):
         with pytest.raises(QuantizerError, match=words):
             kernel.run(lambda *_, **__: pytest.fail("launched"), *args)
+
+
+def test_planes_of_a_format_that_the_cast_does_not_make_are_refused():
+    (x, stages), _ = Chain(("gelu",), (64, 128)).forward(torch.device("cpu"))
+    for encode, fmt in ((Microscaled, NVFP4), (Blocks, fp8_tensor(E4M3)), (partial(Recording, *RECORDING.values()), mxfp8(E4M3))):
+        with pytest.raises(QuantizerError, match="wants planes of the family"):
+            forward_chain_cast.run(lambda *_, **__: pytest.fail("launched"), x, stages, encode([Layout(fmt, ROWWISE, (64, 128))]))
 
 
 @pytest.mark.parametrize("name", ["MX", "amax"])

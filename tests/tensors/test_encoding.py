@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from opfuse import formats
 from opfuse.errors import DtypeError, QuantizerError, ShapeError
-from opfuse.formats import USAGES
-from opfuse.kernels.encoding import Blocks, Measured, Microscaled, Recording
+from opfuse.formats import USAGES, fp8_block
+from opfuse.kernels.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
+from opfuse.kernels.layouts import Layout
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -71,9 +73,43 @@ def test_quantizers_of_others_and_with_a_cast_of_their_own_have_no_encoding():
         def quantize(self, x):
             return super().quantize(x / 2)
 
-    hybrid = HybridQuantizer(MXFP8Quantizer(), IdentityQuantizer())
-    for quantizer in (hybrid, IdentityQuantizer(), Halved(E4M3)):
+    class Doubled(HybridQuantizer):
+        def quantize(self, x):
+            return super().quantize(2 * x)
+
+    rows, kept = MXFP8Quantizer(), IdentityQuantizer()
+    others = [
+        Doubled(rows, kept),
+        HybridQuantizer(kept, IdentityQuantizer()),
+        HybridQuantizer(Halved(E4M3), kept),
+        HybridQuantizer(rows, MXFP8Quantizer()),
+        HybridQuantizer(rows, IdentityQuantizer(dtype=torch.float32)),
+        HybridQuantizer(rows, kept, columnwise_source="rowwise_dequantized"),
+        HybridQuantizer(rows, kept).wanting(rowwise=False),
+        HybridQuantizer(rows, kept).wanting(columnwise=False),
+    ]
+    for quantizer in (*others, kept, Halved(E4M3)):
         assert quantizer.encoding((64, 64), BF16) is None
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_b10_the_original_beside_a_cast_of_rows_is_the_tensor_itself(name):
+    make, kind = QUANTIZERS[name]
+    ours, other = (HybridQuantizer(make(), IdentityQuantizer()) for _ in range(2))
+    x = torch.randn(2, 64, 96).to(BF16)
+    encoding = ours.encoding(x.shape, x.dtype)
+    assert isinstance(encoding, WithOriginal)
+    assert isinstance(encoding.encode, kind)
+    made = ours.storage(x.shape, x.dtype, encoding, encoding(x))
+    assert made.columnwise.data is x
+    same(made, other.quantize(x))
+
+
+@pytest.mark.parametrize("make", [Blocks, lambda layouts: Measured(layouts, lambda x, amax: [])])
+def test_an_encoding_of_another_matrix_is_refused(make):
+    layouts = [Layout(fp8_block(formats.E4M3, 1), usage, (32, 64)) for usage in USAGES]
+    with pytest.raises(QuantizerError, match=r"wants planes of \(64, 64\), got a layout of \(32, 64\)"):
+        make(layouts)(torch.zeros(2, 32, 64))
 
 
 def test_an_encoding_is_refused_where_a_cast_would_be():

@@ -91,8 +91,8 @@ class Quantizer(ABC):
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
         """The cast of a tensor as a value, for a kernel that makes that tensor; :meth:`storage` takes its results.
 
-        None where there is none: for quantizers that are made of others, and for one with a ``quantize`` of its own. ShapeError
-        or DtypeError as by :meth:`quantize`.
+        None where there is none: for most quantizers that are made of others, and for one with a ``quantize`` of its own.
+        ShapeError or DtypeError as by :meth:`quantize`.
         """
         return None
 
@@ -268,7 +268,7 @@ def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:
     return plane_of(layout, torch.zeros(layout.data_shape, dtype=torch.uint8, device=device), scale, amax)
 
 
-def plane_of(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None = None) -> Plane:
+def plane_of(layout: Layout, data: torch.Tensor, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> Plane:
     """The plane whose bytes lie in ``layout``."""
     return Plane(layout.usage, layout.format, layout.shape, data, scale, amax, layout.swizzled)
 

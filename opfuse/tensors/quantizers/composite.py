@@ -11,6 +11,7 @@ import torch
 
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from opfuse.kernels.encoding import Encoding, WithOriginal
 from opfuse.tensors.quantizers.base import Quantizer, require
 from opfuse.tensors.storage import Plane
 
@@ -88,6 +89,23 @@ class HybridQuantizer(Quantizer):
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return self.rowwise_quantizer.state + self.columnwise_quantizer.state
+
+    def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
+        """Of a rowwise cast beside the tensor itself, as what makes the tensor has both; None of other pairs."""
+        if not self._keeps_original or type(self).quantize is not Quantizer.quantize:
+            return None
+        self._check(shape, dtype)
+        rowwise = self.rowwise_quantizer.encoding(shape, dtype)
+        if rowwise is None:
+            return None
+        return WithOriginal((*rowwise.layouts, *self.columnwise_quantizer._layouts(shape)), rowwise)
+
+    @cached_property
+    def _keeps_original(self) -> bool:
+        """Whether the planes asked for are a rowwise cast and, columnwise, the tensor as it is."""
+        columnwise = self.columnwise_quantizer
+        kept = type(columnwise) is IdentityQuantizer and columnwise.dtype is None and self.columnwise_source == "original"
+        return kept and bool(self.rowwise and self.columnwise)
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         planes = []

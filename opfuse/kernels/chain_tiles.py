@@ -142,7 +142,7 @@ def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile |
 
 @functools.lru_cache(maxsize=4096)
 def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, ...]:
-    """The definitions that every cast has. QuantizerError unless the layouts are planes of a matrix of ``shape``, of ``family``."""
+    """The definitions that every cast has. QuantizerError unless the planes are those of a matrix of ``shape``, of ``family``."""
     check_cast(shape, dtype, layouts, family=family, where="cast of a chain")
     first, usages = layouts[0], {layout.usage for layout in layouts}
     values = {

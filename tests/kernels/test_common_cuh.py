@@ -188,11 +188,15 @@ def test_r1_host_scales_of_blocks_of_every_16_bit_amax_are_those_of_the_oracle(h
             check_equal(host.each(f"block_decode_scale_{name}", U32, amax, constants), integer.decode_scale(scale, amax), amax)
 
 
-def test_r1_host_e8m0_from_the_bits_of_every_bf16_amax(host):
-    b = np.arange(2**15, dtype=U16)
-    amax = b.astype(U32) << U32(16)
-    for element in ("e4m3", "e5m2"):
-        check_equal(host.each(f"e8m0_from_bf16_amax_{element}", U8, b), integer.e8m0_from_amax(amax, element), amax)
+@pytest.mark.parametrize(("rounding", "bias"), [("ceil", 0x1FFFFF), ("floor", 0)])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_r1_host_e8m0_from_the_bits_of_every_16_bit_amax(host, name, rounding, bias):
+    """Blocks of 16-bit values take the integer rule, which is that of fp32 ones for these."""
+    sixteen_bits = np.concatenate([inputs.all_bf16(), inputs.all_fp16()])
+    for dtype, values in (("bf16", sixteen_bits), ("fp32", all_inputs())):
+        amax = values & U32(integer.MAGNITUDE)
+        codes = host.each(f"e8m0_of_block_{name}_{dtype}", U8, amax, np.array([bias], U32))
+        check_equal(codes, integer.e8m0_from_amax(amax, name, rounding), amax)
 
 
 def test_r1_host_e8m0_codes_and_multipliers(host):

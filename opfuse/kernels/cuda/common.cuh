@@ -204,13 +204,15 @@ OPFUSE_FN u32 e8m0_from_amax(float amax) {
     return is_finite(amax) ? encode_e8m0(amax * RECIPROCAL) : E8M0_NAN;
 }
 
-// The same from the magnitude bits of a bf16 amax, in integers.
-template <class E>
-OPFUSE_FN u32 e8m0_from_bf16_amax(u32 amax) {
+// The same of a block of values of T, from the bits of its amax, with the bias 0x1fffff; with 0 the exponent of amax less that of the
+// largest code, at least 0. Every bf16 and fp16 amax obeys the integer rule; an fp32 one whose scale is subnormal may not.
+template <class E, class T>
+OPFUSE_FN u32 e8m0_of_block(u32 amax, u32 bias) {
     static_assert(E::MAX == 448.0f || E::MAX == 57344.0f, "maximum 1.75 * 2^n");
     constexpr u32 EXPONENT = E::MAX == 448.0f ? 8 : 15;
-    u32 code = (amax + 0x1f) >> 7;
-    return amax >= 0x7f80 ? E8M0_NAN : larger(code, EXPONENT) - EXPONENT;
+    if (amax >= INF_BITS) return E8M0_NAN;
+    if (sizeof(T) == 4 && bias) return e8m0_from_amax<E>(float_of(amax));
+    return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
 }
 
 // ----------------------------------------------------------------------------------------------------------------- fp32 scales

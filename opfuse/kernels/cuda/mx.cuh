@@ -8,15 +8,8 @@
 
 constexpr int MX_BLOCK = 32;
 
-// The code of a block of values of T from the bits of its amax; bias as in cast_mx.cu. Every bf16 and fp16 amax obeys the integer
-// rule; an fp32 one whose scale is subnormal may not.
-template <class T = IN>
-OPFUSE_FN u32 mx_code(u32 amax, u32 bias) {
-    constexpr u32 EXPONENT = OUT::MAX == 448.0f ? 8 : 15;
-    if (amax >= INF_BITS) return E8M0_NAN;
-    if (sizeof(T) == 4 && bias) return e8m0_from_amax<OUT>(float_of(amax));
-    return larger((amax + bias) >> 23, EXPONENT) - EXPONENT;
-}
+// The code of a block of values of IN from the bits of its amax; bias as in cast_mx.cu.
+OPFUSE_FN u32 mx_code(u32 amax, u32 bias) { return e8m0_of_block<OUT, IN>(amax, bias); }
 
 // 2^(127 - code) for a code of a block: that of the largest finite amax is far below 254.
 OPFUSE_FN float mx_multiplier(u32 code) { return float_of(code == E8M0_NAN ? NAN_BITS : (254 - code) << 23); }

@@ -108,7 +108,7 @@ struct Microscaled {
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
         cast_blocks<4>(codes, y, [&](int k, u32 bits) {
-            u32 code = mx_code<IO>(bits, target.bias);
+            u32 code = e8m0_of_block<OUT, IO>(bits, target.bias);
             if (k < N && has_block<4>(at, first + k))
                 target.scale[row_scale_at(columns, at.row, at.column(first + k) / MX_BLOCK)] = u8(code);
             return mx_multiplier(code);

@@ -117,6 +117,7 @@ def test_planes_of_a_format_that_the_cast_does_not_make_are_refused():
             forward_chain_cast.run(lambda *_, **__: pytest.fail("launched"), x, stages, encode([Layout(fmt, ROWWISE, (64, 128))]))
 
 
+@pytest.mark.row("B10")
 @pytest.mark.parametrize("name", ["MX", "amax"])
 def test_b10_the_original_is_stored_by_the_kernel_that_casts_it_in_both_directions(name):
     chain = Chain(("bias", "gelu"), (64, 128))

@@ -92,6 +92,7 @@ def test_quantizers_of_others_and_with_a_cast_of_their_own_have_no_encoding():
         assert quantizer.encoding((64, 64), BF16) is None
 
 
+@pytest.mark.row("B10")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_b10_the_original_beside_a_cast_of_rows_is_the_tensor_itself(name):
     make, kind = QUANTIZERS[name]

@@ -27,8 +27,9 @@ class Pipeline(Protocol):
 
 
 def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """Typed errors for what is no tensor, for parametrized weights and for several devices; a warning for module hooks."""
+    """Typed errors for what is no strided tensor, parametrized weights and several devices; a warning for module hooks."""
     check_tensors(pipeline.label, *extras, what="extra input")
+    _check_strided(pipeline.label, x, *extras)
     for op in pipeline.ops:
         _check_parametrized(op)
     _check_devices(pipeline, x, extras)
@@ -41,6 +42,13 @@ def check_tensors(label: str, *given: object, what: str = "input") -> None:
         if not isinstance(value, torch.Tensor):
             got = type(value).__name__
             raise DtypeError(describe(f"{label} {what}", wanted="a torch.Tensor", got=got, cure="pass a tensor"))
+
+
+def _check_strided(label: str, *tensors: torch.Tensor) -> None:
+    """UnsupportedError for the first sparse tensor."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
 
 
 def check_transforms(pipeline: Pipeline, tensors: Iterable[torch.Tensor]) -> None:

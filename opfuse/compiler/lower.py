@@ -176,7 +176,7 @@ def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
 
 def _leaves_cast(b: _Builder, index: int) -> bool:
     """Whether an explicit Quantize leaves the cast to the product after it, which casts groups of rows apart."""
-    after = next((op for op in b.ops[index + 1 :] if TRANSPARENT not in op.traits), None)
+    after = next((op for op in b.ops[index + 1 :] if not _is_copy(op)), None)
     return b.ops[index].is_cast and after is not None and after.cast_groups("input") > 0
 
 
@@ -191,7 +191,7 @@ def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int
 
     The first extra input says where groups of rows end.
     """
-    earlier = b.casts.get(b.current)
+    earlier = None if spec.groups else b.casts.get(b.current)
     if earlier is not None:
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return

@@ -68,18 +68,18 @@ class Observation:
     totals: Totals
 
 
-def observe(
-    model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None
-) -> Observation:
+def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any], *, dtype: torch.dtype | None = None) -> Observation:
     """Run ``model(x, *extras)`` forward once. dtype: of all floating-point parameters, buffers and inputs, instead of their own.
 
     The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
     and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
 
-    PipelineError for what is no module, and for one that runs no op of opfuse; DtypeError for an input that is no tensor.
+    extras: whatever else ``model`` takes. PipelineError for what is no module, and for one that runs no op of opfuse; DtypeError
+    for an input that is no tensor.
     """
-    _check(model, x, extras)
-    given = {name: _dense(tensor, dtype) for name, tensor in zip(_input_names(), (x, *extras))}
+    _check(model, x)
+    arguments = dict(zip(_input_names(), (x, *extras)))
+    given = {name: _dense(value, dtype) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     inputs = {name: _copy(tensor, dtype) for name, tensor in given.items()}
     state = _state(model, dtype)
     tensors: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ def observe(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
-        torch.func.functional_call(model, state, tuple(inputs.values()))
+        torch.func.functional_call(model, state, tuple((arguments | inputs).values()))
     if not plans:
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
@@ -101,12 +101,11 @@ def observe(
     return Observation(tuple(plans), tuple(values), memory.totals())
 
 
-def _check(model: object, x: object, extras: Sequence[object]) -> None:
+def _check(model: object, x: object) -> None:
     if not isinstance(model, nn.Module):
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="an nn.Module", got=type(model).__name__, cure=cure))
     check_tensors(WHERE, x)
-    check_tensors(WHERE, *extras, what="extra input")
 
 
 def _input_names() -> Iterator[str]:

@@ -12,7 +12,7 @@ from opfuse.compiler.graph import CastSpec
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
-from opfuse.formats import USAGES, Format
+from opfuse.formats import COLUMNWISE, USAGES, Format
 from opfuse.kernels.gemm_native import BACKENDS, layout_refusal, machine
 from opfuse.kernels.layouts import layout_of
 from opfuse.recipes import Recipe
@@ -57,6 +57,10 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     )
 
 
+_SPARED = {COLUMNWISE: ", or compute the backward pass under a backward_override"}
+"""How a call can do without a plane."""
+
+
 def _format(op: BasicOperation, role: str, stored: QuantizedStorage, usage: str) -> Format:
     try:
         return stored.derived(usage).format
@@ -66,7 +70,7 @@ def _format(op: BasicOperation, role: str, stored: QuantizedStorage, usage: str)
                 f"{op.label} {role}",
                 wanted=f"{usage} data, which a product of this call reads",
                 got=f"a parameter stored without: {stored.why}",
-                cure="quantize it in both directions, or compute the backward pass under a backward_override",
+                cure="quantize it in both directions" + _SPARED.get(usage, ""),
             )
         ) from error
 

@@ -68,28 +68,29 @@ class Cast:
         if isinstance(x, QuantizedStorage):
             return x
         dtype = self.op.compute_dtype(self.env, x)
-        storage = self._current(x.shape, dtype).quantize(x.to(dtype))
+        storage = self._current(x.shape, dtype, x.device).quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
-    def fused(self, shape: torch.Size, dtype: torch.dtype) -> FusedCast | None:
-        """The cast of a tensor of ``shape`` in ``dtype`` that a kernel is about to make, for that kernel to do.
+    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> FusedCast | None:
+        """The cast of a tensor of ``shape`` in ``dtype`` on ``device`` that a kernel is about to make, for that kernel to do.
 
         None if the tensor must exist first; then it is for a call to cast it. Delayed scaling is due for an update from now on.
         """
         if self.op.compute_dtype(self.env, _example(dtype)) != dtype:
             return None
-        quantizer = self._current(shape, dtype)
+        quantizer = self._current(shape, dtype, device)
         encoding = quantizer.encoding(shape, dtype)
         return None if encoding is None else FusedCast(encoding, quantizer, shape, dtype)
 
-    def _current(self, shape: torch.Size, dtype: torch.dtype) -> Quantizer:
-        """The quantizer of a tensor of ``shape`` and ``dtype``, over live tensors of a state, due for an update from now on."""
+    def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
+        """The quantizer of such a tensor, over the live tensors of a state, which are due for an update from now on."""
         self.quantizer.check(shape, dtype, where=self.where)
-        return self.quantizer if self.state is None else self._delayed(self.state)
+        return self.quantizer if self.state is None else self._delayed(self.state, device)
 
-    def _delayed(self, state: DelayedScalingState) -> Quantizer:
+    def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         recipe = self._delayed_scaling
         state.resize(recipe.amax_history_len)
+        state.to(device)
         if self.role == GRADIENT:
             touch_backward(state, recipe, group=self.group)
         elif self.env.grad:

@@ -37,14 +37,14 @@ class GroupedCast(Cast):
             check_splits(splits, self.groups, where=self.op.label)
             splits = read_sizes(splits, rows)
         sizes = splits or (rows // self.groups,) * self.groups
-        quantizer = self._grouped(check_sizes(sizes, rows, where=self.where))
+        quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
         dtype = self.op.compute_dtype(self.env, x)
         quantizer.check(x.shape, dtype, where=self.where)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
-    def _grouped(self, sizes: Sizes) -> Quantizer:
-        each = tuple(map(self._delayed, self.states)) or (self.quantizer,) * self.groups
+    def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:
+        each = tuple(self._delayed(state, device) for state in self.states) or (self.quantizer,) * self.groups
         usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
         quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)
         multiple = self.quantizer.formats[1].multiple if self.quantizer.columnwise and not self.padded else 1

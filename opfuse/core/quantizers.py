@@ -35,6 +35,10 @@ class _Delayed(Float8Quantizer):
     group: Any = field(compare=False, repr=False)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
+        if x.device != self.scale.device:
+            self.slot.to(x.device)
+            made = self.slot.quantizer(self.fp8_dtype)
+            return replace(self, scale=made.scale, amax=made.amax).quantize(x)
         if torch._C._current_graph_task_id() >= 0:
             touch_backward(self.slot, self.recipe, group=self.group)
         elif torch.is_grad_enabled() or recorded.get():

@@ -19,9 +19,10 @@ from opfuse.core.signature import Env, checked_dtype, checked_sizes
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split_rows
 from opfuse.ops.grouped_delay import PutOff, owed
+from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes import QuantizerRole, Recipe, current_model_init
-from opfuse.recipes.policy import cast_quantizer, saved_operand
+from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
@@ -214,6 +215,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         ctx.input_dtype, ctx.compute_dtype = x.dtype, ctx.dtype(x)
         self._check_call(x, splits, scales)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
+        check_forward(ctx, x, "input")
         held = {name: self._held(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
         ctx.sizes = self._sizes(x, weights, splits, rounded=out_dtype in (None, ctx.compute_dtype))
@@ -247,7 +249,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
     def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> Weights:
         """The weight of each group as a product reads it beside ``other``; plain weights in one tensor stay in it."""
-        read = [_operand(weight, other, ctx.compute_dtype) for weight in held]
+        read = [_in(multiplied(weight, other), ctx.compute_dtype) for weight in held]
         if not self.single_grouped_weight:
             return read
         (whole,) = read
@@ -269,8 +271,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dgrad, dscales = "input" in ctx.needs, "extra1" in ctx.needs
         dbias = not ctx.needs.isdisjoint(self.bias_names)
         ctx.save(
-            x=_saved(ctx, x) if wgrad else None,
-            **{name: _saved(ctx, weight) if dgrad else None for name, weight in held.items()},
+            x=kept(ctx, x, "input") if wgrad else None,
+            **{name: kept(ctx, weight, name) if dgrad else None for name, weight in held.items()},
             **{name: self.parameter(name) if dscales else None for name in self.bias_names},
             splits=splits if ctx.sizes is None and (wgrad or dgrad) else None,
             scales=scales if dbias else None,
@@ -365,16 +367,8 @@ def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:
     return (kind,) if single else tuple(f"{kind}{i}" for i in range(groups))
 
 
-def _operand(weight: Any, other: Value, dtype: torch.dtype) -> Operand:
-    """A quantized parameter as a product reads it: its planes beside a quantized operand, its values beside a plain one."""
-    if isinstance(weight, QuantizedTensor):
-        return weight.storage if isinstance(other, QuantizedStorage) else weight.dequantize(dtype)
-    return weight if isinstance(weight, QuantizedStorage) else weight.to(dtype)
-
-
-def _saved(ctx: Context, operand: Value) -> Any:
-    """What the backward products read of an operand: a quantized parameter itself, a cast's plane, or the tensor."""
-    return saved_operand(operand, ctx.env.backward_override) if isinstance(operand, QuantizedStorage) else operand
+def _in(operand: Value, dtype: torch.dtype) -> Operand:
+    return operand if isinstance(operand, QuantizedStorage) else operand.to(dtype)
 
 
 def _regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:

@@ -12,13 +12,13 @@ from torch import nn
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, checked_dtype, checked_sizes
-from opfuse.errors import MissingPlaneError, ShapeError, describe
+from opfuse.errors import ShapeError, describe
 from opfuse.kernels import pointwise
+from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes import Recipe, current_model_init
 from opfuse.recipes.delayed import DelayedScalingStates
-from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -101,13 +101,14 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         dtype, ctx.input_dtype = ctx.dtype(x), x.dtype
         self._check_input(x)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
+        check_forward(ctx, x, "input")
         w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
         ctx.compute_dtype = dtype
         ctx.save(
-            x=self._saved(ctx, x) if "weight" in ctx.needs else None,
-            w=self._saved_weight(ctx, w, dtype) if "input" in ctx.needs else None,
+            x=kept(ctx, x, "input") if "weight" in ctx.needs else None,
+            w=kept(ctx, w, "weight") if "input" in ctx.needs else None,
         )
-        return gemm("fprop", x, _operand(w, x), dtype=dtype, out_dtype=out_dtype, **ctx.env.product("fprop"))
+        return gemm("fprop", x, multiplied(w, x), dtype=dtype, out_dtype=out_dtype, **ctx.env.product("fprop"))
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
@@ -118,7 +119,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             return None
         dy, w = self._gradient(ctx, dy), ctx.saved.w
         options = ctx.env.product("dgrad")
-        dx = gemm("dgrad", dy, _operand(w, dy), dtype=ctx.compute_dtype, out_dtype=out_dtype, **options)
+        dx = gemm("dgrad", dy, multiplied(w, dy), dtype=ctx.compute_dtype, out_dtype=out_dtype, **options)
         return dx.to(out_dtype or ctx.input_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
@@ -136,25 +137,6 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         dy = ctx.cast("grad_output", dy)
         return dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
 
-    def _saved(self, ctx: Context, operand: Value) -> Any:
-        if not isinstance(operand, QuantizedStorage):
-            return operand
-        try:
-            return saved_operand(operand, ctx.env.backward_override)
-        except MissingPlaneError as error:
-            raise MissingPlaneError(
-                describe(
-                    f"{self.label} input",
-                    wanted="data for both the forward and the backward products",
-                    got=f"one that was quantized elsewhere: {str(error).partition('. Cure')[0]}",
-                    cure="pass y.dequantize(), or keep both ops in one Sequential, whose Quantize makes what the product reads",
-                )
-            ) from error
-
-    def _saved_weight(self, ctx: Context, weight: Value, dtype: torch.dtype) -> Any:
-        """A quantized parameter is saved as the parameter, so that autograd notices a change before the backward pass."""
-        return weight if isinstance(weight, QuantizedTensor) else self._saved(ctx, weight)
-
     def _check_input(self, x: Value) -> None:
         if len(x.shape) < 1 or x.shape[-1] != self.spec.in_features:
             raise ShapeError(
@@ -165,15 +147,6 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
                     cure="check the preceding op's size",
                 )
             )
-
-
-def _operand(weight: Any, other: Value) -> Value:
-    """A quantized parameter as a product reads it: its planes beside a quantized operand, its values beside a plain one."""
-    if not isinstance(weight, QuantizedTensor):
-        return weight
-    if not isinstance(other, QuantizedStorage):
-        return weight.dequantize()
-    return weight.storage
 
 
 class Linear(QuantizerStateMixin, FusibleOperation):

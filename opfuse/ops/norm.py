@@ -48,7 +48,7 @@ class _Normalization(BasicOperation):
         """The cast of the normalised input, by the kernel that makes it where there is one for the cast."""
         self._check_input(x)
         dtype = ctx.dtype(x)
-        fused = cast.fused(x.shape, dtype)
+        fused = cast.fused(x.shape, dtype, x.device)
         if fused is None:
             return cast(self.produce(ctx, x))
         encoded, statistics = norm_cast(x, self._norm(), fused.encoding, dtype=dtype)

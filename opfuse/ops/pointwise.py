@@ -132,7 +132,7 @@ def run_chain_cast(
 ) -> QuantizedStorage:
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
-    fused = cast.fused(shape, dtype)
+    fused = cast.fused(shape, dtype, x.device)
     keep = _kept(contexts)
     if fused is None:
         y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
@@ -181,7 +181,7 @@ def run_chain_backward_cast(
     """:func:`run_chain_backward` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, saved, shape = _backward_stages(dy, contexts)
     first = contexts[0]
-    fused = cast.fused(shape, first.io_dtype) if first.io_dtype == first.input_dtype else None
+    fused = cast.fused(shape, first.io_dtype, dy.device) if first.io_dtype == first.input_dtype else None
     if fused is None:
         return cast(run_chain_backward(dy, contexts, rounding=rounding))
     encoded, grads = backward_chain_encoded(dy, stages, saved, fused.encoding, rounding=rounding, dtype=first.io_dtype)

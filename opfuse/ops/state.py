@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -13,6 +14,12 @@ class QuantizerStateMixin:
     """Extra state of a module with ``quantizer_states``: a dictionary of tensors, empty where scaling was never delayed."""
 
     quantizer_states: DelayedScalingStates
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """States follow the parameters to another device; their dtype stays."""
+        for state in self.quantizer_states:
+            state.to(fn(state.scale).device)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Every state tensor under ``role/field``."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
 from opfuse.errors import RecipeError, describe
@@ -13,7 +13,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
 from opfuse.recipes.settings import Domain, setting
 from opfuse.recipes.zoo import PRESETS
-from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.quantizers.composite import QuantizerRequest
 
 if TYPE_CHECKING:
@@ -24,17 +24,26 @@ if TYPE_CHECKING:
 class DelayedScalingRequest(QuantizerRequest):
     """What a factory answers for a role that is to be scaled by its history: the op keeps the state and gives the quantizer.
 
-    Takes the fields of :class:`DelayedScaling` as keywords. Scales are updated as under that recipe.
+    Takes as keywords those fields of :class:`DelayedScaling` that say how it scales; all others are the custom recipe's own.
+    Scales are updated as under that recipe.
     """
 
     recipe: DelayedScaling
 
-    def __init__(self, **fields: Any) -> None:
-        object.__setattr__(self, "recipe", DelayedScaling(**fields))
+    def __init__(self, **scaling: Any) -> None:
+        if others := scaling.keys() & {field.name for field in fields(Recipe)}:
+            cure = "set it on the CustomRecipe"
+            raise RecipeError(describe("DelayedScalingRequest", wanted="fields of scaling", got=sorted(others), cure=cure))
+        object.__setattr__(self, "recipe", DelayedScaling(**scaling))
 
 
 Answer = Quantizer | DelayedScalingRequest
 QFactory = Callable[[QuantizerRole], Answer]
+
+
+def _is_answer(made: object) -> TypeGuard[Answer]:
+    """Whether a factory may answer this: ops themselves make quantizers of groups, of one for each."""
+    return isinstance(made, Answer) and not isinstance(made, GroupedQuantizer)
 
 
 def _factory(value: Any) -> QFactory:
@@ -89,7 +98,7 @@ class CustomRecipe(Recipe):
             made = self.qfactory(role)
         except Exception:
             return None
-        return made if isinstance(made, Answer) else None
+        return made if _is_answer(made) else None
 
     def check(self) -> None:
         super().check()
@@ -101,7 +110,7 @@ class CustomRecipe(Recipe):
         if (known := self._answers.get(role)) is not None:
             return known
         made = self.qfactory(role)
-        if not isinstance(made, Answer):
+        if not _is_answer(made):
             cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
             wanted = "a Quantizer or a DelayedScalingRequest"
             raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(made), cure=cure))

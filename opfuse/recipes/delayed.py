@@ -45,7 +45,12 @@ class DelayedScalingState:
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
-        self._hold(torch.ones(1, dtype=torch.float32, device=device), torch.zeros(length, dtype=torch.float32, device=device))
+        self._begin(length, device)
+
+    def _begin(self, length: int, device: torch.device | str | None) -> None:
+        with torch.inference_mode(mode=False):  # what that mode makes, a later call could not write
+            scale = torch.ones(1, dtype=torch.float32, device=device)
+            self._hold(scale, torch.zeros(length, dtype=torch.float32, device=device))
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Take these tensors in place of those before, with the quantizers over them."""
@@ -78,12 +83,19 @@ class DelayedScalingState:
         """Cut the history to its first ``length`` slots or pad it with zeros; the scale stays."""
         old = self.amax_history
         if len(old) != length:
-            self._hold(self.scale, old.new_zeros(length))
-            self.amax_history[: len(old)] = old[:length]
+            with torch.inference_mode(mode=False):
+                self._hold(self.scale, old.new_zeros(length))
+                self.amax_history[: len(old)] = old[:length]
 
-    def to(self, device: torch.device | str) -> None:
-        """Move both tensors."""
-        self._hold(self.scale.to(device), self.amax_history.to(device))
+    def to(self, device: torch.device) -> None:
+        """Move both tensors, if they are elsewhere; from the meta device, which has no values, to a new state."""
+        if self.scale.device == device:
+            return
+        if self.scale.is_meta:
+            self._begin(len(self.amax_history), device)
+        else:
+            with torch.inference_mode(mode=False):
+                self._hold(self.scale.to(device), self.amax_history.to(device))
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """The state as plain tensors (clones)."""
@@ -130,10 +142,8 @@ class DelayedScalingStates:
             for state, scale, history in before.values():
                 state._hold(scale, history)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move every state."""
-        for state in self._states.values():
-            state.to(device)
+    def __iter__(self) -> Iterator[DelayedScalingState]:
+        return iter(self._states.values())
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """Every tensor under ``role/field``; empty when delayed scaling was never used."""

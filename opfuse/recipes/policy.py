@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -73,6 +73,9 @@ def saved_operand(operand: QuantizedStorage, override: str | None) -> QuantizedS
     """The part of a forward operand that the backward products read under ``override``."""
     saved = KEEP[override].saved
     if saved == "original":
-        return operand.plane(COLUMNWISE).data
+        plane = operand.columnwise
+        if plane is not None and plane.format.family == IDENTITY.family:
+            return plane.data
+        saved = "rowwise"  # what came quantized has no other original than the values that it stands for
     why = f"backward_override={override!r} saves the {saved} plane only"
     return operand.only(ROWWISE if saved == "rowwise" else COLUMNWISE, why=why)

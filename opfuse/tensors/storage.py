@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from opfuse.errors import MissingPlaneError
+from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
 from opfuse.kernels.decode import dequantize
 from opfuse.kernels.layouts import Layout, layout_of, relayout_scale
@@ -121,8 +121,8 @@ class QuantizedStorage:
         return plane or self.plane(usage)
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
-        """The same storage with only the planes of ``usages``."""
-        rowwise, columnwise = [self.plane(usage) if usage in usages else None for usage in USAGES]
+        """The same storage with only the planes of ``usages``, derived where they can be."""
+        rowwise, columnwise = [self.derived(usage) if usage in usages else None for usage in USAGES]
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, why)
 
     def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
@@ -152,5 +152,7 @@ class QuantizedStorage:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a tensor: leading dimensions flattened; a vector is one row."""
+    """(M, K) of a tensor: leading dimensions flattened; a vector is one row. ShapeError for a scalar."""
+    if not shape:
+        raise ShapeError(describe("a matrix", wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
     return math.prod(shape[:-1]), shape[-1]

@@ -73,6 +73,7 @@ BLOCKS: dict[str, Callable[[Pipeline], None]] = {
     "add in place": _same_width(lambda _: ops.AddExtraInput(in_place=True), extra=True),
     "tap": _same_width(lambda _: ops.MakeExtraOutput()),
     "tap in place": _same_width(lambda _: ops.MakeExtraOutput(in_place=True)),
+    "reshape": _same_width(lambda width: ops.Reshape((-1, width))),
     "identity": _same_width(lambda _: ops.Identity()),
     "quantize": _same_width(lambda _: ops.Quantize()),
     "quantize both": _same_width(lambda _: ops.Quantize(forward=True, backward=True)),

@@ -133,6 +133,17 @@ def test_b16_a_quantize_that_keeps_high_precision_leaves_the_cast_to_the_product
     assert same(got["grad of 1.weight"], wanted["grad of 0.weight"])
 
 
+def test_a_second_output_between_a_quantize_and_groups_has_the_values_of_the_quantized_data():
+    """What a tap gives depends on no op after it."""
+    x, recipe, splits = randn(ROWS, K), MXFP8BlockScaling(), torch.tensor([ROWS // 2] * 2)
+    grouped = ops.GroupedLinear(2, K, N, dtype=torch.bfloat16)
+    with opfuse.autocast(recipe=recipe):
+        _, tapped = ops.Sequential(ops.Quantize(), ops.MakeExtraOutput(), grouped)(x, splits)
+        _, alone = ops.Sequential(ops.Quantize(), ops.MakeExtraOutput())(x)
+    assert same(tapped.detach(), alone.detach())
+    assert not same(tapped.detach(), x)
+
+
 def test_a_second_output_behind_a_quantize_has_the_values_of_the_quantized_data():
     x, recipe = randn(ROWS, K), MXFP8BlockScaling()
     got = run(layer(ops.Quantize(), ops.MakeExtraOutput()), x, step=Step(recipe)).tensors

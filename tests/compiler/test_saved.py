@@ -193,16 +193,24 @@ def test_buffers_stay_as_they_are_in_every_comparison(dtype):
 
 @pytest.mark.parametrize("inspect", [opfuse.saved, opfuse.explain])
 def test_what_is_no_call_of_a_pipeline_is_refused_by_name(inspect):
-    x, splits = randn(ROWS, K), [ROWS // 2, ROWS // 2]
+    x = randn(ROWS, K)
     for model, inputs, error, said in (
         (block(), ([1.0],), DtypeError, "input: wants a torch.Tensor, got list"),
-        (ops.GroupedLinear(2, K, N), (x, splits), DtypeError, "extra input: wants a torch.Tensor, got list"),
         (torch.relu, (x,), PipelineError, "wants an nn.Module, got builtin_function_or_method"),
         (torch.nn.Linear(K, N, dtype=BF16), (x,), PipelineError, "wants a module that runs ops of opfuse, got Linear"),
         (ops.Sequential(), (x,), PipelineError, "wants a module that runs ops of opfuse, got Sequential"),
     ):
         with pytest.raises(error, match=f"inspected call.*{said}.*Cure: "):
             inspect(model, *inputs)
+
+
+@pytest.mark.parametrize("inspect", [opfuse.saved, opfuse.explain])
+def test_what_a_model_takes_besides_tensors_is_inspected_as_it_is_called(inspect):
+    model, x = ops.GroupedLinear(2, K, N, dtype=BF16), randn(ROWS, K)
+    listed, given = (
+        inspect(model, x, splits) for splits in ([ROWS // 4, ROWS - ROWS // 4], torch.tensor([ROWS // 4, ROWS - ROWS // 4]))
+    )
+    assert str(listed) == str(given)
 
 
 # -- inputs that are views ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import opfuse
 from opfuse import ops
 from opfuse.errors import QuantizerError, RecipeError
 from opfuse.kernels.delayed import UpdateRule, delayed_update
@@ -419,3 +420,66 @@ def test_amaxes_are_reduced_over_their_group(tmp_path):
     ]
     printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
     assert printed == [["2.0", "8.0", "1.0", "1.0", "2.0"], ["2.0", "8.0", "2.0", "2.0", "2.0"]]
+
+
+MODELS = {
+    "linear": (lambda: ops.Linear(32, 32), ()),
+    "grouped linear": (lambda: ops.GroupedLinear(2, 32, 32), (torch.tensor([16, 16]),)),
+    "explicit quantize": (lambda: ops.Sequential(ops.Quantize(True, True), ops.GELU()), ()),
+}
+
+
+def _trained(model: torch.nn.Module, extras: tuple, recipe: DelayedScaling, device: str = "cpu") -> torch.Tensor:
+    x = torch.randn(32, 32, device=device, requires_grad=True)
+    with opfuse.autocast(recipe=recipe):
+        y = model(x, *(extra.to(device) for extra in extras))
+    y.sum().backward()
+    return y
+
+
+@pytest.mark.row("U01")
+@pytest.mark.parametrize("name", MODELS)
+def test_u01_states_made_or_resized_in_inference_mode_train_later(name):
+    make, extras = MODELS[name]
+    model = make()
+    for length in (16, 4):
+        recipe = DelayedScaling(amax_history_len=length)
+        with torch.inference_mode(), opfuse.autocast(recipe=recipe):
+            model(torch.randn(32, 32), *extras)
+        with torch.no_grad(), opfuse.autocast(recipe=recipe):
+            model(torch.randn(32, 32), *extras)
+        assert _trained(model, extras, recipe).requires_grad
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_where_the_tensors_are(name):
+    """The meta device stands for another one: a model may start there, be moved there, and come back, which begins anew."""
+    make, extras = MODELS[name]
+    model = make()
+    _trained(model, extras, DelayedScaling())
+    model.to("meta")
+    states = [state for module in model.modules() for state in getattr(module, "quantizer_states", ())]
+    assert states
+    assert all(tensor.is_meta for state in states for tensor in (state.scale, state.amax_history))
+    assert _trained(model, extras, DelayedScaling(), "meta").is_meta
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    assert _trained(model, extras, DelayedScaling()).isfinite().all()
+    assert all(state.amax_history.device.type == "cpu" for state in states)
+
+
+def test_states_move_when_the_input_does_and_no_parameter_tells():
+    quantize = ops.Quantize()
+    for device in ("meta", "cpu", "meta"):
+        with opfuse.autocast(recipe=DelayedScaling()):
+            assert quantize(torch.randn(32, 32, device=device)).device.type == device
+
+
+def test_states_keep_their_dtype_and_values_where_a_model_is_cast():
+    model = ops.Linear(32, 32)
+    _trained(model, (), DelayedScaling())
+    before = model.quantizer_states.to_dict()
+    model.to(torch.bfloat16)
+    after = model.quantizer_states.to_dict()
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)

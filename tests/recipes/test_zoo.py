@@ -28,7 +28,7 @@ from opfuse.recipes import (
 )
 from opfuse.recipes.zoo import PRESETS
 from opfuse.tensors.gemm import gemm
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.quantizers.composite import QuantizerRequest
 from tests.compiler.harness import Step, differences, randn, run, same, to
 from tests.compiler.pipelines import COMPOSED
@@ -206,6 +206,8 @@ def test_h08_h32_a_request_is_a_value_with_the_fields_of_the_recipe():
     assert DelayedScalingRequest(margin=1).recipe == DelayedScaling(margin=1)
     with pytest.raises(UnknownFieldError, match="did you mean 'amax_history_len'"):
         DelayedScalingRequest(amax_history_length=4)
+    with pytest.raises(RecipeError, match=r"wants fields of scaling, got \['rounding', 'split_accumulator'\]. Cure: set it on"):
+        DelayedScalingRequest(split_accumulator="all", rounding="single")
     recipe, role = CustomRecipe(qfactory=inputs_delayed), QuantizerRole()
     assert recipe.delayed_scaling(role) == DelayedScaling(amax_history_len=4, margin=1)
     assert recipe.delayed_scaling(QuantizerRole(tensor_type="weight")) is None
@@ -213,6 +215,8 @@ def test_h08_h32_a_request_is_a_value_with_the_fields_of_the_recipe():
         recipe.quantizer(role)
     with pytest.raises(RecipeError, match=r"wants a Quantizer or a DelayedScalingRequest, got <.*QuantizerRequest"):
         CustomRecipe(qfactory=lambda role: QuantizerRequest()).quantizer(role)
+    with pytest.raises(RecipeError, match=r"wants a Quantizer or a DelayedScalingRequest, got GroupedQuantizer"):
+        CustomRecipe(qfactory=lambda role: GroupedQuantizer((MXFP8Quantizer(),))).quantizer(role)
 
 
 @pytest.mark.row("H08", "H32")

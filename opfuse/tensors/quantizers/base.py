@@ -163,7 +163,7 @@ class Quantizer(ABC):
         """
         taken = self.input_dtypes
         if dtype is not None and taken is not None and dtype not in taken:
-            wanted, cure = ", ".join(map(str, taken)), f"cast the input to {taken[-1]}" if taken else "use formats that share one"
+            wanted, cure = ", ".join(map(str, taken)), f"cast the input to {taken[0]}" if taken else "use formats that share one"
             raise DtypeError(describe(where or type(self).__name__, wanted=wanted, got=dtype, cure=cure))
         misfit = _misfit(self._stored, tuple(shape))
         if misfit is not None:

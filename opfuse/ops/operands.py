@@ -1,0 +1,48 @@
+"""How linear layers read the operands of their products, and what they keep of them for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opfuse.core.context import Context, Value
+from opfuse.errors import MissingPlaneError, describe
+from opfuse.recipes.policy import saved_operand
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+
+def multiplied(weight: Any, other: Value) -> Value:
+    """A weight as a product reads it: of a quantized parameter the planes beside a quantized operand, else the values."""
+    if not isinstance(weight, QuantizedTensor):
+        return weight  # type: ignore[no-any-return]
+    return weight.storage if isinstance(other, QuantizedStorage) else weight.dequantize()
+
+
+def kept(ctx: Context, operand: Any, role: str) -> Any:
+    """What the backward products read of an operand: a quantized parameter itself, a plane of its cast, or the tensor.
+
+    Autograd notices when a parameter changes before the backward pass. MissingPlaneError for what came quantized without
+    the plane that is read.
+    """
+    if not isinstance(operand, QuantizedStorage):
+        return operand
+    try:
+        return saved_operand(operand, ctx.env.backward_override)
+    except MissingPlaneError as error:
+        cure = f"pass {role}.dequantize(), or keep both ops in one Sequential, whose Quantize makes what the product reads"
+        raise _missing(ctx, role, "data for both the forward and the backward products", error, cure) from error
+
+
+def check_forward(ctx: Context, operand: Value, role: str) -> None:
+    """MissingPlaneError unless the forward product can read the operand."""
+    if isinstance(operand, QuantizedStorage) and operand.rowwise is None:
+        try:
+            operand.derived("rowwise")
+        except MissingPlaneError as error:
+            cure = f"quantize it with rowwise=True, or pass {role}.dequantize()"
+            raise _missing(ctx, role, "rowwise data, which the forward product reads", error, cure) from error
+
+
+def _missing(ctx: Context, role: str, wanted: str, error: MissingPlaneError, cure: str) -> MissingPlaneError:
+    got = f"one that was quantized elsewhere: {str(error).partition('. Cure')[0]}"
+    return MissingPlaneError(describe(f"{ctx.op.label} {role}", wanted=wanted, got=got, cure=cure))

@@ -30,7 +30,7 @@ class Groups(NamedTuple):
         """int32 (G,) on ``device``: where each group ends."""
         if self.sizes is None:
             return gemm_grouped.ends_of(cast(torch.Tensor, self.splits), rows)
-        ends = torch.tensor(self.sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(self.sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return ends.to(device, non_blocking=True)
 
 

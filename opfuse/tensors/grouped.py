@@ -154,7 +154,7 @@ def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
     if wrong:
         wanted, got = "a tensor, or a list of ints", f"a {type(sizes).__name__} with {reprlib.repr(wrong[0])}"
         raise DtypeError(describe(f"{where} split sizes", wanted=wanted, got=got, cure="pass one whole number for each group"))
-    return torch.tensor([int(size) for size in sizes], dtype=torch.int64)
+    return torch.tensor([int(size) for size in sizes], dtype=torch.int64, device="cpu")
 
 
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:

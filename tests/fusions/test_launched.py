@@ -59,7 +59,7 @@ def names(launched):
 
 @pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
 @pytest.mark.parametrize("name", CASTS)
-def test_r5_chain_and_cast_are_one_kernel_in_both_directions(name, activation, launched):
+def test_r4_chain_and_cast_are_one_kernel_in_both_directions(name, activation, launched):
     step(activation, name, RULES)
     for kernel in ("forward_chain_cast", "backward_chain_cast"):
         (defines,) = of(launched, kernel, "chain_tile", f"bias, {activation.kind}")
@@ -72,7 +72,7 @@ def test_r5_chain_and_cast_are_one_kernel_in_both_directions(name, activation, l
 
 @pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
 @pytest.mark.parametrize("name", MEASURED)
-def test_r5_the_amax_comes_from_the_chain(name, activation, launched):
+def test_r4_the_amax_comes_from_the_chain(name, activation, launched):
     step(activation, name, RULES)
     chain = f"bias, {activation.kind}"
     (forward,) = of(launched, "forward_chain_amax", "chain_forward", chain)
@@ -91,7 +91,7 @@ CASTING = ("cast_current", "cast_block", "cast_mx", "cast_nv")
 
 @pytest.mark.parametrize("activation", [ops.GELU, ops.SwiGLU])
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
-def test_r5_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain(name, activation, launched):
+def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain(name, activation, launched):
     fused = step(activation, name, RULES, "high_precision")
     (defines,) = of(launched, "forward_chain_cast", "chain_tile", f"bias, {activation.kind}")
     assert {CASTS[name], "ROWWISE=1", "COLUMNWISE=0"} <= {*defines}
@@ -105,7 +105,7 @@ def test_r5_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_r5_an_override_that_saves_the_original_measures_it_in_the_chain(name, launched):
+def test_r4_an_override_that_saves_the_original_measures_it_in_the_chain(name, launched):
     fused = step(ops.GELU, name, RULES, "high_precision")
     assert of(launched, "forward_chain_amax", "chain_forward", "bias, gelu")
     assert not names(launched) & {"forward_chain_cast", "backward_chain_amax"}
@@ -117,7 +117,7 @@ def test_r5_an_override_that_saves_the_original_measures_it_in_the_chain(name, l
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
-def test_r5_an_override_that_saves_rows_casts_rows_in_the_chain(name, launched):
+def test_r4_an_override_that_saves_rows_casts_rows_in_the_chain(name, launched):
     step(ops.GELU, name, RULES, "dequantized")
     assert of(launched, "forward_chain_cast", "chain_tile")
     assert not of(launched, "backward_chain_cast", "chain_tile")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, CastSpec, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph
 from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
@@ -35,7 +35,8 @@ class PlanKey(NamedTuple):
 class Segment:
     """A stretch of nodes that runs inside one autograd node.
 
-    inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order.
+    inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
+    an autograd node; without a gradient to compute it has none, nor where torch follows all it does: views, one by one.
     """
 
     nodes: range
@@ -180,6 +181,8 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
+    claimed = any(group.rule is not None or group.opaque is not None for group in (*forward, *backward))
+    viewed = not claimed and all(VIEW in node.traits for node in members)
     return Segment(
         nodes,
         tuple(sorted(read, key=lambda value: value not in written)),
@@ -187,5 +190,5 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         tuple(forward),
         tuple(reversed(backward)),
         tuple(dict.fromkeys(node.op for node in members)),
-        trains,
+        trains and not viewed,
     )

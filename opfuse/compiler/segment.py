@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
@@ -47,7 +47,7 @@ class _SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = [_published(value) for value in runner.forward(tensors[:count])]
+        outputs = _published(runner.forward(tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
         inputs = {id(t) for t in tensors}
         for value, tensor in runner.dirty:
@@ -117,7 +117,7 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
     try:
         return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        if "inplace" not in str(error):  # a saved tensor was written, or one that it is a view of
             raise
         where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
         cure = "change inputs and parameters after the backward pass, or pass a clone"
@@ -125,8 +125,27 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
         raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
 
 
-def _published(value: Value) -> torch.Tensor:
-    return QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value
+def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """``values`` as outputs of a node whose inputs and parameters are ``given``.
+
+    A view of memory that the node alone made is handed out as no view, for autograd lets nobody change a node's view in place:
+    the same bytes with the same count of writes, so that a change of what was saved is still noticed.
+    """
+    outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
+    for i, tensor in enumerate(outputs):
+        if tensor._is_view() and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
+            outputs[i] = tensor.detach()
+    return outputs
+
+
+def _owns_memory(view: torch.Tensor, others: Sequence[torch.Tensor | None]) -> bool:
+    """Whether ``view`` is detached from any graph and none of ``others`` lies in its memory; never so for a quantized tensor."""
+    if view.requires_grad or isinstance(view, QuantizedTensor):
+        return False
+    return not any(other is not None and _share_memory(view, other) for other in others)
+
+
+_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -158,6 +177,6 @@ def _run_segments(
             params = [p for op in segment.ops for p in ops[op].parameter_values()]
             outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
         else:
-            outputs = [_published(value) for value in runner.forward(inputs)]
+            outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))
     return [values[value] for value in graph.outputs]

@@ -20,7 +20,7 @@ from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 class Identity(BasicOperation):
     """y = x, quantized or not."""
 
-    traits = frozenset(("transparent",))
+    traits = frozenset(("transparent", "view"))
     saves = ()
     forward_kwargs = ()
     accepts_quantized = True
@@ -42,6 +42,7 @@ class ReshapeSpec:
 class Reshape(BasicOperation):
     """y = x.reshape(shape); one dimension may be -1."""
 
+    traits = frozenset(("view",))
     saves = ()
     forward_kwargs = ()
 
@@ -71,6 +72,8 @@ class MakeExtraOutput(BasicOperation):
 
     in_place: the sum may be accumulated where the extra gradient lies, which lets it ride in the product of the op that
     follows. The caller's tensors are never written.
+
+    Both outputs lie in the memory of x. Where gradients are recorded, autograd lets nobody change either in place: clone it first.
     """
 
     traits = frozenset(("transparent",))

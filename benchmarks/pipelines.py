@@ -1,8 +1,8 @@
 """Two pipelines beside the sum of their matrix products, every recipe and override: ``python -m benchmarks.pipelines``.
 
 A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear. bf16 weights and input.
-The products are measured alone, in the same process and in the same way: forward products in the recipe's format, backward
-products in it too, or in bf16 under an override. Peers are eager torch and torch.compile of the same modules in bf16.
+The products are measured without the rest, in the same process and in the same way: forward products in the recipe's format,
+backward products in it too, or in bf16 under an override. Peers are eager torch and torch.compile of the same modules in bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import LARGE, PIPELINES, active, settings
-from benchmarks.timing import device_time, host_time
+from benchmarks.timing import Call, device_time, host_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import SPLIT
 from opfuse.recipes.recipe import QuantizerRole, Recipe
@@ -51,21 +51,30 @@ def module_times(model: nn.Module, recipe: Recipe | None) -> Times:
 
 
 def product_times(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, override: str | None) -> Times:
-    """The sums of the products of linear layers of so many inputs and outputs."""
-    took = dict.fromkeys(GEMMS, 0.0)
-    for inputs, outputs in linears:
-        shapes = {"input": (LARGE.tokens, inputs), "weight": (outputs, inputs), "grad_output": (LARGE.tokens, outputs)}
-        for name, what in GEMMS.items():
-            operands: list[Any] = [random(*shapes[role]) / 16 for role in (what.left, what.right)]
-            if recipe is not None and (override is None or name == "fprop"):
-                roles = (QuantizerRole("linear", role, "") for role in (what.left, what.right))
-                operands = [recipe.quantizer(role).quantize(x) for role, x in zip(roles, operands)]
+    """The products of linear layers of so many inputs and outputs, in the order of a training step, back to back.
 
-            def call(name: str = name, operands: list[Any] = operands) -> None:
-                gemm(name, *operands, dtype=torch.bfloat16, fast=name not in SPLIT["backward"])
+    In one run, as in the pipeline: a product alone in a short burst finds higher clocks than one in the midst of work.
+    """
+    forward = [_product("fprop", *sizes, recipe) for sizes in linears]
+    backward = [
+        _product(name, *sizes, recipe if override is None else None) for sizes in reversed(linears) for name in ("dgrad", "wgrad")
+    ]
 
-            took[name] += device_time([call], launches=4, repeats=5).median / 1e3
-    return Times(took["fprop"], sum(took.values()))
+    def run(products: list[Call]) -> list[object]:
+        return [product() for product in products]
+
+    calls = (lambda: run(forward)), (lambda: run(forward + backward))
+    return Times(*(device_time([call], launches=4, repeats=5).median / 1e3 for call in calls))
+
+
+def _product(name: str, inputs: int, outputs: int, recipe: Recipe | None) -> Call:
+    what = GEMMS[name]
+    shapes = {"input": (LARGE.tokens, inputs), "weight": (outputs, inputs), "grad_output": (LARGE.tokens, outputs)}
+    operands: list[Any] = [random(*shapes[role]) / 16 for role in (what.left, what.right)]
+    if recipe is not None:
+        roles = (QuantizerRole("linear", role, "") for role in (what.left, what.right))
+        operands = [recipe.quantizer(role).quantize(x) for role, x in zip(roles, operands)]
+    return lambda: gemm(name, *operands, dtype=torch.bfloat16, fast=name not in SPLIT["backward"])
 
 
 def measure() -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from opfuse.errors import SpecError, describe
 from opfuse.kernels import activations
 from opfuse.kernels.epilogue import Stage
 from opfuse.ops.pointwise import PointwiseOperation
+from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -21,7 +22,10 @@ _INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, 
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Hyper-parameters of an activation. cache_quantized_input: save the input for backward as E4M3, one byte an element."""
+    """Hyper-parameters of an activation.
+
+    cache_quantized_input: save the input for backward as E4M3, one byte an element. No effect under a backward override.
+    """
 
     cache_quantized_input: bool = False
 
@@ -30,7 +34,7 @@ class Activation(PointwiseOperation):
     """y = f(x) for a declared ``math``; subclass it with five lines to make an activation of your own.
 
     cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling); the gradient is then that of the
-    dequantized input.
+    dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the forward pass read.
     """
 
     traits = frozenset(("elementwise", "activation"))
@@ -39,7 +43,8 @@ class Activation(PointwiseOperation):
         super().__init__(ActivationSpec(cache_quantized_input))
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
-        if x is not None and getattr(self.spec, "cache_quantized_input", False):
+        exact = KEEP[ctx.env.backward_override].backward == "high_precision"
+        if x is not None and getattr(self.spec, "cache_quantized_input", False) and not exact:
             x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)
 

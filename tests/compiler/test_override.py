@@ -312,3 +312,31 @@ def test_b28_gradients_accumulate(override, name):
     for parameter, key in ((model[0].weight, "grad of 0.weight"), (model[0].bias, "grad of 0.bias")):
         assert torch.equal(parameter.grad, 2 * run(model, x, step=Step(recipe)).tensors[key])
         assert once[key] is parameter.grad
+
+
+CACHED = {
+    "alone": lambda act: [act(ops.SiLU)],
+    "mlp": lambda act: [ops.RMSNorm(64), ops.Linear(64, 128), act(ops.SwiGLU), ops.Linear(64, 64)],
+    "chain": lambda act: [ops.Linear(64, 64), ops.ConstantScale(0.5), act(ops.GELU), ops.Bias(64), act(ops.ClampedSwiGLU)],
+}
+
+
+@pytest.mark.row("B11")
+@pytest.mark.parametrize("rules", [None, opfuse.RuleSet(())], ids=["fused", "unfused"])
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("made", CACHED)
+def test_b11_under_an_override_an_activation_keeps_the_original_whatever_its_option(made, override, name, rules):
+    """Else its gradient were neither that of the original tensor nor that of what the forward pass read."""
+
+    def step(cached):
+        torch.manual_seed(0)
+        model = to(ops.Sequential(*CACHED[made](lambda cls: cls(cache_quantized_input=cached))), BF16)
+        return run(model, randn(32, 64), step=Step(recipe_for(name, override), rules=rules)).tensors
+
+    changed = differences(step(True), step(False))
+    if override is None:
+        assert "grad of input" in changed
+        assert "output 0" not in changed
+    else:
+        assert changed == []

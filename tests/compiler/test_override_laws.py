@@ -20,6 +20,8 @@ from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, s
 from tests.compiler.pipelines import BLOCKS, pipeline
 
 EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=pytest.mark.slow)])
+QUANTIZING = {"cached silu"}
+"""Blocks with a cast that no quantizer of a role says: an override stops it, a custom recipe does not."""
 SOURCES = {"dequantized": "rowwise_dequantized", "high_precision": "original"}
 OPTIONS = {
     "fp8_current": st.fixed_dictionaries(
@@ -100,7 +102,7 @@ def test_x04_x05_pipelines(override, examples):
 
     @given(
         recipe=recipes(override, "per_op"),
-        blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=6),
+        blocks=st.lists(st.sampled_from(sorted(BLOCKS.keys() - QUANTIZING)), min_size=1, max_size=6),
         dtype=st.sampled_from((torch.bfloat16, torch.float32)),
         frozen=st.sets(st.integers(0, 7)),
     )

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
+from opfuse.tensors.copied_view import copied_views, written
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.rows import cut_rows, zero_rows
 
@@ -41,10 +42,11 @@ def run(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict
 def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on dequantized values and cast what it wrote back into the quantized tensors it wrote to.
 
-    Nothing is run if one of these cannot be written. QuantizedTensorError if ``func`` changes the shape of one.
+    Nothing is run if one of these cannot be written. QuantizedTensorError if ``func`` changes the shape of one. Views of what was
+    decoded refuse writes, which would not arrive.
     """
-    written = _written(cls, func, args, kwargs)
-    for tensor in written:
+    targets: list[QuantizedTensor] = written(cls, func, args, kwargs)
+    for tensor in targets:
         tensor.check_writable(str(func))
     aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
     plain: dict[int, torch.Tensor] = {}
@@ -57,30 +59,18 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
         return plain[id(x)]
 
     result = func(*tree_map(lower, tuple(args)), **tree_map(lower, kwargs))
-    for tensor in written:
+    for tensor in targets:
         shape = plain[id(tensor)].shape
         if shape != tensor.shape:
             cure = "dequantize() it first"
             raise QuantizedTensorError(
                 describe(f"{func} on {tensor!r}", wanted="an unchanged shape", got=tuple(shape), cure=cure)
             )
-    for tensor in written:
+    for tensor in targets:
         tensor.quantize_(plain[id(tensor)])
-    wrappers = {id(plain[id(tensor)]): tensor for tensor in written}
-    return tree_map(lambda x: wrappers.get(id(x), x), result)
-
-
-def _written(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[QuantizedTensor]:
-    """The quantized tensors that ``func`` writes to, by its schema, each once."""
-    found: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, cls):
-                found[id(tensor)] = tensor
-    return list(found.values())
+    wrappers = {id(plain[id(tensor)]): tensor for tensor in targets}
+    result = tree_map(lambda x: wrappers.get(id(x), x), result)
+    return copied_views(result) if func.is_view else result
 
 
 def _alias(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:

@@ -51,7 +51,7 @@ class QuantizedTensor(torch.Tensor):
       return a new QuantizedTensor over the same bytes. ``clone``, ``.to(device)`` and ``new_zeros`` of other rows (which is
       how FSDP2 makes a shard) return one over new bytes.
     - Entries of the first dimension, cut between blocks, are a QuantizedTensor, and read-only, since rows may share a scale.
-      Any other view is a plain copy: writing into it does not reach the tensor, while ``t[index] = value`` does.
+      Any other view is a copy of the values that raises QuantizedTensorError when it is written to; ``t[index] = value`` writes.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

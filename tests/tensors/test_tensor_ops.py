@@ -1,10 +1,17 @@
 """What operations do to a quantized tensor: compute, write back, keep the bytes, or refuse."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
+import opfuse
+from opfuse import ops
 from opfuse.errors import OpfuseError, QuantizedTensorError, ShapeError
+from opfuse.recipes import MXFP8BlockScaling
 from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
@@ -40,6 +47,9 @@ PURE = {
 }
 
 
+VIEWS = {"t", "permute", "columns", "step", "row", "view", "reshape", "expand", "as_strided", "chunk columns"}
+
+
 @every_kind
 @pytest.mark.parametrize("name", PURE)
 def test_operations_compute_on_the_decoded_values_and_return_plain_tensors(kind, name):
@@ -47,7 +57,7 @@ def test_operations_compute_on_the_decoded_values_and_return_plain_tensors(kind,
     before, decoded = planes(t), t.dequantize()
     args = (x, t) if name == "linear" else (t, x)
     result = PURE[name](*args)
-    assert type(result) is torch.Tensor
+    assert type(result) is (CopiedView if name in VIEWS else torch.Tensor)
     if name != "float":
         assert torch.equal(result, PURE[name](*(decoded if a is t else a for a in args)))
     assert same_bytes(planes(t), before)
@@ -307,12 +317,12 @@ def test_h24_rows_cut_between_blocks_stay_quantized_and_exact(kind):
             assert torch.equal(piece.dequantize(usage=usage), t.dequantize(usage=usage)[start:stop])
         assert same_bytes(planes(piece), planes(piece.new_zeros(piece.shape).copy_(piece)))
     if unit > 1:
-        assert type(t[1:unit]) is torch.Tensor
+        assert type(t[1:unit]) is CopiedView
         assert torch.equal(t[1:unit], t.dequantize()[1:unit])
-        assert type(t.split(unit + 1)[0]) is torch.Tensor
+        assert type(t.split(unit + 1)[0]) is CopiedView
     assert all(isinstance(piece, QuantizedTensor) for piece in t.split(128))
     assert all(isinstance(piece, QuantizedTensor) for piece in (*t.chunk(2), *t.split([128, 128]), t.narrow(0, 0, 128)))
-    assert type(t[5:5]) is torch.Tensor
+    assert type(t[5:5]) is CopiedView
 
 
 @every_kind
@@ -334,7 +344,7 @@ def test_matrices_of_a_stack_stay_quantized():
         assert torch.equal(piece, expected)
     assert isinstance(t[2], QuantizedTensor)
     assert isinstance(t[1:3], QuantizedTensor)
-    assert type(t[:, 0]) is torch.Tensor
+    assert type(t[:, 0]) is CopiedView
     with pytest.raises(IndexError):
         t[4]
     t[2] = 0.0
@@ -354,6 +364,77 @@ def test_slices_are_read_only_and_their_clones_are_not():
     assert same_bytes(planes(t), before)
     piece.clone().zero_()
     assert same_bytes(planes(t), before)
+
+
+VIEW_WRITES = {
+    "mul_": lambda view: view.mul_(2),
+    "data": lambda view: view.data.zero_(),
+    "detach": lambda view: view.detach().fill_(1),
+    "a view of it": lambda view: view.unsqueeze(0)[..., :1].add_(1),
+    "setitem": lambda view: view.__setitem__(..., 1.0),
+    "copy_": lambda view: view.copy_(torch.zeros(view.shape)),
+    "out": lambda view: torch.add(torch.ones(view.shape), 1, out=view),
+    "foreach": lambda view: torch._foreach_mul_([view], 2.0),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("name", sorted(VIEWS))
+def test_a_view_that_is_a_copy_refuses_every_write(kind, name):
+    """What is written to it would not reach the tensor."""
+    t = make(kind)
+    before = planes(t)
+    for source in (t, t.data):
+        view = PURE[name](source, None)
+        values = view.clone()
+        for write in VIEW_WRITES.values():
+            with pytest.raises(QuantizedTensorError, match="got a view of a QuantizedTensor, which is a copy"):
+                write(view)
+        assert torch.equal(view, values)
+    assert same_bytes(planes(t), before)
+    assert type(values) is torch.Tensor
+    assert torch.equal(values.clone().mul_(2), view * 2)
+
+
+@every_kind
+def test_pieces_are_written_through_the_whole_or_not_at_all(kind):
+    rows = {"a row": 0, "rows inside a block": slice(3, 5), "rows": slice(32, 64), "no rows": slice(5, 5)}
+    for index in rows.values():
+        t = make(kind, shape=(256, 96))
+        before, wanted = planes(t), t.dequantize().clone()
+        with pytest.raises(QuantizedTensorError):
+            t.data[index].mul_(2)
+        assert same_bytes(planes(t), before)
+        t[index] = 1.5
+        wanted[index] = 1.5
+        assert same_bytes(planes(t), planes(make(kind, shape=(256, 96)).copy_(wanted)))
+
+
+def test_a_view_that_is_a_copy_is_read_like_any_tensor():
+    t = make("mxfp8", dtype=torch.float32)
+    row, values = t[5], t.dequantize()[5]
+    assert row.tolist() == values.tolist()
+    assert row[0].item() == float(row[0]) == values[0].item()
+    assert repr(row).startswith("CopiedView([")
+    assert torch.equal(torch.from_dlpack(row), values)
+    array = row.numpy()
+    assert array.tolist() == values.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0
+    with torch.inference_mode():
+        assert type(t[5][1:3]) is CopiedView
+        assert torch.equal(t[5][1:3], values[1:3])
+    for copied in (copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone(), row.to(torch.float32, copy=True)):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied.mul_(2), values * 2)
+    assert torch.equal(row, values)
+
+
+def test_it_goes_through_ops_as_its_values_do():
+    t, linear = make("mxfp8", dtype=torch.float32), ops.Linear(64, 32)
+    for recipe in (None, MXFP8BlockScaling()):
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            assert torch.equal(linear(t.t()), linear(t.dequantize().t()))
 
 
 def test_gradients_flow_through_views_and_slices():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,28 @@ def test_commands_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", TEXT, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_master_weights_converge_where_an_optimizer_of_stored_weights_stalls(names: dict[str, Any]) -> None:
+    """Every weight is to move by 0.01, in steps of about 1e-4 that MXFP8 has no room for."""
+    layer, plain = names["layer"], copy.deepcopy(names["layer"])
+    generator = torch.Generator().manual_seed(0)
+    start = layer.weight.get_high_precision_init_val().clone()
+    target = start + 0.01 * torch.randn(start.shape, generator=generator).sign()
+    x = torch.randn(256, 256, generator=generator)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+
+    def plain_step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses: dict[Any, list[float]] = {}
+    for model, step in ((plain, plain_step), (layer, names["step"])):
+        for _ in range(120):
+            with recipes.autocast(recipe=recipes.MXFP8BlockScaling()):
+                loss = (model(x) - x @ target.T).square().mean()
+            loss.backward()
+            step()
+            losses.setdefault(model, []).append(loss.item())
+    assert losses[plain][-1] > 0.8 * losses[plain][0]
+    assert losses[layer][-1] < 0.3 * losses[layer][0]

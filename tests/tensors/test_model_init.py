@@ -31,3 +31,19 @@ def test_nothing_is_preserved_unasked_and_nothing_quantized_when_disabled() -> N
         assert ops.Linear(32, 32).weight.get_high_precision_init_val() is None
     with opfuse.quantized_model_init(enabled=False, recipe=recipes.MXFP8BlockScaling()):
         assert type(ops.Linear(32, 32).weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize(("kind", "moved", "way"), [("mxfp8", 0.045, 0.009), ("fp8_current", 1.0, 0.017)])
+def test_steps_below_half_a_step_of_the_format_are_lost(kind: str, moved: float, way: float) -> None:
+    """What README and docstring warn of. moved: the part of the weights that change; way: how far they come of the way."""
+    torch.manual_seed(0)
+    with opfuse.quantized_model_init(recipe=recipes.recipe_of(kind, {})):
+        weight = ops.Linear(512, 512, bias=False).weight
+    before = weight.dequantize().detach().clone()
+    optimizer = torch.optim.AdamW([weight], lr=1e-4)
+    for _ in range(100):
+        weight.grad = torch.ones(512, 512)
+        optimizer.step()
+    change = weight.dequantize().detach() - before
+    assert (change != 0).float().mean().item() == pytest.approx(moved, rel=0.1)
+    assert (change / -0.01).mean().item() == pytest.approx(way, rel=0.1)

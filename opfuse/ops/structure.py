@@ -73,7 +73,7 @@ class MakeExtraOutput(BasicOperation):
     in_place: the sum may be accumulated where the extra gradient lies, which lets it ride in the product of the op that
     follows. The caller's tensors are never written.
 
-    Both outputs lie in the memory of x. Where gradients are recorded, autograd lets nobody change either in place; clone it first.
+    Both outputs lie in the memory of x. Where gradients are recorded, autograd lets nobody change either in place; clone it.
     """
 
     traits = frozenset(("transparent",))

@@ -6,6 +6,7 @@ from typing import Any
 
 from opfuse.core.context import Context, Value
 from opfuse.errors import MissingPlaneError, describe
+from opfuse.formats import ROWWISE
 from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -35,12 +36,13 @@ def kept(ctx: Context, operand: Any, role: str) -> Any:
 
 def check_forward(ctx: Context, operand: Value, role: str) -> None:
     """MissingPlaneError unless the forward product can read the operand."""
-    if isinstance(operand, QuantizedStorage) and operand.rowwise is None:
-        try:
-            operand.derived("rowwise")
-        except MissingPlaneError as error:
-            cure = f"quantize it with rowwise=True, or pass {role}.dequantize()"
-            raise _missing(ctx, role, "rowwise data, which the forward product reads", error, cure) from error
+    if not isinstance(operand, QuantizedStorage):
+        return
+    try:
+        operand.plane(ROWWISE)
+    except MissingPlaneError as error:
+        cure = f"quantize it with rowwise=True, or pass {role}.dequantize()"
+        raise _missing(ctx, role, "rowwise data, which the forward product reads", error, cure) from error
 
 
 def _missing(ctx: Context, role: str, wanted: str, error: MissingPlaneError, cure: str) -> MissingPlaneError:

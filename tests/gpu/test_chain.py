@@ -26,6 +26,10 @@ RELATIVE = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-14}
 """One unit in the last place of 16-bit results; in fp32, sigmoid's (|x| + 5) 2^-23 and what 1 - sigmoid(x) cancels, |x| < 5."""
 
 
+may_spill = pytest.mark.filterwarnings("ignore:The chain .* wants registers for all of it:opfuse.errors.OpfuseWarning")
+"""A chain of three gated units, as chance makes them, has more values than a thread has registers, and says so."""
+
+
 def random_chain(seed, ops=tuple(OPS)):
     pick = random.Random(seed)
     gated = [name for name in ops if OPS[name].is_gated]
@@ -53,6 +57,7 @@ def assert_same(got, wanted):
     assert BITWISE.mismatch(got, wanted) is None, BITWISE.mismatch(got, wanted)
 
 
+@may_spill
 @pytest.mark.parametrize("seed", range(40))
 def test_r1_r4_random_chain_equals_definition_from_boundary_to_boundary(seed, device):
     """Each op's result from the input that it had, so that errors of one op do not hide those of the next."""
@@ -74,6 +79,7 @@ def test_r1_r4_random_chain_equals_definition_from_boundary_to_boundary(seed, de
             assert_close(got, wanted, chain.io)
 
 
+@may_spill
 @pytest.mark.parametrize("seed", range(40, 80))
 def test_r4_fused_chain_equals_its_ops_one_by_one_on_the_device(seed, device):
     chain = random_chain(seed)
@@ -99,6 +105,7 @@ def test_r4_fused_chain_equals_its_ops_one_by_one_on_the_device(seed, device):
     assert_same(dx, dy)
 
 
+@may_spill
 @pytest.mark.parametrize("seed", range(80, 120))
 def test_r1_r4_random_gradients_of_exact_ops_equal_the_definition(seed, device):
     chain = random_chain(seed, tuple(EXACT))
@@ -155,11 +162,11 @@ def equal_to_two_kernels(kernel, name, device):
     assert (result is None) == (wanted_result is None)
     if result is not None:
         assert_same(result, wanted_result)
-    for i in range(len(args[1])):
-        got, definition = ({"kept": each[i]} if isinstance(others, dict) else each[i] for each in (others, wanted_others))
+    pairs = [(others, wanted_others)] if isinstance(others, dict) else zip(others, wanted_others, strict=True)
+    for got, definition in pairs:  # inputs that are kept, by stage; or gradients of each stage's operands, by name
         assert got.keys() == definition.keys()
-        for operand, tensor in definition.items():
-            assert_same(got[operand], tensor)
+        for key, tensor in definition.items():
+            assert_same(got[key], tensor)
 
 
 @pytest.mark.parametrize("name", sorted(forward_chain_amax.cases))

@@ -257,7 +257,7 @@ def _copy(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     copy = room.new_empty(0).set_(room.untyped_storage(), shift, x.shape, x.stride())
     if x.requires_grad and not x.is_leaf:
         with torch.enable_grad():
-            return cast(torch.Tensor, _Computed.apply(torch.zeros((), requires_grad=True), copy))  # type: ignore[no-untyped-call]
+            return cast(torch.Tensor, _Computed.apply(copy.new_zeros((), requires_grad=True), copy))  # type: ignore[no-untyped-call]
     return copy.requires_grad_(x.requires_grad)
 
 

@@ -28,7 +28,7 @@ GRADIENT = "grad_output"
 @functools.cache
 def _example(dtype: torch.dtype) -> torch.Tensor:
     """A tensor of a dtype, for rules that ask for one."""
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,7 +165,7 @@ class Context:
         self._saved = {}
 
 
-_RELEASED = torch.empty(0)
+_RELEASED = torch.empty(0, device="cpu")
 
 
 def versions(*values: Value | None) -> list[int]:

@@ -121,9 +121,8 @@ def _current(given: _Combination, rule: tuple[float, bool], device: torch.device
 def _recording(given: _Combination, scale: float, device: torch.device) -> Arguments:
     """The amax known so far is above that of some matrices."""
     x = given.matrix(device)
-    return Arguments(
-        (x, torch.tensor([scale], device=device), torch.full((1,), 2.0**-20, device=device), given.layouts(x, fp8_tensor))
-    )
+    numbers = (torch.full((1,), value, dtype=torch.float32, device=device) for value in (scale, 2.0**-20))
+    return Arguments((x, *numbers, given.layouts(x, fp8_tensor)))
 
 
 def _mx(given: _Combination, rule: tuple[int, str, bool], device: torch.device) -> Arguments:

@@ -45,7 +45,7 @@ def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> l
         return [tensor_amax.run(launch, x)] * len(layouts)
     x = x.contiguous()
     rows, columns = x.shape
-    amaxes = {layout.usage: torch.zeros(layout.lines[0] if layout.format.per_row else 1, device=x.device) for layout in layouts}
+    amaxes = {layout.usage: torch.zeros(layout.amax_shape or (), dtype=torch.float32, device=x.device) for layout in layouts}
     variant = variant_of(
         "amax_nvfp4.cu",
         _AMAX,

@@ -150,7 +150,8 @@ Planes = tuple[tuple[int, int], Element, tuple[Usage, ...]]
 
 def _recording(planes: Planes, device: torch.device) -> Recording:
     layouts = [Layout(fp8_tensor(planes[1]), usage, planes[0]) for usage in planes[2]]
-    return Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
+    scale, amax = (torch.full((1,), value, dtype=torch.float32, device=device) for value in (3.7, 2.0**-20))
+    return Recording(scale, amax, layouts)
 
 
 def _measured(planes: Planes, device: torch.device) -> Measured:

@@ -66,7 +66,7 @@ class _Plane(NamedTuple):
             scale = torch.randint(0, 256, layout.scale_shape, generator=generator, dtype=torch.uint8)
         amax = None
         if layout.amax_shape is not None:
-            amax = torch.randn(layout.amax_shape, generator=generator).abs_() * 100
+            amax = torch.randn(layout.amax_shape, generator=generator, dtype=torch.float32).abs_() * 100
         arrays = (
             _placed(data, device, past=self.kind == "misaligned"),
             scale.to(device),

@@ -178,11 +178,18 @@ def kernel(
         _check(name, "a .cu file", True, (SOURCES / source).is_file())
         _check(name, "at least one case", True, bool(cases))
         _check(name, "a Tolerance", True, isinstance(tolerance, Tolerance))
-        made = Kernel(name, source, run, reference, tolerance, dict(cases))
+        drawn = {kind: functools.partial(_drawn, case) for kind, case in cases.items()}
+        made = Kernel(name, source, run, reference, tolerance, drawn)
         _KERNELS[name] = made
         return made
 
     return register
+
+
+def _drawn(case: Case, device: torch.device) -> Arguments:
+    """The arguments of a case, whose values are drawn on the CPU whatever torch's default device is."""
+    with torch.device("cpu"):
+        return case(device)
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:

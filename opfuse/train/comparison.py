@@ -104,7 +104,7 @@ def data_of(config: Config) -> PydocTopics:
 
 def initial_model(config: Config, data: PydocTopics, seed: int, device: torch.device) -> ByteModel:
     """The model before its first step. Drawn on the CPU, so that it is the same on every device."""
-    with torch.random.fork_rng([]):
+    with torch.device("cpu"), torch.random.fork_rng([]):
         torch.manual_seed(seed)
         return ByteModel(config.build(), embedding=data.embedding, dtype=config.dtype).to(device)
 

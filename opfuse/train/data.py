@@ -84,11 +84,11 @@ def random_batches(text: torch.Tensor, *, context: int, batch_size: int, seed: i
     found = windows(text, context)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield _batch(found[torch.randint(len(found), (batch_size,), generator=generator)])
+        yield _batch(found[torch.randint(len(found), (batch_size,), generator=generator, device="cpu")])
 
 
 def spread_batches(text: torch.Tensor, *, context: int, batch_size: int, count: int) -> list[Batch]:
     """``count`` batches of samples at equal distances over the text: no seed changes what a model is judged by."""
     found = windows(text, context)
-    at = torch.linspace(0, len(found) - 1, count * batch_size, dtype=torch.float64).long()
+    at = torch.linspace(0, len(found) - 1, count * batch_size, dtype=torch.float64, device="cpu").long()
     return [_batch(found[part]) for part in at.split(batch_size)]

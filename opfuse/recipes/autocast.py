@@ -119,8 +119,8 @@ def quantized_model_init(
     An optimizer that steps on them casts every result: updates below half a step of the format are lost, and training stalls
     at small learning rates. Step on high-precision master weights instead, then ``parameter.copy_(master)``; README shows how.
 
-    preserve_high_precision_init_val: keep the initial value in high precision as well, for an optimizer's master weights:
-    ``parameter.get_high_precision_init_val()``.
+    preserve_high_precision_init_val: keep the initial value in high precision as well, on the CPU, for an optimizer's master
+    weights: ``parameter.get_high_precision_init_val()``.
     """
     chosen = _chosen(enabled, recipe)
     token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen, preserve_high_precision_init_val))

@@ -20,6 +20,8 @@ def test_weight_is_the_cast_of_the_preserved_initial_value(kind: str) -> None:
     assert isinstance(weight, QuantizedTensor)
     value = weight.get_high_precision_init_val()
     assert value is not None
+    assert value.device == torch.device("cpu")
+    value = value.to(weight.device)
     assert torch.equal(weight.quantizer.quantize(value).dequantize(), weight.dequantize())
     assert weight.usages == ("rowwise", "columnwise")
     weight.clear_high_precision_init_val()

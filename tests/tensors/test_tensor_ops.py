@@ -417,7 +417,7 @@ def test_a_view_that_is_a_copy_is_read_like_any_tensor():
     assert row[0].item() == float(row[0]) == values[0].item()
     assert repr(row).startswith("CopiedView([")
     assert torch.equal(torch.from_dlpack(row), values)
-    array = row.numpy()
+    array = row.numpy(force=row.is_cuda)
     assert array.tolist() == values.tolist()
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 0

@@ -146,7 +146,7 @@ def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = No
         defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
         run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
     else:
-        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}",), extra="P", fields=fields)
+        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}", "RESIDENT=0"), extra="P", fields=fields)
 
 
 def run(

@@ -3,7 +3,7 @@
 How many registers a chain takes is known only when it is compiled, a user's own activation above all. So what a source asks for
 by these names is where compilation begins, and not what it insists on; grids depend on neither:
 
-RESIDENT    blocks that share a multiprocessor, and with it its registers
+RESIDENT    blocks that share a multiprocessor, and with it its registers; 0 leaves it to the compiler
 AHEAD       rows that a thread loads before it needs them: a power of two, at most 4
 """
 
@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator
 
 _MOST_AHEAD = 4
+_MODEST = 4  # blocks of 256 threads, of which each may have 64 registers
 
 
 def rungs(defines: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -30,6 +31,9 @@ def rungs(defines: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _fewer_blocks(blocks: int) -> Iterator[int]:
+    if blocks == 0:  # for the sake of more blocks the compiler may spill
+        yield blocks
+        blocks = _MODEST
     while blocks > 0:
         yield blocks
         blocks = blocks * 4 // 5  # each step gives a thread a quarter more registers at least

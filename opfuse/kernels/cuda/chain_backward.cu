@@ -3,6 +3,7 @@
 // Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, and result if AMAX
 // AMAX = 1       raises *amax to the largest magnitude of dx, as it is stored
 // Grid           a block of 256 threads for each tile that `cut` makes, with steps = PACKS
+// RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/epilogue.py, backward_chain; bitwise where no op approximates
 #include "chain.cuh"
 #include "generated.cuh"
@@ -23,7 +24,7 @@ OPFUSE_FN u32 larger_result(u32 best, const Inputs<8>& in, const Results<8>& out
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) chain_backward(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) chain_backward(const __grid_constant__ Parameters parameters) {
     const Chain& p = parameters.chain;
     int lines = THREADS >> p.cut.log_across;
     Thread at = this_thread(p.cut, lines);

@@ -3,6 +3,7 @@
 // Chain          generated: the tensors and constants of the ops, load_inputs, run_chain, store_results, and result
 // AMAX = 1       raises *amax to the largest magnitude of the result, as it is stored
 // Grid           a block of 256 threads for each tile that `cut` makes, with steps = PACKS
+// RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/epilogue.py, forward_chain; bitwise where no op approximates
 #include "chain.cuh"
 #include "generated.cuh"
@@ -13,7 +14,7 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
-extern "C" __global__ void __launch_bounds__(THREADS) chain_forward(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) chain_forward(const __grid_constant__ Parameters parameters) {
     const Chain& p = parameters.chain;
     int lines = THREADS >> p.cut.log_across;
     Thread at = this_thread(p.cut, lines);

@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(
     RowOperands<8> operands = load_row_operands(p, at.place(0));
     Running running = begin(parameters.encode);
     float sum[SOME(ROW_SUMS)][8] = {};
+    __shared__ __align__(16) float of_sixteens[SOME(ROW_SUMS * OF_SIXTEENS)];
 
     Held held[STRANDS];
     Inputs<8> in[AHEAD];
@@ -104,14 +105,12 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(
         store_results(p, in[i % AHEAD], out, place);
         store_column_part(p, at, out.column_sum, place);
         add_row(sum, out.row_sum, place.count);
+        if (i % 4 == 3) leave_row_parts(tile, i / 4, sum, of_sixteens);
         take_results(parameters, tile, at, i, in[i % AHEAD], out, place.count, held, shared, running);
     }
-    __shared__ __align__(16) float of_warp[SOME(ROW_SUMS * OF_WARPS)];
-#pragma unroll
-    for (int k = 0; k < ROW_SUMS; ++k) leave_row_part(at, sum[k], of_warp + k * OF_WARPS);
     leave(running, shared);
     complete_strands(parameters, tile, at, held, shared);
 #pragma unroll
-    for (int k = 0; k < ROW_SUMS; ++k) store_row_part(p, at, k, of_warp + k * OF_WARPS);
+    for (int k = 0; k < ROW_SUMS; ++k) store_row_part(p, at, k, of_sixteens + k * OF_SIXTEENS);
     finish(parameters.encode, running, shared);
 }

@@ -243,10 +243,11 @@ OPFUSE_FN float block_scale(float amax, float eps, float inf_value, u32 pow2) {
     return pow2 ? pow2_scale_from_amax(amax, E::MAX, eps, inf_value) : scale_from_amax(amax, E::MAX, eps, inf_value);
 }
 
-// What the codes of a block with that scale are multiplied by: decode_scale, without a division for a power of two.
+// What the codes of a block with that scale, a finite one, are multiplied by: decode_scale, without a division for a power of two.
 OPFUSE_FN float block_decode_scale(float scale, float amax, u32 pow2) {
     if (!pow2) return decode_scale(scale, amax);
-    return is_finite(amax) ? e8m0_multiplier(bits_of(scale) >> 23) : float_of(NAN_BITS);
+    u32 inverse = larger((254u << 23) - bits_of(scale), 0x00400000);  // that of 2^127 is subnormal
+    return is_finite(amax) ? float_of(inverse) : float_of(NAN_BITS);
 }
 
 // --------------------------------------------------------------------------------------------------------------- NVFP4 scales

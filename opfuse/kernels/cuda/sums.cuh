@@ -7,8 +7,8 @@
 // Compiled       after tile.cuh and the generated text of a chain; Parameters has it as `chain`
 #pragma once
 
-constexpr int SUMMED_ROWS = 64, OF_WARPS = TILE_THREADS / 32 * 64;
-static_assert(ROW_SUMS == 0 || (TILE_STEPS == 1 && TILE_ROWS % SUMMED_ROWS == 0), "a thread has four neighbouring rows");
+constexpr int SUMMED_ROWS = 64, OF_SIXTEENS = SIXTEENS * TILE_COLUMNS;
+static_assert(ROW_SUMS == 0 || TILE_ROWS % SUMMED_ROWS == 0, "tiles are whole pieces");
 
 // A row's part of the row sums of a thread.
 OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOME(ROW_SUMS)][8], int count) {
@@ -19,27 +19,34 @@ OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOM
         for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // columns that are not there have sums that nobody reads
 }
 
-// A row sum of a block's threads: over the 16 rows of each warp, to of_warp; after a barrier, over those of 64 rows.
-OPFUSE_FN void leave_row_part(const Thread& at, float (&sum)[8], float* of_warp) {
+// The row sums of a step of a warp, over its 16 rows, to of_sixteens, from where they are taken after a barrier. New sums begin.
+OPFUSE_FN void leave_row_parts(const Tile& tile, int step, float (&sum)[SOME(ROW_SUMS)][8], float* of_sixteens) {
+    float* own = of_sixteens + (tile.group / 4 + step) * TILE_COLUMNS + tile.across * 8;
 #pragma unroll
-    for (int mask = 16; mask >= 8; mask >>= 1)
+    for (int k = 0; k < ROW_SUMS; ++k, own += OF_SIXTEENS) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
-    if (threadIdx.x % 32 >= 8) return;
-    float* own = of_warp + threadIdx.x / 32 * 64 + at.lane * 8;
+        for (int mask = 16; mask >= 8; mask >>= 1)
 #pragma unroll
-    for (int i = 0; i < 8; i += 4) *reinterpret_cast<float4*>(own + i) = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+            for (int i = 0; i < 8; ++i) sum[k][i] += __shfl_xor_sync(~0u, sum[k][i], mask);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+            if (threadIdx.x % 32 < 8)
+                *reinterpret_cast<float4*>(own + i) = make_float4(sum[k][i], sum[k][i + 1], sum[k][i + 2], sum[k][i + 3]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[k][i] = 0.0f;
+    }
 }
 
-OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const float* of_warp) {
+// Row sum k, of each 64 rows.
+OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const float* of_sixteens) {
     constexpr int PIECES = TILE_ROWS / SUMMED_ROWS;
     for (int j = threadIdx.x; j < PIECES * TILE_COLUMNS; j += TILE_THREADS) {
         long long piece = (long long)at.tile * PIECES + j / TILE_COLUMNS, column = (long long)at.tile_column * TILE_COLUMNS + j % TILE_COLUMNS;
         if (piece >= p.row_pieces || column >= p.cut.columns) continue;
-        const float* first = of_warp + j / TILE_COLUMNS * (4 * TILE_COLUMNS) + j % TILE_COLUMNS;
+        const float* first = of_sixteens + j / TILE_COLUMNS * (4 * TILE_COLUMNS) + j % TILE_COLUMNS;
         float total = first[0];
 #pragma unroll
-        for (int w = 1; w < 4; ++w) total += first[w * TILE_COLUMNS];
+        for (int s = 1; s < 4; ++s) total += first[s * TILE_COLUMNS];
         p.row_parts[(piece * ROW_SUMS + k) * p.cut.columns + column] = total;
     }
 }

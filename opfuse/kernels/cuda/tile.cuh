@@ -33,36 +33,39 @@ OPFUSE_FN int own_row(const Tile& tile, int i) { return (tile.group + i / 4 * 4)
 
 // The 16 codes of rows 16 sixteen ... of a column have a slot of four words. Eight slots are a line of 32 banks, in which they are
 // exchanged: those of one column, or of SHARING columns where a column has fewer.
-constexpr u32 SHARING = SIXTEENS >= 8 ? 1 : 8 / SIXTEENS, LINE = SIXTEENS >= 8 ? 4 * SIXTEENS : 32;
-
-OPFUSE_FN u32 tile_slot(u32 column, u32 sixteen) {
-    return column / SHARING * LINE + sixteen / 8 * 32 + ((sixteen % 8 + column % SHARING * SIXTEENS) ^ column / 8 % 8) * 4;
-}
+constexpr int SHARING = SIXTEENS >= 8 ? 1 : 8 / SIXTEENS, LINE = SIXTEENS >= 8 ? 4 * SIXTEENS : 32;
+constexpr int EIGHT_COLUMNS = 8 / SHARING * LINE;  // words
 
 // The codes of a thread's four rows of a step, to shared memory.
 OPFUSE_FN void transpose_into(u32* shared, const Tile& tile, const uint2 (&codes)[4], int step = 0) {
     uint4 low = transpose_bytes(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
     uint4 high = transpose_bytes(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
     u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    u32 across = tile.across, sixteen = u32(tile.group) / 4 + step;
+    int sixteen = tile.group / 4 + step;
+    u32* at[SHARING];
 #pragma unroll
-    for (u32 j = 0; j < 8; ++j) {
-        u32 slot = (sixteen % 8 + j % SHARING * SIXTEENS) ^ across % 8;
-        shared[across * (8 / SHARING * LINE) + j / SHARING * LINE + sixteen / 8 * 32 + slot * 4 + u32(tile.group) % 4] = words[j];
+    for (int j = 0; j < SHARING; ++j) {
+        int slot = (sixteen % 8 + j * SIXTEENS) ^ tile.across % 8;
+        at[j] = shared + found(tile.across * EIGHT_COLUMNS + sixteen / 8 * 32 + slot * 4 + tile.group % 4);
     }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) at[j % SHARING][j / SHARING * LINE] = words[j];
 }
 
 // The tile's codes to `columnwise` [columns, rows], after a barrier.
 template <bool ALIGNED_ROWS>
 OPFUSE_FN void store_columns(u8* columnwise, const u32* shared, const Tile& tile, long long rows, long long columns) {
     constexpr int STEP = TILE_THREADS / SIXTEENS;  // from one column of a thread to its next
-    u32 first = threadIdx.x / SIXTEENS, sixteen = threadIdx.x % SIXTEENS;
+    static_assert(STEP % 8 == 0 && (STEP & (STEP - 1)) == 0, "bits of `first` and of multiples of STEP do not meet");
+    int first = threadIdx.x / SIXTEENS, sixteen = threadIdx.x % SIXTEENS;
+    int slot = (sixteen % 8 + first % SHARING * SIXTEENS) ^ first / 8 % 8;
+    const u32* own = shared + first / SHARING * LINE + sixteen / 8 * 32;
     long long row = tile.row + sixteen * 16, left = columns - tile.column;
-    int there = row < rows ? int(left < TILE_COLUMNS ? left : TILE_COLUMNS) - int(first) : 0;
+    int there = row < rows ? int(left < TILE_COLUMNS ? left : TILE_COLUMNS) - first : 0;
     u8* out = found(columnwise + (tile.column + first) * rows + row);
 #pragma unroll
     for (int k = 0; k < TILE_COLUMNS; k += STEP, out += STEP * rows) {
-        uint4 codes = *reinterpret_cast<const uint4*>(shared + tile_slot(first + k, sixteen));
+        uint4 codes = *reinterpret_cast<const uint4*>(own + (slot ^ k / 8 % 8) * 4 + k / SHARING * LINE);
         if (k >= there) continue;
         if constexpr (ALIGNED_ROWS)
             *reinterpret_cast<uint4*>(out) = codes;

@@ -71,7 +71,11 @@ OPFUSE_FN void store_words(void* to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
 }
 
-// A pointer to global memory that is found once: left alone, compilers find it anew under each condition on its use.
+// A number, or a pointer to global memory, that is found once: left alone, compilers find it anew under each condition on its use.
+OPFUSE_FN int found(int x) {
+    asm("" : "+r"(x));
+    return x;
+}
 template <class T>
 OPFUSE_FN T* found(T* x) {
     T* y;

@@ -1,7 +1,8 @@
 """The casts as the library calls them: kernels for CUDA tensors, whose results are those of quantize.py.
 
 A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one. What is asked
-of matrix and layouts (see checks.py) is checked once for each combination.
+of matrix and layouts (see checks.py) is checked once for each combination. Planes of a format of a user's own take the torch
+definition, on the device too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
 from opfuse.kernels.checks import check_cast, check_choice, check_dtype, check_number
 from opfuse.kernels.launch import Grid, Variant
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout, ceil_div
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scales import Rounding
 from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
@@ -70,6 +71,8 @@ def cast_current(
     launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """One read of ``x``; every thread finds the scale from ``amax``."""
+    if not are_known(layouts):
+        return quantize.cast_current(x, amax, layouts, eps=eps, pow2=pow2)
     return _cast_tensor(launch, x, layouts, (0, check_number(amax, x.device, where="cast_current amax")), (eps, pow2))
 
 
@@ -78,6 +81,8 @@ def cast_recording(
     launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """One read of ``x``, which finds its amax on the way."""
+    if not are_known(layouts):
+        return quantize.cast_recording(x, scale, amax, layouts)
     device = x.device
     scaling = check_number(scale, device, where="cast_recording scale"), check_number(amax, device, where="cast_recording amax")
     return _cast_tensor(launch, x, layouts, scaling)
@@ -132,6 +137,8 @@ def cast_mx(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil"
 ) -> list[quantize.Encoded]:
     """One read of ``x``."""
+    if not are_known(layouts):
+        return quantize.cast_mx(x, layouts, rows=rows, rounding=rounding)
     x = x.contiguous()
     work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
     planes, fields = new_mx(layouts, x, rounding)

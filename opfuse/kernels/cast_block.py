@@ -1,4 +1,7 @@
-"""The casts to fp32-scaled blocks of 128 as the library calls them: one kernel, with the results of quantize.py."""
+"""The casts to fp32-scaled blocks as the library calls them: one kernel for blocks of 128, with the results of quantize.py.
+
+Other blocks, of a format of a user's own, take the torch definition, on the device too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels import cases, quantize
 from opfuse.kernels.checks import check_cast
 from opfuse.kernels.launch import Grid, Variant
-from opfuse.kernels.layouts import Layout, ceil_div
+from opfuse.kernels.layouts import Layout, are_known, ceil_div
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.scalars import FLT_MAX
 from opfuse.kernels.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
@@ -30,6 +33,8 @@ def cast_block(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
 ) -> list[quantize.Encoded]:
     """One read of ``x``. ShapeError if there are several rows of 2^31 columns or more."""
+    if not are_known(layouts):
+        return quantize.cast_block(x, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
     variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
     planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)

@@ -1,7 +1,7 @@
 """The NVFP4 cast and its global amaxes as the library calls them: kernels for CUDA tensors, with the results of quantize.py.
 
 Planes that no quantizer makes (lines of odd length, rotated rows, rotation of other than bf16, tiles of rotated or row-scaled
-lines) take the torch definition, on the device too.
+lines) and those of a format of a user's own take the torch definition, on the device too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opfuse.kernels.cast import new_encoded, tensor_amax
 from opfuse.kernels.checks import check_amaxes, check_array, check_cast
 from opfuse.kernels.hadamard import SIZE, sign_mask
 from opfuse.kernels.launch import Grid, Variant
-from opfuse.kernels.layouts import Layout, ceil_div
+from opfuse.kernels.layouts import Layout, are_known, ceil_div
 from opfuse.kernels.nvfp4_cases import AMAXES, CASTS
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
@@ -147,6 +147,8 @@ def _is_known(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.
     check_cast(shape, dtype, layouts, family="nv", where="an NVFP4 cast")
     rotated = [layout for layout in layouts if layout.format.rht]
     whole = dtype == torch.bfloat16 and shape[0] % SIZE == 0
+    if not are_known(layouts):
+        return False
     return not rotated or (whole and all(each.usage == COLUMNWISE and not each.format.per_row for each in rotated))
 
 

@@ -1,7 +1,7 @@
 """Dequantize as the library calls it: kernels for CUDA tensors, whose results are those of dequantize.py.
 
 Planes of every format, orientation and scale layout; the torch definition also runs on the device, for arrays that are not what
-their layout says.
+their layout says and for formats of a user's own.
 """
 
 from __future__ import annotations
@@ -140,8 +140,10 @@ def _scales(layout: Layout) -> _Scales:
 
 
 def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:
-    """Whether the arrays are those of the layout, contiguous and on one device: what the kernel's addresses rely on."""
+    """Whether the arrays are those of a layout that kernels know, contiguous and on one device: what their addresses rely on."""
     arrays = [(data, layout.data_shape), (scale, layout.scale_shape), (amax, layout.amax_shape)]
+    if not layout.is_known:
+        return False
     dtypes = (scale.dtype, None if amax is None else amax.dtype) == (
         SCALE_DTYPES[layout.format.scale],
         None if layout.amax_shape is None else torch.float32,

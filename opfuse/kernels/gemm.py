@@ -19,18 +19,16 @@ from opfuse.kernels.decode import dequantize
 from opfuse.kernels.layouts import Layout, lines_of, load_data, load_scale
 from opfuse.kernels.scalars import decode
 
-BLOCK = 128
-"""Summed elements between two promotions of a block-scaled product to its scaled fp32 sum."""
-
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each 128 of the
-    length."""
+    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each ``step`` of
+    the length."""
 
     values: torch.Tensor
     factor: torch.Tensor | None = None
     blocks: torch.Tensor | None = None
+    step: int = 0
 
 
 def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
@@ -39,13 +37,15 @@ def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor |
 
 
 def multiply(left: Operand, right: Operand) -> torch.Tensor:
-    """left times right transposed, fp32 (left lines, right lines)."""
+    """left times right transposed, fp32 (left lines, right lines). Blocks of both have one length."""
     if left.blocks is not None and right.blocks is not None:
-        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks)
+        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
     result = _sums(left.values, right.values)
     if left.factor is not None:
-        result = result * left.factor
-    return result if right.factor is None else result * right.factor.t()
+        result *= left.factor
+    if right.factor is not None:
+        result *= right.factor.t()
+    return result
 
 
 def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,11 @@ def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b.t()
 
 
-def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, step: int) -> torch.Tensor:
+    """The sums of each ``step`` are promoted to a scaled fp32 sum."""
     result = a_scale.new_zeros(len(a), len(b))
     for i in range(a_scale.shape[1]):  # none where nothing is summed
-        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        part = slice(i * step, (i + 1) * step)
         result += _sums(a[:, part], b[:, part]) * (a_scale[:, i, None] * b_scale[None, :, i])
     return result
 
@@ -68,8 +69,8 @@ def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, 
 
 
 def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    lines = layout.lines[0]
-    return Operand(_codes(data, layout), blocks=load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[:lines])
+    scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
+    return Operand(_codes(data, layout), blocks=scales, step=layout.block[1])
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:

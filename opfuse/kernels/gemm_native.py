@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType
 
 from opfuse.formats import E4M3, E5M2
 from opfuse.kernels import gemm as emulation
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.layouts import Layout, are_known
 from opfuse.kernels.registry import runs_kernels
 from opfuse.kernels.variants import on_bytes
 
@@ -126,6 +126,8 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     backend = BACKENDS.get(left.format.family)
     if backend is None:
         return f"no native product of {left.format.family} formats"
+    if not are_known((left, right)):
+        return f"formats: wants those of opfuse.formats, got {left.format} and {right.format}"
     if not backend.since <= machine.arch < backend.below:
         return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
     if machine.cuda < backend.cuda:

@@ -14,12 +14,22 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError
-from opfuse.formats import COLUMNWISE, SCALE_TILE, Element, Format, Usage
+from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, NVFP4, SCALE_TILE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.scalars import pack_e2m1, unpack_e2m1
 from opfuse.kernels.swizzle import swizzle, unswizzle
 
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
+
+
+def _storage(fmt: Format) -> tuple[object, ...]:
+    """What decides where the bytes of a format lie, and what they mean."""
+    return fmt.family, fmt.element, fmt.block, fmt.scale, fmt.transposed
+
+
+_KNOWN = {_storage(make(element)) for element in FP8_ELEMENTS.values() for make in (fp8_tensor, mxfp8)}
+_KNOWN |= {_storage(fp8_block(element, dims)) for element in FP8_ELEMENTS.values() for dims in (1, 2)}
+_KNOWN |= {_storage(NVFP4)}
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -65,6 +75,11 @@ class Layout:
     def block(self) -> tuple[int, int]:
         """(rows, columns) of lines that share a scale."""
         return self.format.block or self.lines
+
+    @functools.cached_property
+    def is_known(self) -> bool:
+        """Whether bytes and scales lie as in a format of formats.py: kernels know no others, which take the torch definition."""
+        return _storage(self.format) in _KNOWN
 
     @property
     def tiled(self) -> bool:
@@ -121,6 +136,11 @@ class Layout:
 def layout_of(fmt: Format, usage: Usage, shape: tuple[int, int], swizzled: bool = False) -> Layout:
     """The layout of these fields, with what follows from them worked out once: casts and products repeat shapes."""
     return Layout(fmt, usage, shape, swizzled)
+
+
+def are_known(layouts: Sequence[Layout]) -> bool:
+    """Whether kernels know all of them."""
+    return all(layout.is_known for layout in layouts)
 
 
 def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:

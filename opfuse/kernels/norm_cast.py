@@ -24,7 +24,7 @@ from opfuse.kernels.checks import check_cast, check_number
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Variant
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.layouts import Layout, are_known
 from opfuse.kernels.norm import Norm, NormKind, Statistics
 from opfuse.kernels.norm_call import NORM, Call, Form, call_of
 from opfuse.kernels.norm_rows import norm_forward, run_forward
@@ -56,7 +56,7 @@ def norm_cast(
         return norm_then_cast(x, norm, encode, dtype=dtype)
     if isinstance(encode, Measured):
         return _measured(launch, call, encode, dtype)
-    if (call.rows, call.columns) == encode.layouts[0].shape:
+    if (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts):
         if type(encode) in _TARGETS and _is_by_rows(encode):
             return _by_rows(launch, call, encode, dtype), call.statistics
         if type(encode) in CASTS and all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts):

@@ -98,12 +98,15 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
 def clash(name: str, left: Format, right: Format) -> str | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
-    High precision meets anything. Else both are of one family, rotated alike, and at most one has scales over 128x128 tiles.
+    High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, and at most one of them
+    has scales over 128x128 tiles.
     """
     if "identity" in (left.family, right.family):
         return None
     if left.family != right.family or left.rht != right.rht:
         wanted = "two formats of one family, both rotated or neither"
+    elif left.family == "block" and _length(left) != _length(right):
+        wanted = "blocks of one length"
     elif left.family == "block" and left.block == right.block == (128, 128):
         wanted = "at most one operand with 128x128 blocks"
     else:
@@ -115,6 +118,11 @@ def clash(name: str, left: Format, right: Format) -> str | None:
         got=f"{what.left} {what.left_plane} {left}, {what.right} {what.right_plane} {right}",
         cure="give both roles formats that meet, or IdentityQuantizer to one, or set the recipe's allow_mixed_emulation=True",
     )
+
+
+def _length(fmt: Format) -> int:
+    """Elements of a line under one scale; 0: all of them."""
+    return fmt.block[1] if fmt.block else 0
 
 
 def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, *, fast: bool, out: torch.Tensor | None) -> torch.Tensor:

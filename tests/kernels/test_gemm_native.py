@@ -13,6 +13,7 @@ from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.tensors.storage import QuantizedStorage
+from tests.tensors.quantized_samples import Blocks64
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 HOPPER = Machine((9, 0), (13, 0))
@@ -24,6 +25,7 @@ QUANTIZERS = {
     "128x128": Float8BlockQuantizer(E4M3, block_scaling_dim=2),
     "mx": MXFP8Quantizer(),
     "nv": NVFP4Quantizer(),
+    "1x64": Blocks64(),
 }
 
 
@@ -61,6 +63,7 @@ def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
         (("1x128", "1x128"), (64, 64, 200), "length of the sum: wants a positive multiple of 16, got 200"),
         (("mx", "mx"), (64, 64, 64), "no native product of mx formats"),
         (("nv", "nv"), (64, 64, 64), "no native product of nv formats"),
+        (("1x64", "1x64"), (64, 64, 64), "formats: wants those of opfuse.formats, got blocks64 and blocks64"),
     ],
 )
 def test_r10_the_reason_names_wanted_and_got(kinds, sizes, reason):

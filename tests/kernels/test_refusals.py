@@ -1,5 +1,8 @@
 """What kernels would misread is refused before anything is launched, by the same error as the definition's on a CPU."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,10 +13,11 @@ from opfuse.kernels.cast_block import _work as block_work
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.chain import forward_chain
+from opfuse.kernels.decode import dequantize
 from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.kernels.encoding import Blocks, Microscaled, Recording
 from opfuse.kernels.hadamard import SIGNS
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout
 from opfuse.kernels.norm import Norm
 from opfuse.kernels.norm_cast import norm_cast
 from opfuse.kernels.norm_rows import norm_forward
@@ -255,6 +259,46 @@ def test_a_quantizer_refuses_scales_that_its_kernel_would_misread(bad):
     if bad.device.type == "cpu":
         with pytest.raises(QuantizerError, match="Float8Quantizer scale: wants fp32"):
             Float8Quantizer(bad, one(), torch.float8_e4m3fn)
+
+
+# -- formats of a user's own -------------------------------------------------------------------------------------------------
+
+CHANGES = {
+    "block": lambda fmt: {"block": (1, 48) if fmt.block else (8, 64)},
+    "square": lambda fmt: {"block": (64, 64)},
+    "transposed": lambda fmt: {"transposed": not fmt.transposed},
+    "element": lambda fmt: {"element": replace(fmt.element, name="own")},
+}
+"""Facts of a format that kernels have built in."""
+
+
+def flat(result):
+    """The tensors of a result."""
+    return [result] if isinstance(result, torch.Tensor) else [tensor for each in result for tensor in flat(each)]
+
+
+@pytest.mark.parametrize("usages", [USAGES[:1], USAGES[1:], USAGES], ids="+".join)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CASTS)
+def test_planes_of_a_format_of_a_users_own_are_cast_by_the_definition(name, change, usages):
+    """Kernels would make other scales than the layout has room for, or put bytes where it does not look for them."""
+    kernel, fmt = KERNELS[name]
+    x, layouts = torch.randn(SHAPE).bfloat16(), planes(fmt.replace(**CHANGES[change](fmt)), usages=usages)
+    got, wanted = (CALLS[name](run, x, layouts) for run in (partial(kernel.run, unlaunched), kernel.reference))
+    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(wanted), strict=True))
+
+
+DECODED = [(fmt, change) for fmt in (fp8_tensor(E4M3), fp8_block(E4M3, 1), mxfp8(E4M3), NVFP4) for change in CHANGES]
+DECODED.remove((NVFP4, "transposed"))  # two codes of a byte are neighbours on a line
+
+
+@pytest.mark.parametrize(("fmt", "change"), DECODED, ids=str)
+def test_planes_of_a_format_of_a_users_own_are_decoded_by_the_definition(fmt, change):
+    for layout in planes(fmt.replace(**CHANGES[change](fmt))):
+        data, scale = torch.ones(layout.data_shape, dtype=torch.uint8), torch.ones(layout.scale_shape)
+        amax = None if layout.amax_shape is None else torch.ones(layout.amax_shape)
+        arrays, options = (data, scale.to(SCALE_DTYPES[layout.format.scale]), amax), {"layout": layout, "dtype": FP32}
+        assert torch.equal(dequantize.run(unlaunched, *arrays, **options), dequantize.reference(*arrays, **options))
 
 
 # -- where a call runs -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
-"""One quantizer of every kind, for the tests of quantized tensors."""
+"""One quantizer of every kind, for the tests of quantized tensors, and one of a user's own."""
+
+from dataclasses import dataclass
 
 import torch
 
+from opfuse import formats
+from opfuse.kernels.encoding import Blocks
 from opfuse.tensors import quantizers
+from opfuse.tensors.quantizers.base import CastingQuantizer
 
 E4M3 = torch.float8_e4m3fn
 QUANTIZERS = {
@@ -19,6 +24,19 @@ QUANTIZERS = {
     "identity": quantizers.IdentityQuantizer,
 }
 SHAPE = (64, 96)
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks64(CastingQuantizer):
+    """A format of a user's own: fp32 scales over 1x64 blocks."""
+
+    @property
+    def formats(self):
+        fmt = formats.fp8_block(formats.E4M3, 1).replace(name="blocks64", block=(1, 64))
+        return fmt, fmt
+
+    def _encoding(self, layouts):
+        return Blocks(layouts)
 
 
 def values(shape=SHAPE, seed=0, dtype=torch.bfloat16):

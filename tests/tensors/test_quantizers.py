@@ -3,7 +3,6 @@
 import math
 import os
 import pickle
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from opfuse.errors import DtypeError, MissingPlaneError, QuantizerError, ShapeError
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, mxfp8
-from opfuse.kernels.encoding import Blocks
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, IDENTITY, NVFP4, ROWWISE, USAGES, mxfp8
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -25,9 +23,9 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from opfuse.tensors.quantizers.base import CastingQuantizer
 from tests.kernels.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
+from tests.tensors.quantized_samples import Blocks64
 
 FP8 = torch.float8_e4m3fn
 ROTATED = {"with_rht": True, "with_post_rht_amax": True}
@@ -134,19 +132,6 @@ def test_optimize_for_gemm_swizzles_scales_and_keeps_values(make, dtype):
         for out in DTYPES:
             torch.testing.assert_close(a.dequantize(out), b.dequantize(out), rtol=0, atol=0)
         assert torch.equal(b.with_swizzle(swizzled=False).dequantize(dtype), a.dequantize(dtype))
-
-
-@dataclass(frozen=True, repr=False)
-class Blocks64(CastingQuantizer):
-    """A format of a user's own: fp32 scales over 1x64 blocks."""
-
-    @property
-    def formats(self):
-        fmt = fp8_block(E4M3, 1).replace(name="blocks64", block=(1, 64))
-        return fmt, fmt
-
-    def _encoding(self, layouts):
-        return Blocks(layouts)
 
 
 @pytest.mark.row("B15")

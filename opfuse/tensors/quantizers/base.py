@@ -14,7 +14,7 @@ import torch.distributed as dist
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
 from opfuse.kernels.encoding import Encoded, Encoding
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout, layout_of, round_up
+from opfuse.kernels.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
@@ -91,7 +91,8 @@ class Quantizer(ABC):
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
         """The cast of a tensor as a value, for a kernel that makes that tensor; :meth:`storage` takes its results.
 
-        None where there is none: for most quantizers that are made of others, and for one with a ``quantize`` of its own.
+        None where there is none: for most quantizers that are made of others, for one with a ``quantize`` of its own, and for a
+        format that kernels do not know.
         ShapeError or DtypeError as by :meth:`quantize`.
         """
         return None
@@ -213,7 +214,8 @@ class CastingQuantizer(Quantizer):
         if type(self).quantize is not Quantizer.quantize:
             return None
         self._check(shape, dtype)
-        return self._encoding(self._layouts(shape))
+        layouts = self._layouts(shape)
+        return self._encoding(layouts) if are_known(layouts) else None
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         layouts = self._layouts(x.shape)

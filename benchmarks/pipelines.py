@@ -1,13 +1,15 @@
 """Two pipelines beside the sum of their matrix products, every recipe and override: ``python -m benchmarks.pipelines``.
 
 A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear. bf16 weights and input.
-The products are measured without the rest, in the same process and in the same way: forward products in the recipe's format,
-backward products in it too, or in bf16 under an override. Peers are eager torch and torch.compile of the same modules in bf16.
+The products are measured without the rest, in turns with the pipeline, so that both find the same clocks: forward products in the
+recipe's format, backward products in it too, or in bf16 under an override. Peers are eager torch and torch.compile of the same
+modules in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,8 +35,12 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def module_times(model: nn.Module, recipe: Recipe | None) -> Times:
-    """Of a model that is warm under ``recipe``."""
+Calls = tuple[Call, Call]
+"""What :class:`Times` are of."""
+
+
+def module_calls(model: nn.Module, recipe: Recipe | None) -> Calls:
+    """A model under ``recipe``."""
     x, dy = random(LARGE.tokens, LARGE.hidden).requires_grad_(), random(LARGE.tokens, LARGE.hidden)
 
     @torch.no_grad()
@@ -47,14 +53,11 @@ def module_times(model: nn.Module, recipe: Recipe | None) -> Times:
             y = model(x)
         torch.autograd.grad(y, [x, *model.parameters()], dy)
 
-    return Times(*(device_time([call], launches=4, repeats=5).median / 1e3 for call in (forward, training)))
+    return forward, training
 
 
-def product_times(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, override: str | None) -> Times:
-    """The products of linear layers of so many inputs and outputs, in the order of a training step, back to back.
-
-    In one run, as in the pipeline: a product alone in a short burst finds higher clocks than one in the midst of work.
-    """
+def product_calls(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, override: str | None) -> Calls:
+    """The products of linear layers of so many inputs and outputs, in the order of a training step, back to back."""
     forward = [_product("fprop", *sizes, recipe) for sizes in linears]
     backward = [
         _product(name, *sizes, recipe if override is None else None) for sizes in reversed(linears) for name in ("dgrad", "wgrad")
@@ -63,8 +66,15 @@ def product_times(linears: tuple[tuple[int, int], ...], recipe: Recipe | None, o
     def run(products: list[Call]) -> list[object]:
         return [product() for product in products]
 
-    calls = (lambda: run(forward)), (lambda: run(forward + backward))
-    return Times(*(device_time([call], launches=4, repeats=5).median / 1e3 for call in calls))
+    return (lambda: run(forward)), (lambda: run(forward + backward))
+
+
+def in_turns(*pairs: Calls) -> list[Times]:
+    """Of each pair, by the median over rounds in which every call is timed once."""
+    calls = [call for pair in pairs for call in pair]
+    rounds = [[device_time([call], launches=4, repeats=1).median for call in calls] for _ in range(7)]
+    medians = [statistics.median(of_call) / 1e3 for of_call in zip(*rounds)]
+    return [Times(*medians[i : i + 2]) for i in range(0, len(medians), 2)]
 
 
 def _product(name: str, inputs: int, outputs: int, recipe: Recipe | None) -> Call:
@@ -80,16 +90,12 @@ def _product(name: str, inputs: int, outputs: int, recipe: Recipe | None) -> Cal
 def measure() -> Iterator[dict[str, Any]]:
     """One row for each pipeline, recipe and override, the peers first."""
     for label, pipeline in PIPELINES.items():
-        products = {("none", True): product_times(pipeline.linears(LARGE), None, None)}
         eager = pipeline.eager(LARGE).to("cuda", torch.bfloat16)
         for peer, module in (("eager bf16", eager), ("torch.compile bf16", torch.compile(eager))):
-            yield _row(label, peer, None, module_times(module, None), products["none", True])
+            yield _row(label, peer, None, module, None)
         model = pipeline.fused(LARGE).to("cuda", torch.bfloat16)
         for kind, override, recipe in settings():
-            key = kind, override is None
-            if key not in products:
-                products[key] = product_times(pipeline.linears(LARGE), _stateless(recipe), override)
-            yield _row(label, kind, override, module_times(model, recipe), products[key])
+            yield _row(label, kind, override, model, recipe)
 
 
 def _stateless(recipe: Recipe | None) -> Recipe | None:
@@ -97,8 +103,10 @@ def _stateless(recipe: Recipe | None) -> Recipe | None:
     return recipes.Float8CurrentScaling() if isinstance(recipe, recipes.DelayedScaling) else recipe
 
 
-def _row(pipeline: str, kind: str, override: str | None, took: Times, products: Times) -> dict[str, Any]:
+def _row(pipeline: str, kind: str, override: str | None, model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     name = ", ".join(filter(None, (pipeline, kind, override)))
+    alone = product_calls(PIPELINES[pipeline].linears(LARGE), _stateless(recipe), override)
+    took, products = in_turns(module_calls(model, recipe), alone)
     return {"name": name, "override": override, "kind": kind, "took": took, "products": products}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer
+from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, stamp
 from opfuse.kernels.registry import sources_digest
@@ -84,6 +84,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "gemm": gemm.records,
     "pipelines": pipelines.records,
     "host": pipelines.host_records,
+    "training": training.records,
     "memory": memory.records,
     "compiling": compiling.records,
     "registers": compiling.resources,

@@ -62,18 +62,17 @@ def _defines(tile: Tile) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in zip(names, tile))
 
 
-# For a direction, whether something is gated, and whether gradients of operands are added up; then threads have four rows, and
-# tiles pieces of 64.
+# For a direction, whether something is gated, and whether gradients of operands are added up; then tiles have 64 rows or 128.
 _Kind = tuple[str, bool, bool]
 
 _BLOCKS: Mapping[_Kind, Tile] = {
-    ("forward", False, False): Tile(128, 128, 256, 3, 4),
-    # With eight rows a thread the values of a gated unit would take 80 registers, and those of one with a bias more.
+    ("forward", False, False): Tile(128, 128, 256, 3, 2),
+    # Where its input is kept as well, eight rows a thread would leave room for two blocks of 256 only.
     ("forward", True, False): Tile(128, 128, 512, 2, 2),
     ("backward", False, False): Tile(128, 128, 256, 3, 4),
     ("backward", False, True): Tile(128, 128, 512, 2, 4),
-    ("backward", True, False): Tile(128, 128, 512, 1, 4),
-    ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    ("backward", True, False): Tile(128, 128, 256, 2, 2),
+    ("backward", True, True): Tile(128, 128, 256, 2, 1),
 }
 
 # By measurements on an H200.
@@ -86,26 +85,30 @@ _TILES: Mapping[str, Mapping[_Kind, Tile]] = {
         ("forward", False, False): Tile(128, 128, 256, 4, 2),
         ("forward", True, False): Tile(64, 64, 128, 9, 4),
         ("backward", False, False): Tile(64, 64, 128, 9, 1),
-        ("backward", False, True): Tile(64, 64, 128, 7, 4),
+        ("backward", False, True): Tile(128, 64, 128, 4, 4),
         ("backward", True, False): Tile(128, 64, 256, 4, 2),
         ("backward", True, True): Tile(64, 64, 128, 5, 4),
     },
     "BLOCKS": _BLOCKS,
-    "SQUARES": {**_BLOCKS, ("forward", True, False): Tile(128, 128, 256, 4, 2)},
+    "SQUARES": {
+        **_BLOCKS,
+        ("forward", True, False): Tile(128, 128, 256, 4, 2),
+        ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    },
     "MX": {
         ("forward", False, False): Tile(32, 256, 128, 5, 4),
         ("forward", True, False): Tile(32, 256, 256, 4, 1),
-        ("backward", False, False): Tile(32, 256, 128, 6, 2),
+        ("backward", False, False): Tile(32, 256, 128, 7, 1),
         ("backward", False, True): Tile(64, 128, 256, 4, 4),
         ("backward", True, False): Tile(32, 128, 128, 5, 2),
         ("backward", True, True): Tile(64, 128, 256, 2, 4),
     },
     "MX swizzled": {
         ("forward", False, False): Tile(128, 128, 256, 3, 4),
-        ("forward", True, False): Tile(128, 128, 256, 3, 1),
-        ("backward", False, False): Tile(128, 128, 256, 3, 2),
+        ("forward", True, False): Tile(128, 128, 512, 2, 1),
+        ("backward", False, False): Tile(128, 128, 256, 4, 1),
         ("backward", False, True): Tile(128, 128, 512, 2, 4),
-        ("backward", True, False): Tile(128, 128, 512, 1, 4),
+        ("backward", True, False): Tile(128, 128, 256, 2, 1),
         ("backward", True, True): Tile(128, 128, 512, 1, 4),
     },
 }

@@ -124,19 +124,19 @@ def forward_call(
     *,
     stores: bool = True,
 ) -> Call | None:
-    """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it."""
+    """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
     dtype = dtype or x.dtype
     shapes = _result_shapes(x, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
     if operands is None or not _runs(dtype, x, *_flat(operands)) or _is_wide(stages, shapes):
         return None
-    x = x.contiguous()
+    given, x = x, x.contiguous()
     kept = {i: torch.empty(shapes[i], dtype=dtype, device=x.device) for i in sorted(keep) if i or x.dtype != dtype}
     y = torch.empty(shapes[-1], dtype=dtype, device=x.device) if stores else None
     codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
     code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores).interned
     tensors = [x, *_flat(operands), *_one(y), *kept.values()]
-    return Call(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, x) for i in keep}, [])
+    return Call(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, given) for i in keep}, [])
 
 
 def backward_call(

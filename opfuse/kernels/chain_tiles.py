@@ -16,7 +16,7 @@ from opfuse.kernels.chain_call import WIDEST, Call, Cut
 from opfuse.kernels.chain_code import ChainCode
 from opfuse.kernels.checks import check_cast, check_number
 from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.layouts import Layout, are_known
 
 _SIXTEEN = 16  # rows whose codes are one store along a column
 _GROUP = 64  # columns that a warp has beside each other
@@ -181,7 +181,7 @@ class TileCast(NamedTuple):
         columns = call.shape[-1]
         made = (math.prod(call.shape[:-1]), columns << call.code.depths[call.code.final])
         defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype)
-        table = self.table(encode)
+        table = self.table(encode) if are_known(encode.layouts) else None
         tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
         return None if tile is None else (tile, (*tile.defines, *defines))
 

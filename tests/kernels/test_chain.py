@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opfuse.errors import KernelError, QuantizerError
-from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import launch
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, forward_chain
@@ -115,6 +115,34 @@ def test_planes_of_a_format_that_the_cast_does_not_make_are_refused():
     for encode, fmt in ((Microscaled, NVFP4), (Blocks, fp8_tensor(E4M3)), (partial(Recording, *RECORDING.values()), mxfp8(E4M3))):
         with pytest.raises(QuantizerError, match="wants planes of the family"):
             forward_chain_cast.run(lambda *_, **__: pytest.fail("launched"), x, stages, encode([Layout(fmt, ROWWISE, (64, 128))]))
+
+
+@pytest.mark.parametrize("usage", USAGES)
+def test_a_cast_to_a_format_of_a_users_own_is_left_to_the_definition(usage):
+    """Tiles are blocks of 128 x 128: the scales of others are not theirs."""
+    (x, stages), _ = Chain(("gelu",), (64, 192)).forward(torch.device("cpu"))
+    encode = Blocks([Layout(fp8_block(E4M3, 1).replace(block=(1, 64)), usage, (64, 192))])
+    calls, (((data, scale),), _, _) = launched(forward_chain_cast, x, stages, encode)
+    assert calls == []
+    assert all(map(torch.equal, (data, scale), *encode(forward_chain(x, stages)[0])))
+
+
+KEPT = {
+    "contiguous": lambda x: x,
+    "columns": lambda x: x[:, 8:],
+    "transposed": lambda x: x.t(),
+    "repeated": lambda x: x[:1].expand(64, 64),
+}
+
+
+@pytest.mark.row("B31")
+@pytest.mark.parametrize("view", KEPT.values(), ids=KEPT)
+def test_b31_an_input_is_kept_as_it_came(view):
+    """A copy that the kernel reads is gone after the call: what is saved takes no memory of its own."""
+    x, stage = view(torch.zeros(64, 64, dtype=BF16)), Stage(POINTWISE["gelu"])
+    for call in (partial(forward_chain.run, lambda *_, **__: None), forward_chain.reference):
+        assert call(x, [stage], keep=(0,))[1][0] is x
+        assert call(x, [stage], keep=(0,), dtype=torch.float32)[1][0].dtype is torch.float32
 
 
 @pytest.mark.row("B10")

@@ -39,7 +39,7 @@ OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Til
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, sizeof(IN) == 2 && ALIGNED ? 4 : 2) cast_block(const __grid_constant__ Parameters parameters) {
     const Blocks& p = parameters.blocks;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
-    Tile tile = this_tile(p.columns);
+    Tile tile = tile_of_block(blockIdx.x, p.columns);
     Values v;
     load_values(v, parameters.x, p, tile);
     cast_tile(p, tile, v, shared);

@@ -36,7 +36,7 @@ constexpr int RESIDENT<bf16> = CHOOSES ? 1 : !ALIGNED ? 2 : MODE == NEAREST ? 4 
 #if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(const __grid_constant__ Parameters parameters) {
     const Nvfp4& p = parameters.planes;
-    u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = block_from_end() * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * BLOCK;
     if (row >= p.rows || column >= p.columns) return;
     int there = int(smaller_of(p.rows - row, ROWS));
@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
     const Nvfp4& p = parameters.planes;
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
     u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    long long first_row = (long long)(blockIdx.x / tiles_across) * TILE_ROWS, first_column = (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS;
+    u32 block = block_from_end();
+    long long first_row = (long long)(block / tiles_across) * TILE_ROWS, first_column = (long long)(block % tiles_across) * TILE_COLUMNS;
 
     int across = lane % ACROSS, down = lane / ACROSS;
     long long row = first_row + warp * BLOCK + down, column = first_column + across * BLOCK;

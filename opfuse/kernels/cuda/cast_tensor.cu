@@ -25,6 +25,8 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 constexpr int THREADS = 256, PACKS = 2;
 
+OPFUSE_FN u32 own_block() { return RECORD ? blockIdx.x : block_from_end(); }
+
 // What values are multiplied by; the grid's first thread stores what codes are.
 OPFUSE_FN float encode_scale(const Parameters& p) {
     float scale, inverse;
@@ -53,7 +55,7 @@ OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
 
 #if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
-    long long first = (long long)blockIdx.x * (8 * THREADS * PACKS), at = first + threadIdx.x * 8, size = p.rows * p.columns;
+    long long first = (long long)own_block() * (8 * THREADS * PACKS), at = first + threadIdx.x * 8, size = p.rows * p.columns;
     Eight<IN> v[PACKS];
     u32 best = 0;
     if (ALIGNED && first + 8 * THREADS * PACKS <= size) {
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
 #if ENTRY_cast_tile
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __grid_constant__ Parameters p) {
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
-    Tile tile = this_tile(p.columns);
+    Tile tile = tile_of_block(own_block(), p.columns);
     long long row = tile.row + tile.group * 4, column = tile.column + tile.across * 8, there = p.columns - column;
     Eight<IN> v[4];
 #pragma unroll

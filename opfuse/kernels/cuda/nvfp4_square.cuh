@@ -16,8 +16,8 @@ struct Square {
 };
 
 OPFUSE_FN Square this_square(const Nvfp4& p) {
-    u32 tiles_across = u32((p.columns + SQUARE_TILE - 1) / SQUARE_TILE);
-    long long row = (long long)(blockIdx.x / tiles_across) * TILE_ROWS, column = (long long)(blockIdx.x % tiles_across) * SQUARE_TILE;
+    u32 tiles_across = u32((p.columns + SQUARE_TILE - 1) / SQUARE_TILE), block = block_from_end();
+    long long row = (long long)(block / tiles_across) * TILE_ROWS, column = (long long)(block % tiles_across) * SQUARE_TILE;
     int in_tile = threadIdx.x / 32 * BLOCK + threadIdx.x % 32 / SQUARES;
     return {row, column, row + in_tile, column + threadIdx.x % SQUARES * BLOCK, in_tile};
 }

@@ -23,9 +23,9 @@ OPFUSE_FN Tile tile_at(u32 down, u32 across) {
             int(warp % WARPS_ACROSS * 8 + lane % 8)};
 }
 
-OPFUSE_FN Tile this_tile(long long columns) {
+OPFUSE_FN Tile tile_of_block(u32 block, long long columns) {
     u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
-    return tile_at(blockIdx.x / tiles_across, blockIdx.x % tiles_across);
+    return tile_at(block / tiles_across, block % tiles_across);
 }
 
 // The thread's row i in the tile.

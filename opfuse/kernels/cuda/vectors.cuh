@@ -104,6 +104,10 @@ OPFUSE_FN void store_some(u8* q, uint4 codes, long long count) {
     store_some(q + 8, make_uint2(codes.z, codes.w), count - 8);
 }
 
+// The block's number, counted from the end of the grid. After a pass over the same matrix for its amax, what that pass read last
+// is still in the cache: a second one begins there.
+OPFUSE_FN u32 block_from_end() { return gridDim.x - 1 - blockIdx.x; }
+
 // ------------------------------------------------------------------------------------------------------------------ magnitudes
 
 // A running maximum of magnitudes, in the form that costs least: fp32 bits, or two 16-bit maxima in one word.

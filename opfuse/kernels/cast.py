@@ -25,7 +25,9 @@ from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes, variant_of
 _AMAX = struct.Struct("PPq")
 _AMAX_BLOCK = 8192  # elements
 
-_CAST_TENSOR = struct.Struct("PPPPPPqqfI")
+TENSOR_SCALE = "3PfI"
+"""How TensorScale in tensor_scale.cuh is packed: addresses of the scale, of amax and of the decode scale; eps, pow2."""
+_CAST_TENSOR = struct.Struct(f"3P{TENSOR_SCALE}2q")
 _ROWS_BLOCK = 4096  # elements
 _TILE = (256, 64)
 
@@ -101,7 +103,7 @@ def _cast_tensor(
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = [data[usage].data_ptr() if usage in data else 0 for usage in USAGES]
-    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *layouts[0].shape, *rule)
+    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *rule, *layouts[0].shape)
     launch(*work, _CAST_TENSOR, *fields, device=x.get_device())
     return [data[layout.usage] for layout in layouts], decode_scale
 

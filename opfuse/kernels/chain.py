@@ -81,10 +81,11 @@ def forward_then_amax(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
-) -> tuple[Tensor, dict[int, Tensor], Tensor]:
-    """:func:`forward_chain`, and fp32 (1,) the largest magnitude of its result."""
+    stores: bool = True,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor]:
+    """:func:`forward_chain`, its result if it is stored, and fp32 (1,) the largest magnitude of it."""
     y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
-    return y, kept, tensor_amax(y)
+    return y if stores else None, kept, tensor_amax(y)
 
 
 def backward_then_amax(
@@ -109,11 +110,12 @@ def forward_chain_amax(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
-) -> tuple[Tensor, dict[int, Tensor], Tensor]:
-    """The amax is found while the result is stored: nothing is read twice."""
-    call = forward_call(x, stages, rounding, dtype, keep)
-    if call is None or call.result is None:
-        return forward_then_amax(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    stores: bool = True,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor]:
+    """The amax is found while the result is made: nothing is read twice."""
+    call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
+    if call is None:
+        return forward_then_amax(x, stages, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     _run_plain(launch, "chain_forward", call, amax)
     return call.result, call.kept, amax

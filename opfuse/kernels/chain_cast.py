@@ -1,13 +1,14 @@
 """Chains whose result is cast in the same kernel, forward and backward: a chain's run, then a cast of what it made.
 
 A kernel stores the result itself only if it is asked to, as for a backward pass in high precision. What a kernel cannot take runs
-as two. A cast under the amax of the whole result is two kernels at best: the first one stores the result and finds its amax.
+as two. A cast under the amax of the whole result is two kernels at best: the first one finds the amax. Then a result that was
+stored is cast, or, where that takes fewer bytes, the result is made once more and cast by the kernel that makes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +70,9 @@ def forward_chain_cast(
     keep: Collection[int] = (),
     stores: bool = False,
 ) -> Forward:
-    """One read of ``x`` and of each operand."""
+    """One read of ``x`` and of each operand; two if the amax of the result decides the cast, and the result is not stored."""
+    if isinstance(encode, Measured):
+        return _forward_measured(launch, x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
     call = forward_call(x, stages, rounding, dtype, keep, stores=stores) if type(encode) in CASTS else None
     planes = None if call is None else _run_cast(launch, call, encode)
     if call is None or planes is None:
@@ -100,19 +103,41 @@ def backward_chain_cast(
 
 def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] | None:
     """Queue the kernel of a call and of a cast; the planes that it makes. None, and nothing is done, if there is none."""
-    cast = CASTS[type(encode)]
-    fit = cast.fit(call, encode)
+    kind = CASTS[type(encode)]
+    fit = kind.fit(call, encode)
     if fit is None:
         return None
     tile, defines = fit
-    planes, fields = cast.outputs(call, encode)
-    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=cast.packing, fields=fields)
+    planes, fields = kind.outputs(call, encode)
+    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=kind.packing, fields=fields)
     return planes
 
 
-def _forward_measured(x: Tensor, stages: Sequence[Stage], encode: Measured, *, stores: bool = False, **options: Any) -> Forward:
-    y, kept, amax = forward_chain_amax(x, stages, **options)
-    return encode.given(y, amax), y if stores else None, kept
+def _forward_measured(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Measured,
+    *,
+    rounding: Rounding,
+    dtype: torch.dtype | None,
+    keep: Collection[int],
+    stores: bool,
+) -> Forward:
+    first = max(keep, default=0) if rounding == "per_op" else 0  # a stage whose input is there when the amax is known
+    rest = stages[first:]
+    if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not _is_light(rest):
+        y, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep)
+        return encode.given(cast(Tensor, y), amax), y if stores else None, kept
+    _, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep, stores=False)
+    again, under = kept[first] if first else x, encode.under(amax)
+    encoded, _, _ = forward_chain_cast.run(launch, again, rest, under, rounding=rounding, dtype=dtype)
+    return encoded, None, kept
+
+
+def _is_light(stages: Sequence[Stage]) -> bool:
+    """Whether these ops read no more than their result is: no second half, no operand for each element."""
+    return not any(stage.math.is_gated or "full" in stage.math.operands.values() for stage in stages)
 
 
 def _backward_measured(
@@ -128,7 +153,7 @@ def _backward_measured(
     return encode.given(dx, amax), dx if stores else None, grads
 
 
-_FORWARD: Mapping[type, Callable[..., Forward]] = {**dict.fromkeys(CASTS, forward_chain_cast), Measured: _forward_measured}
+_FORWARD: Mapping[type, Callable[..., Forward]] = dict.fromkeys((*CASTS, Measured), forward_chain_cast)
 _BACKWARD: Mapping[type, Callable[..., Backward]] = {**dict.fromkeys(CASTS, backward_chain_cast), Measured: _backward_measured}
 
 

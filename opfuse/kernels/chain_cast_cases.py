@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.chain_cases import FP16, FP32, OPS, Chain
-from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
 
@@ -28,8 +29,19 @@ def _recording(layouts: list[Layout], device: torch.device) -> Recording:
     return Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
 
 
+def _measured(layouts: list[Layout], device: torch.device) -> Measured:
+    def under(amax: torch.Tensor) -> Current:
+        return Current(amax, layouts, eps=2.0**-20, pow2=layouts[0].element is E5M2)
+
+    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+        return under(tensor_amax(x) if amax is None else amax)(x)
+
+    return Measured(layouts, cast, under)
+
+
 _KINDS = {
     "delayed": _Kind(fp8_tensor, _recording),
+    "current": _Kind(fp8_tensor, _measured),
     "1x128": _Kind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
     "128x128": _Kind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
     "MX": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts)),
@@ -71,7 +83,7 @@ _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE, COLUMNWISE), (ROWWISE,), (CO
 _STORES = (False, False, True, False)
 _CHAINS = {
     "forward": {
-        **dict.fromkeys(("delayed", "1x128", "128x128"), _FORWARD),
+        **dict.fromkeys(("delayed", "current", "1x128", "128x128"), _FORWARD),
         **dict.fromkeys(("MX", "MX swizzled", "MX floor"), _MX),
     },
     "backward": {
@@ -111,7 +123,10 @@ def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, C
 
 # -- as the library calls them -----------------------------------------------------------------------------------------------
 
-_MADE = ("delayed", "1x128", "128x128", "MX", "MX swizzled")
+_MADE = {
+    "forward": ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled"),
+    "backward": ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
+}
 _PIPELINES = (("gelu",), ("bias", "gelu"), ("swiglu",), ("bias", "swiglu"))
 _ORDINARY = (
     *_PIPELINES,
@@ -172,7 +187,7 @@ def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, C
     """Every chain with every cast, in every form in which it is another kernel."""
     return {
         f"{' '.join(ops)} as called, {kind}, {name}": functools.partial(_made, ops, direction, kind, form)
-        for ops, kind, (name, form) in itertools.product(chains, _MADE, _FORMS[direction].items())
+        for ops, kind, (name, form) in itertools.product(chains, _MADE[direction], _FORMS[direction].items())
         if name != "both, kept" or _read(ops)
     }
 

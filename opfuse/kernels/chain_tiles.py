@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE
-from opfuse.kernels.cast import new_mx
+from opfuse.kernels.cast import TENSOR_SCALE, new_mx
 from opfuse.kernels.cast_block import BLOCKS, new_blocks
 from opfuse.kernels.chain_call import WIDEST, Call, Cut
 from opfuse.kernels.chain_code import ChainCode
 from opfuse.kernels.checks import check_cast, check_number
-from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Microscaled, Recording
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Microscaled, Recording
 from opfuse.kernels.layouts import Layout, are_known
 
 _SIXTEEN = 16  # rows whose codes are one store along a column
@@ -164,12 +164,14 @@ class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
     family: of its formats. packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields.
+    defines: its own definitions, beside those that every cast has.
     table: the tiles for an encoding; None for one that the kernel does not know.
     """
 
     name: str
     family: str
     packing: str
+    defines: tuple[str, ...]
     outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
     table: Callable[[Any], str | None]
 
@@ -183,15 +185,20 @@ class TileCast(NamedTuple):
         defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype)
         table = self.table(encode) if are_known(encode.layouts) else None
         tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
-        return None if tile is None else (tile, (*tile.defines, *defines))
+        return None if tile is None else (tile, (*tile.defines, *self.defines, *defines))
 
 
-def _tensor_outputs(call: Call, encode: Recording) -> tuple[list[Encoded], tuple[float, ...]]:
+def _tensor_outputs(call: Call, encode: Recording | Current) -> tuple[list[Encoded], tuple[float, ...]]:
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
     planes = (data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE))
-    scaling = (check_number(t, call.device, where="scale or amax of a cast") for t in (encode.scale, encode.amax))
-    fields = (*planes, *scaling, decode_scale.data_ptr(), *encode.layouts[0].shape)
+    amax = check_number(encode.amax, call.device, where="amax of a cast")
+    scale, rule = 0, (0.0, 0)
+    if isinstance(encode, Recording):
+        scale = check_number(encode.scale, call.device, where="scale of a cast")
+    else:
+        rule = encode.eps, int(encode.pow2)
+    fields = (*planes, scale, amax, decode_scale.data_ptr(), *rule, *encode.layouts[0].shape)
     return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
 
 
@@ -208,12 +215,13 @@ def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[f
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
 CASTS: Mapping[type, TileCast] = {
-    Recording: TileCast("TENSOR", "tensor", "5P2q", _tensor_outputs, lambda _: "TENSOR"),
+    Recording: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=1",), _tensor_outputs, lambda _: "TENSOR"),
+    Current: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=0",), _tensor_outputs, lambda _: "TENSOR"),
     Blocks: TileCast(
-        "BLOCKS", "block", BLOCKS, _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"
+        "BLOCKS", "block", BLOCKS, (), _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"
     ),
     Microscaled: TileCast(
-        "MX", "mx", "4P2q2I", _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))
+        "MX", "mx", "4P2q2I", (), _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))
     ),
 }
 """By the type of the encoding."""

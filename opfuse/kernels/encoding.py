@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from opfuse.kernels.cast import cast_mx, cast_recording
+from opfuse.kernels.cast import cast_current, cast_mx, cast_recording
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.checks import check_planes
 from opfuse.kernels.layouts import Layout
@@ -49,6 +49,23 @@ class Recording:
 
 
 @dataclass(frozen=True, eq=False)
+class Current:
+    """The scale that an amax gives, for the tensor whose amax it is: :func:`quantize.cast_current`.
+
+    amax: fp32 (1,), the largest magnitude.
+    """
+
+    amax: Tensor
+    layouts: Sequence[Layout]
+    eps: float = 0.0
+    pow2: bool = False
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        data, decode_scale = cast_current(_matrix(x, self.layouts), self.amax, self.layouts, eps=self.eps, pow2=self.pow2)
+        return [(each, decode_scale) for each in data]
+
+
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """An fp32 scale for each block of 128, or of 128 x 128: :func:`quantize.cast_block`."""
 
@@ -77,10 +94,12 @@ class Measured:
     """A cast under the amax of the whole tensor, which a kernel can find while it stores the tensor; another one casts it.
 
     cast: ``cast(x, amax)`` of the matrix and of fp32 (1,) its largest magnitude, or None where that is not known.
+    under: the cast when the amax is known, if the kernel that makes the tensor can do that one; None: it cannot.
     """
 
     layouts: Sequence[Layout]
     cast: Callable[[Tensor, Tensor | None], list[Encoded]]
+    under: Callable[[Tensor], Encoding] | None = None
 
     def __call__(self, x: Tensor) -> list[Encoded]:
         return self.cast(_matrix(x, self.layouts), None)

@@ -14,8 +14,8 @@ import torch
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels import norm as definition
 from opfuse.kernels.cases import hard
-from opfuse.kernels.cast import cast_current, tensor_amax
-from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.kernels.cast import tensor_amax
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.norm import Norm, NormKind
@@ -157,11 +157,13 @@ def _recording(planes: Planes, device: torch.device) -> Recording:
 def _measured(planes: Planes, device: torch.device) -> Measured:
     layouts = [Layout(fp8_tensor(planes[1]), usage, planes[0]) for usage in planes[2]]
 
-    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
-        data, scale = cast_current(x, tensor_amax(x) if amax is None else amax, layouts)
-        return [(each, scale) for each in data]
+    def under(amax: torch.Tensor) -> Current:
+        return Current(amax, layouts)
 
-    return Measured(layouts, cast)
+    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+        return under(tensor_amax(x) if amax is None else amax)(x)
+
+    return Measured(layouts, cast, under if planes[1] is E4M3 else None)
 
 
 def _blocks(dims: int, planes: Planes, device: torch.device) -> Blocks:

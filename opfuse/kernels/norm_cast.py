@@ -49,7 +49,7 @@ def norm_then_cast(
 def norm_cast(
     launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
 ) -> tuple[list[Encoded], Statistics]:
-    """One read of ``x`` for codes by rows, two for others."""
+    """One read of ``x`` for codes by rows, two for others and where the amax of the result decides the cast."""
     dtype = dtype or x.dtype
     call = call_of(x, norm, None, [dtype])
     if call is None:
@@ -59,7 +59,8 @@ def norm_cast(
     if (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts):
         if type(encode) in _TARGETS and _is_by_rows(encode):
             return _by_rows(launch, call, encode, dtype), call.statistics
-        if type(encode) in CASTS and all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts):
+        if type(encode) in CASTS and _is_whole(call, encode):
+            run_forward(launch, call, None)
             return _by_tiles(launch, call, encode, dtype), call.statistics
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     run_forward(launch, call, y)
@@ -67,10 +68,19 @@ def norm_cast(
 
 
 def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype) -> tuple[list[Encoded], Statistics]:
-    y = torch.empty(call.x.shape, dtype=dtype, device=call.x.device)
     amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
+    if encode.under is not None and _is_whole(call, encode):
+        run_forward(launch, call, None, amax, dtype=dtype)
+        return _by_tiles(launch, call, encode.under(amax), dtype), call.statistics
+    y = torch.empty(call.x.shape, dtype=dtype, device=call.x.device)
     run_forward(launch, call, y, amax)
     return encode.given(y, amax), call.statistics
+
+
+def _is_whole(call: Call, encode: Encoding) -> bool:
+    """Whether the planes are those of the rows that are normalised, in whole units of their formats."""
+    whole = all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts)
+    return whole and (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts)
 
 
 # -- by rows -----------------------------------------------------------------------------------------------------------------
@@ -147,7 +157,7 @@ _TARGETS: Mapping[type, _RowCast] = {
 
 
 def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
-    run_forward(launch, call, None)
+    """What is left to do when the statistics are there."""
     x = call.x.view(call.rows, call.columns)
     rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
     stage = stage_of(call.norm, call.statistics)

@@ -43,23 +43,28 @@ def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype 
     return y, call.statistics
 
 
-def run_forward(launch: Launcher, call: Call, y: Tensor | None, amax: Tensor | None = None) -> None:
-    """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them."""
+def run_forward(
+    launch: Launcher, call: Call, y: Tensor | None, amax: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> None:
+    """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them.
+
+    dtype: what y is rounded to, where it is measured without being stored.
+    """
     form = call.form() if y is None else call.form(y)
-    variant = _forward_variant(form, None if y is None else y.dtype, amax is not None)
+    variant = _forward_variant(form, dtype if y is None else y.dtype, y is not None, amax is not None)
     fields = (*call.fields(), *addresses(y, amax))
     launch(variant, "norm_forward", call.grid, _FORWARD, *fields, device=call.x.get_device())
 
 
 @functools.cache
-def _forward_variant(form: Form, made: torch.dtype | None, measures: bool) -> Variant:
+def _forward_variant(form: Form, made: torch.dtype | None, stores: bool, measures: bool) -> Variant:
     dtypes = [] if made is None else [made]
     return variant_of(
         "norm_forward.cu",
         _FORWARD,
         **form.defines(form.held(*dtypes)),
         IO=C_TYPES[made or form.x],
-        STORES=made is not None,
+        STORES=stores,
         MEASURES=measures,
         RESIDENT=form.resident(*dtypes),
     )

@@ -64,7 +64,7 @@ def test_r4_chain_and_cast_are_one_kernel_in_both_directions(name, activation, l
     for kernel in ("forward_chain_cast", "backward_chain_cast"):
         (defines,) = of(launched, kernel, "chain_tile", f"bias, {activation.kind}")
         assert CASTS[name] in defines
-    assert not names(launched) & {"forward_chain_amax", "backward_chain_amax"}
+    assert not of(launched, "forward_chain_cast", "chain_forward") + of(launched, "backward_chain_amax", "chain_tile")
     launched.clear()
     step(activation, name, UNFUSED)
     assert not names(launched) & {"forward_chain_cast", "backward_chain_cast"}
@@ -75,8 +75,12 @@ def test_r4_chain_and_cast_are_one_kernel_in_both_directions(name, activation, l
 def test_r4_the_amax_comes_from_the_chain(name, activation, launched):
     step(activation, name, RULES)
     chain = f"bias, {activation.kind}"
-    (forward,) = of(launched, "forward_chain_amax", "chain_forward", chain)
+    (forward,) = of(launched, "forward_chain_cast", "chain_forward", chain)
     assert "AMAX=1" in forward
+    again = of(launched, "forward_chain_cast", "chain_tile", activation.kind)
+    assert [{"CAST=TENSOR", "RECORD=0"} <= {*each} for each in again] == [True] * (
+        activation is ops.GELU and name == "fp8_current"
+    )
     (backward,) = of(launched, "backward_chain_amax", "chain_tile", chain)
     assert "CAST=AMAX" in backward
     assert of(launched, "backward_chain_amax", "chain_tile", "bias")
@@ -107,8 +111,10 @@ def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain
 @pytest.mark.parametrize("name", MEASURED)
 def test_r4_an_override_that_saves_the_original_measures_it_in_the_chain(name, launched):
     fused = step(ops.GELU, name, RULES, "high_precision")
-    assert of(launched, "forward_chain_amax", "chain_forward", "bias, gelu")
-    assert not names(launched) & {"forward_chain_cast", "backward_chain_amax"}
+    (forward,) = of(launched, "forward_chain_cast", "chain_forward", "bias, gelu")
+    assert "AMAX=1" in forward
+    assert not of(launched, "forward_chain_cast", "chain_tile")
+    assert not names(launched) & {"backward_chain_cast", "backward_chain_amax"}
     passes = len(of(launched, "tensor_amax", "amax"))
     launched.clear()
     unfused = step(ops.GELU, name, UNFUSED, "high_precision")

@@ -1,4 +1,4 @@
-"""``opfuse run`` on a device, by its command line: products run in the device's FP8 units, and the loss follows high precision."""
+"""``opfuse run`` on a device, by its command line: products run in its own FP8 units, and the loss follows high precision."""
 
 import json
 from pathlib import Path

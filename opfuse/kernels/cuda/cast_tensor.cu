@@ -3,45 +3,23 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        [rows, columns] codes of OUT; cast_tile stores them if ROWWISE
 // columnwise     [columns, rows] codes, the same bytes
-// RECORD = 1     the scale is given, and *amax is raised to the largest magnitude in x; a non-finite element shows in its code
-// RECORD = 0     the scale is that of *amax, by the rule of scale_from_amax with eps, rounded down to a power of two if pow2
-// decode_scale   fp32, what codes are multiplied by: NaN if *amax was not finite
+// scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
 // Grid           cast_rows: a block of 256 threads for each 4096 elements; cast_tile: one of 512 for each 256 x 64 tile
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0 and rows % 16 == 0; without it, anything goes
 // Defined by     opfuse/kernels/quantize.py, cast_recording and cast_current.
 constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
 #include "tile.cuh"
+#include "tensor_scale.cuh"
 
 struct Parameters {
     const IN* x;
     u8 *rowwise, *columnwise;
-    const float* scale;
-    float *amax, *decode_scale;
+    TensorScale scale;
     long long rows, columns;
-    float eps;
-    u32 pow2;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
 constexpr int THREADS = 256, PACKS = 2;
-
-OPFUSE_FN u32 own_block() { return RECORD ? blockIdx.x : block_from_end(); }
-
-// What values are multiplied by; the grid's first thread stores what codes are.
-OPFUSE_FN float encode_scale(const Parameters& p) {
-    float scale, inverse;
-    if constexpr (RECORD) {
-        scale = *p.scale;
-        inverse = 1.0f / scale;
-    } else {
-        float amax = *p.amax;
-        scale = scale_from_amax(amax, OUT::MAX, p.eps, LARGEST_FLOAT);
-        if (p.pow2) scale = pow2_floor(scale);
-        inverse = decode_scale(scale, amax);
-    }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = inverse;
-    return scale;
-}
 
 // The codes of eight values; `best` is raised to their magnitudes.
 OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
@@ -61,16 +39,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     if (ALIGNED && first + 8 * THREADS * PACKS <= size) {
 #pragma unroll
         for (int k = 0; k < PACKS; ++k) v[k] = load_eight(p.x + at + k * 8 * THREADS);
-        float scale = encode_scale(p);
+        float scale = encode_scale(p.scale);
 #pragma unroll
         for (int k = 0; k < PACKS; ++k) store_eight(p.rowwise + at + k * 8 * THREADS, cast_eight(v[k], scale, best));
     } else {
-        float scale = encode_scale(p);
+        float scale = encode_scale(p.scale);
 #pragma unroll 1
         for (int k = 0; k < PACKS; ++k, at += 8 * THREADS)
             store_some(p.rowwise + at, cast_eight(load_some(p.x + at, size - at), scale, best), size - at);
     }
-    if constexpr (RECORD) raise_amax<THREADS>(p.amax, magnitude_bits<IN>(best));
+    if constexpr (RECORD) raise_amax<THREADS>(p.scale.amax, magnitude_bits<IN>(best));
 }
 #endif
 
@@ -88,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __
         else
             v[i] = load_some(x, row + i < p.rows ? there : 0);
     }
-    float scale = encode_scale(p);
+    float scale = encode_scale(p.scale);
     uint2 codes[4];
     u32 best = 0;
 #pragma unroll
@@ -103,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2) cast_tile(const __
     }
     transpose_into(shared, tile, codes);
     if constexpr (RECORD)
-        raise_amax<TILE_THREADS>(p.amax, magnitude_bits<IN>(best));  // holds a barrier
+        raise_amax<TILE_THREADS>(p.scale.amax, magnitude_bits<IN>(best));  // holds a barrier
     else
         __syncthreads();
     store_columns<ALIGNED>(p.columnwise, shared, tile, p.rows, p.columns);

@@ -28,8 +28,9 @@ OPFUSE_FN void store_codes(u8* x, long long width, const Place& at, uint2 codes)
     store(x, width, [](long long c) { return c; }, at, Pack<u8, 8>{codes.x, codes.y});
 }
 
-// What a cast is: the fields that the host packs, what a thread holds, and what it does with each row of a strand (take), before a
-// barrier with all of them (prepare, leave) and after it (store_prepared, finish). TOGETHER: a barrier serves all strands.
+// What a cast is: the fields that the host packs, the order of tiles (own_block), what a thread holds, and what it does with each row
+// of a strand (take), before a barrier with all of them (prepare, leave) and after it (store_prepared, finish). TOGETHER: a barrier
+// serves all strands.
 #if CAST == TENSOR
 #include "encode_tensor.cuh"
 #elif CAST == BLOCKS
@@ -85,7 +86,7 @@ OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thr
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(const __grid_constant__ Parameters parameters) {
     __shared__ __align__(16) u8 shared[SHARED_BYTES];
     const Chain& p = parameters.chain;
-    u32 down = tile_of(p.cut, blockIdx.x), across = blockIdx.x - down * p.cut.tiles_across;
+    u32 block = own_block(), down = tile_of(p.cut, block), across = block - down * p.cut.tiles_across;
     Tile tile = tile_at(down, across);
     Thread at = thread_at(p.cut, down, across, tile.row + own_row(tile, 0), tile.column + tile.across / 8 * 64, tile.across % 8);
     RowOperands<8> operands = load_row_operands(p, at.place(0));

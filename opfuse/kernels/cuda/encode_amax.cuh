@@ -17,6 +17,8 @@ struct Held {};
 constexpr bool TOGETHER = true;
 constexpr int STRAND_BYTES = 0, SHARED_BYTES = TILE_THREADS / 8;
 
+OPFUSE_FN u32 own_block() { return blockIdx.x; }
+
 OPFUSE_FN Running begin(const Encode&) { return {0}; }
 
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int, const Eight<IN>& v, Held&, u8*, Running& running) {

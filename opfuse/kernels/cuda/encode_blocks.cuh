@@ -16,6 +16,8 @@ struct Held {
 constexpr bool TOGETHER = false;
 constexpr int STRAND_BYTES = 0, SHARED_BYTES = TILE_ROWS * TILE_COLUMNS;
 
+OPFUSE_FN u32 own_block() { return blockIdx.x; }
+
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }

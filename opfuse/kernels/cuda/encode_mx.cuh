@@ -27,6 +27,8 @@ constexpr int COLUMN_WORDS = 8 * 2 * sizeof(IN), EXCHANGE = TILE_STEPS == 1 ? WA
 constexpr int STRAND_BYTES = EXCHANGE + ROW_CODES + TILE_COLUMNS * 4, SHARED_BYTES = STRANDS * STRAND_BYTES;
 static_assert(TILE_STEPS <= 2 && (!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128)), "tiles that scales can be found in");
 
+OPFUSE_FN u32 own_block() { return blockIdx.x; }
+
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 
 // The largest magnitudes of columns in the 32 rows that a warp has, or has half of. All lanes of a column get them.

@@ -1,16 +1,15 @@
-// encode_tensor: FP8 codes of tiles under one given scale, by rows, by columns or both; the amax of all values.
+// encode_tensor: FP8 codes of tiles under one scale, by rows, by columns or both; the amax of all values if the scale is given.
 //
 // rowwise        [rows, columns] codes of OUT, if ROWWISE; columnwise: those of the transpose, if COLUMNWISE
-// scale          fp32, what values are multiplied by; *decode_scale becomes its inverse, and *amax is raised to the largest
-//                magnitude. A non-finite value shows in its code
+// scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
 // Compiled       after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
 #pragma once
+#include "tensor_scale.cuh"
 
 struct Encode {
     u8 *rowwise, *columnwise;
-    const float* scale;
-    float *amax, *decode_scale;
+    TensorScale scale;
     long long rows, columns;
 };
 
@@ -40,13 +39,13 @@ OPFUSE_FN bool holds_nonfinite(u32 best) {
         return (best + (SAME<IN, bf16> ? 0x00800080 : 0x04000400)) & 0x80008000;
 }
 
-OPFUSE_FN Running begin(const Encode& p) { return {*p.scale, 0}; }
+OPFUSE_FN Running begin(const Encode& p) { return {encode_scale(p.scale), 0}; }
 
 OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, const Eight<IN>& v, Held& held, u8* shared, Running& running) {
     held.v[i % LOOKED_AT] = v;
     held.codes[i % 4] = encode_eight<OUT>(v, [&](int) { return running.scale; });
-    running.best = larger_magnitude(running.best, v);
-    if (i % LOOKED_AT == LOOKED_AT - 1 && holds_nonfinite(running.best))
+    if constexpr (RECORD) running.best = larger_magnitude(running.best, v);
+    if (RECORD && i % LOOKED_AT == LOOKED_AT - 1 && holds_nonfinite(running.best))
 #pragma unroll
         for (int k = 0; k < LOOKED_AT; ++k) {
             uint2& codes = held.codes[i % 4 / LOOKED_AT * LOOKED_AT + k];
@@ -66,10 +65,9 @@ OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
 }
 
 OPFUSE_FN void leave(const Running& running, u8* shared) {
-    leave_amax(reinterpret_cast<u32*>(shared + AMAX_AT), magnitude_bits<IN>(running.best));
+    if constexpr (RECORD) leave_amax(reinterpret_cast<u32*>(shared + AMAX_AT), magnitude_bits<IN>(running.best));
 }
 
 OPFUSE_FN void finish(const Encode& p, const Running& running, const u8* shared) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = 1.0f / running.scale;
-    raise_left<TILE_THREADS>(p.amax, reinterpret_cast<const u32*>(shared + AMAX_AT));
+    if constexpr (RECORD) raise_left<TILE_THREADS>(p.scale.amax, reinterpret_cast<const u32*>(shared + AMAX_AT));
 }

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import Format, fp8_block, fp8_tensor
-from opfuse.kernels.cast import cast_current, tensor_amax
+from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.checks import require_number
-from opfuse.kernels.encoding import Blocks, Encoded, Measured, Recording
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Measured, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
 
@@ -79,14 +79,15 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
         return fmt, fmt
 
     def _encoding(self, layouts: Sequence[Layout]) -> Measured:
-        return Measured(layouts, partial(self._cast, layouts))
+        return Measured(layouts, partial(self._cast, layouts), partial(self._under, layouts))
 
     def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
-        amax = tensor_amax(x) if amax is None else amax
+        return self._under(layouts, tensor_amax(x) if amax is None else amax)(x)
+
+    def _under(self, layouts: Sequence[Layout], amax: torch.Tensor) -> Current:
         if self.with_amax_reduction:
             amax = reduce_amax(amax, self.amax_reduction_group)
-        data, scale_inv = cast_current(x, amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
-        return [(each, scale_inv) for each in data]
+        return Current(amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,26 +27,9 @@ OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
     return {scale, block_decode_scale(scale, amax, p.pow2)};
 }
 
-// The codes of a thread's rows: where its first row lies, and from there on how many rows and columns there are.
-struct RowCodes {
-    u8* first;
-    int rows;
-    long long columns;
-};
-
-OPFUSE_FN RowCodes row_codes(const Blocks& p, const Tile& tile) {
+OPFUSE_FN RowCodes rowwise_codes(const Blocks& p, const Tile& tile) {
     long long row = tile.row + own_row(tile, 0), column = tile.column + tile.across * 8, rows = p.rows - row, columns = p.columns - column;
-    return {found(p.rowwise + (row * p.columns + column)), found(columns > 0 ? rows < BLOCK ? int(rows) : BLOCK : 0), columns};
-}
-
-OPFUSE_FN void store_row(const Blocks& p, const RowCodes& to, int i, uint2 codes) {
-    int down = i / 4 * 16 + i % 4;
-    u8* out = to.first + u64(down) * u32(p.columns);
-    if (down >= to.rows) return;
-    if constexpr (ALIGNED)
-        store_eight(out, codes);
-    else
-        store_some(out, codes, to.columns);
+    return codes_of_rows(p.rowwise, p.columns, row, column, at_most(rows, BLOCK), at_most(columns, 8));
 }
 
 // Scale `at` of a row of scales, of which `used` hold something.
@@ -73,14 +56,14 @@ OPFUSE_FN void cast_square(const Blocks& p, const Tile& tile, const Values& v, u
         store_scale(p.row_scale + y * p.row_pitch, x + threadIdx.x, across, p.row_pitch, scale.decode);
     if (COLUMNWISE && threadIdx.x < (y + 1 == down ? 4 : 1))
         store_scale(p.column_scale + x * p.column_pitch, y + threadIdx.x, down, p.column_pitch, scale.decode);
-    RowCodes rows = row_codes(p, tile);
+    RowCodes rows = rowwise_codes(p, tile);
 #pragma unroll
     for (int step = 0; step < TILE_STEPS; ++step) {
         uint2 codes[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             codes[i] = encode_eight<OUT>(v[step * 4 + i], [scale](int) { return scale.encode; });
-            if (ROWWISE) store_row(p, rows, step * 4 + i, codes[i]);
+            if (ROWWISE) rows.store(step * 4 + i, codes[i]);
         }
         if (COLUMNWISE) transpose_into(shared, tile, codes, step);
     }
@@ -137,9 +120,9 @@ OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u3
     if (p.rowwise) {  // known when it is compiled, but as a condition it keeps the codes of both planes from being live at once
         float scale[OWN_ROWS];
         scales_along(p, tile, v, scale);
-        RowCodes rows = row_codes(p, tile);
+        RowCodes rows = rowwise_codes(p, tile);
 #pragma unroll
-        for (int i = 0; i < OWN_ROWS; ++i) store_row(p, rows, i, encode_eight<OUT>(v[i], [&](int) { return scale[i]; }));
+        for (int i = 0; i < OWN_ROWS; ++i) rows.store(i, encode_eight<OUT>(v[i], [&](int) { return scale[i]; }));
     }
     if constexpr (!COLUMNWISE) return;
     __syncthreads();

@@ -82,8 +82,6 @@ struct Thread {
     }
 };
 
-OPFUSE_FN int at_most(long long x, int most) { return x < most ? int(x) : most; }
-
 // A thread of tile `tile`, `tile_column` whose first pack is at `row` and number `lane` from column `first` on.
 OPFUSE_FN Thread thread_at(const Cut& cut, u32 tile, u32 tile_column, long long row, long long first, int lane) {
     long long column = first + lane * 8, rows = cut.rows - row, columns = cut.columns - column;

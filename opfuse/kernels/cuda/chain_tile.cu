@@ -20,12 +20,9 @@
 using IN = IO;
 using Values = Eight<IN>[OWN_ROWS];
 
-// The rows of a thread, from its first one on.
-OPFUSE_FN u32 down_of(int i) { return i / 4 * 16 + i % 4; }
-
-// Codes at a place of a matrix of `width` columns.
-OPFUSE_FN void store_codes(u8* x, long long width, const Place& at, uint2 codes) {
-    store(x, width, [](long long c) { return c; }, at, Pack<u8, 8>{codes.x, codes.y});
+// Where codes of the thread's rows go, in a matrix of `width` columns.
+OPFUSE_FN RowCodes codes_of_rows(u8* plane, long long width, const Thread& at) {
+    return codes_of_rows(plane, width, at.row, at.column, at.rows, at.columns);
 }
 
 // What a cast is: the fields that the host packs, the order of tiles (own_block), what a thread holds, and what it does with each row

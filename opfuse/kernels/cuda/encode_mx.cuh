@@ -118,19 +118,20 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
 #pragma unroll
         for (int j = 0; j < 8; ++j) code[j] = mx_code(down.bits(j), p.bias), multiplier[j] = mx_multiplier(code[j]);
         store_column_codes(p, tile, at, code, column_codes);
+        RowCodes rows = codes_of_rows(p.columnwise, p.columns, at);
 #pragma unroll
-        for (int i = 0; i < OWN_ROWS; ++i)
-            store_codes(p.columnwise, p.columns, at.place(down_of(i)), encode_eight<OUT>(v[i], [&](int j) { return multiplier[j]; }));
+        for (int i = 0; i < OWN_ROWS; ++i) rows.store(i, encode_eight<OUT>(v[i], [&](int j) { return multiplier[j]; }));
     }
     if (p.rowwise) {
         Maxima<IN, OWN_ROWS> along = maxima_along(v);
         along.across(1), along.across(2);
+        RowCodes rows = codes_of_rows(p.rowwise, p.columns, at);
         u32 code[OWN_ROWS];
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) {
             code[i] = mx_code(along.bits(i), p.bias);
             float multiplier = mx_multiplier(code[i]);
-            store_codes(p.rowwise, p.columns, at.place(down_of(i)), encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
+            rows.store(i, encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
         }
         gather_rows(p, row_codes, tile, at, code);
     }

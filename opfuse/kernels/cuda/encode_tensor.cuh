@@ -52,9 +52,11 @@ OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, 
             codes = show_nonfinite<OUT>(held.v[k], codes);
         }
     if (i % 4 != 3) return;
-    if constexpr (ROWWISE)
+    if constexpr (ROWWISE) {
+        RowCodes rows = codes_of_rows(p.rowwise, p.columns, at);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) store_codes(p.rowwise, p.columns, at.place(down_of(i - 3 + k)), held.codes[k]);
+        for (int k = 0; k < 4; ++k) rows.store(i - 3 + k, held.codes[k]);
+    }
     if constexpr (COLUMNWISE) transpose_into(reinterpret_cast<u32*>(shared), tile, held.codes, i / 4);
 }
 

@@ -31,6 +31,29 @@ OPFUSE_FN Tile tile_of_block(u32 block, long long columns) {
 // The thread's row i in the tile.
 OPFUSE_FN int own_row(const Tile& tile, int i) { return (tile.group + i / 4 * 4) * 4 + i % 4; }
 
+// The rows of a thread, from its first one on.
+OPFUSE_FN u32 down_of(int i) { return i / 4 * 16 + i % 4; }
+
+// Where codes of a thread's rows go, which are `width` long: its first pack, and from there on how many rows and columns there are.
+struct RowCodes {
+    u8* first;
+    u32 width;
+    int rows, columns;
+
+    OPFUSE_FN void store(int i, uint2 codes) const {
+        u8* out = first + u64(down_of(i)) * width;
+        if (int(down_of(i)) >= rows) return;
+        if constexpr (ALIGNED)
+            store_eight(out, codes);
+        else
+            store_some(out, codes, columns);
+    }
+};
+
+OPFUSE_FN RowCodes codes_of_rows(u8* plane, long long width, long long row, long long column, int rows, int columns) {
+    return {found(plane + (row * width + column)), u32(width), found(columns > 0 ? rows : 0), columns};
+}
+
 // The 16 codes of rows 16 sixteen ... of a column have a slot of four words. Eight slots are a line of 32 banks, in which they are
 // exchanged: those of one column, or of SHARING columns where a column has fewer.
 constexpr int SHARING = SIXTEENS >= 8 ? 1 : 8 / SIXTEENS, LINE = SIXTEENS >= 8 ? 4 * SIXTEENS : 32;

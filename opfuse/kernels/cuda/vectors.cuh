@@ -71,6 +71,8 @@ OPFUSE_FN void store_words(void* to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
 }
 
+OPFUSE_FN int at_most(long long x, int most) { return x < most ? int(x) : most; }
+
 // A number, or a pointer to global memory, that is found once: left alone, compilers find it anew under each condition on its use.
 OPFUSE_FN int found(int x) {
     asm("" : "+r"(x));

@@ -4,7 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 GPU_JOBS ?= 8
 GPU_LARGE_JOBS ?= 2
-ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions
+ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions tests/ops
 BIN = $(VENV)/bin
 
 .PHONY: demo test check slow gpu gpu-suite sanitize install clean

@@ -15,7 +15,6 @@ from opfuse.kernels.epilogue import Stage
 from opfuse.ops.pointwise import PointwiseOperation
 from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
-from opfuse.tensors.storage import QuantizedStorage
 
 _INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)
 
@@ -47,10 +46,6 @@ class Activation(PointwiseOperation):
         if x is not None and getattr(self.spec, "cache_quantized_input", False) and not exact:
             x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)
-
-    def saved_input(self, ctx: Context) -> torch.Tensor | None:
-        x = ctx.saved.x
-        return x.dequantize(x.dtype) if isinstance(x, QuantizedStorage) else x
 
 
 class GELU(Activation):

@@ -20,6 +20,7 @@ from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
 from opfuse.kernels.norm_cast import norm_cast
 from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.ops.operands import values_of
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -35,12 +36,12 @@ class _Normalization(BasicOperation):
         return self.produce(ctx, input_)
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        return self._filed(norm_backward(grad_output, ctx.saved.x, self._norm(ctx), _statistics(ctx)))
+        return self._filed(norm_backward(grad_output, values_of(ctx.saved.x), self._norm(ctx), _statistics(ctx)))
 
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
         self._check_input(x)
-        y, statistics = norm_forward(x, self._norm(), dtype=out_dtype or ctx.dtype(x))
+        y, statistics = norm_forward(values_of(x), self._norm(), dtype=out_dtype or ctx.dtype(x))
         self._save(ctx, x, statistics)
         return y
 
@@ -51,7 +52,7 @@ class _Normalization(BasicOperation):
         fused = cast.fused(x.shape, dtype, x.device)
         if fused is None:
             return cast(self.produce(ctx, x))
-        encoded, statistics = norm_cast(x, self._norm(), fused.encoding, dtype=dtype)
+        encoded, statistics = norm_cast(values_of(x), self._norm(), fused.encoding, dtype=dtype)
         self._save(ctx, x, statistics)
         return fused.storage(encoded)
 
@@ -60,7 +61,7 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of an input that is normalised and also used elsewhere, and those of the parameters."""
         norm, statistics = self._norm(ctx), _statistics(ctx)
-        return self._filed(norm_backward(dy, ctx.saved.x, norm, statistics, extra=d_extra, rounding=rounding))
+        return self._filed(norm_backward(dy, values_of(ctx.saved.x), norm, statistics, extra=d_extra, rounding=rounding))
 
     @abstractmethod
     def _norm(self, ctx: Context | None = None) -> Norm:

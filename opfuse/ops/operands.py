@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from opfuse.core.context import Context, Value
 from opfuse.errors import MissingPlaneError, describe
 from opfuse.formats import ROWWISE
 from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+
+
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    """What kernels take of an input: a quantized one stands for its values. It is saved as it came."""
+    return x.detach().dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def multiplied(weight: Any, other: Value) -> Value:

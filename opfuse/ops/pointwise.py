@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context
+from opfuse.core.context import Context, plain_or_none
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import checked_sizes
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
@@ -19,6 +19,7 @@ from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.epilogue import Rounding, Stage, operand_shape
 from opfuse.kernels.pointwise import Pointwise
+from opfuse.ops.operands import values_of
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -107,7 +108,8 @@ class PointwiseOperation(BasicOperation):
 
     def saved_input(self, ctx: Context) -> torch.Tensor | None:
         """The input as it was saved, in high precision."""
-        return ctx.saved.x
+        saved = plain_or_none(ctx.saved.x)
+        return None if saved is None else values_of(saved)
 
     def set_operand_grads(self, ctx: Context, grads: Mapping[str, torch.Tensor]) -> None:
         """File operand gradients as those of the parameters and of the extra inputs."""
@@ -122,8 +124,9 @@ class PointwiseOperation(BasicOperation):
 def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
     """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``."""
     stages, _ = _forward_stages(x, contexts, dtype)
-    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=_kept(contexts))
-    _save_stages(contexts, stages, kept)
+    values = values_of(x)
+    y, kept = forward_chain(values, stages, rounding=rounding, dtype=dtype, keep=_kept(contexts))
+    _save_stages(contexts, stages, {i: x if tensor is values else tensor for i, tensor in kept.items()})
     return y
 
 
@@ -133,14 +136,14 @@ def run_chain_cast(
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
     fused = cast.fused(shape, dtype, x.device)
-    keep = _kept(contexts)
+    keep, values = _kept(contexts), values_of(x)
     if fused is None:
-        y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+        y, kept = forward_chain(values, stages, rounding=rounding, dtype=dtype, keep=keep)
         result = cast(y)
     else:
-        encoded, kept = forward_chain_encoded(x, stages, fused.encoding, rounding=rounding, dtype=dtype, keep=keep)
+        encoded, kept = forward_chain_encoded(values, stages, fused.encoding, rounding=rounding, dtype=dtype, keep=keep)
         result = fused.storage(encoded)
-    _save_stages(contexts, stages, kept)
+    _save_stages(contexts, stages, {i: x if tensor is values else tensor for i, tensor in kept.items()})
     return result
 
 

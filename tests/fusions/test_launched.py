@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opfuse import ops
+from opfuse import QuantizedTensor, autocast, ops
 from opfuse.fusions import RULES
 from opfuse.kernels.registry import Kernel
 from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
@@ -88,6 +88,19 @@ def test_r4_the_amax_comes_from_the_chain(name, activation, launched):
     launched.clear()
     step(activation, name, UNFUSED)
     assert len(of(launched, "tensor_amax", "amax")) - fused == (3 if name == "fp8_current" else 0)
+
+
+@pytest.mark.parametrize("op", [ops.GELU(), ops.RMSNorm(WIDTH)])
+def test_an_input_that_came_quantized_is_launched_as_its_values(op, launched):
+    x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    with autocast(recipe=recipe_for("mxfp8")):
+        quantized = to(ops.Sequential(ops.Quantize()), torch.bfloat16)(x)
+    assert isinstance(quantized, QuantizedTensor)
+    launched.clear()
+    y = to(ops.Sequential(op), torch.bfloat16)(quantized.requires_grad_())
+    y.backward(torch.ones_like(y))
+    assert len(of(launched, "forward_chain", "chain_forward") + of(launched, "norm_forward", "norm_forward")) == 1
+    assert len(of(launched, "backward_chain", "chain_backward") + of(launched, "norm_backward", "norm_backward")) == 1
 
 
 CASTING = ("cast_current", "cast_block", "cast_mx", "cast_nv")

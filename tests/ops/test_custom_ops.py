@@ -350,7 +350,8 @@ def test_a_fused_op_casts_in_the_compute_dtype_of_torch_autocast():
     results = []
     for registration in (None, fuse_linear(ForwardOnly)):
         scope = ops.register_forward_fusion(registration) if registration else torch.no_grad()
-        with scope, torch.no_grad(), torch.autocast("cpu", torch.bfloat16), opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        low = torch.autocast(torch.get_default_device().type, torch.bfloat16)
+        with scope, torch.no_grad(), low, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
             results.append(model(x))
     assert results[0].dtype == torch.bfloat16
     assert torch.equal(*results)
@@ -572,11 +573,12 @@ class Hidden(Whole):
         assert basic_op_extra_inputs == [(), (), (None,)]
         weight = self.basic_ops[1].parameter("weight")
         basic_op_ctxs[1].save_for_backward(input_, weight)
-        return input_ @ (weight.t() + torch.eye(8)), [(None,), (), ()]
+        return input_ @ (weight.t() + torch.eye(8, device=weight.device)), [(None,), (), ()]
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **rest):
         x, weight = basic_op_ctxs[1].saved_tensors
-        return grad_output @ (weight + torch.eye(8)), [(), (grad_output.t() @ x,), ()], [(), (), (None,)]
+        eye = torch.eye(8, device=weight.device)  # torch's default device is that of a thread
+        return grad_output @ (weight + eye), [(), (grad_output.t() @ x,), ()], [(), (), (None,)]
 
 
 def test_a_fused_op_may_leave_out_an_extra_output_of_its_own():

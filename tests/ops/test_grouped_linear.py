@@ -337,6 +337,7 @@ def test_b24_b28_padded_splits_are_linears_over_padded_rows(name, form):
         assert same(found["grad of bias"][i] if form else found[f"grad of bias{i}"], layer.bias.grad)
 
 
+@pytest.mark.cpu  # a device's products of other sizes add in another order
 @pytest.mark.parametrize("override", ACTIVE)
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 def test_padding_changes_nothing_under_an_override(name, override):
@@ -397,6 +398,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
 
 
 @pytest.mark.row("U04")
+@pytest.mark.cpu  # a device's product of all groups adds in an order of its own
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_u04_weights_stored_as_one_compute_as_those_stored_apart(override, name):
@@ -466,7 +468,7 @@ def test_a_per_tensor_weight_stored_as_one_derives_its_columnwise_plane():
 def test_h15_casting_after_the_split_is_casting_group_by_group_in_the_compute_dtype(name, override):
     recipe, x = recipe_of(name, override), randn(128, K, dtype=torch.float32)
     op = grouped(4, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         found, wanted = step(op, x, EVEN, recipe), linears(op, x, EVEN, recipe)
         whole = step(grouped(1, torch.float32), x, (128,), recipe)
     assert found["output"].dtype == BF16
@@ -474,7 +476,8 @@ def test_h15_casting_after_the_split_is_casting_group_by_group_in_the_compute_dt
     assert different(found, wanted) == []
     single = ops.Linear(K, N)
     single.load_state_dict({"weight": op.weight0, "bias": grouped(1, torch.float32).bias0}, strict=False)
-    with torch.autocast("cpu", torch.bfloat16), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+    low = torch.autocast(torch.get_default_device().type, torch.bfloat16)
+    with low, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
         assert same(single(x).detach(), whole["output"])
 
 

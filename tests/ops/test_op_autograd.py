@@ -97,7 +97,7 @@ def test_hooks_on_tensors_and_parameters():
 def test_torch_autocast_sets_the_compute_dtype(case, dtype):
     """fp32 in, ``dtype`` out, as if the input had been cast; gradients come back in the leaves' fp32."""
     op, x, extras = make(case, torch.float32)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(torch.get_default_device().type, dtype):
         torch.manual_seed(5)
         outputs = tuple_of(op(x, *extras))
     moves = isinstance(op, (ops.Identity, ops.Reshape, ops.MakeExtraOutput))
@@ -122,7 +122,7 @@ def test_a_pipeline_under_torch_autocast_equals_one_in_that_dtype(rules, recipe)
             if mine.dim() == 1:  # a bias is added as it is, not cast
                 mine.copy_(theirs)
     x = torch.randn(32, 32)
-    with torch.autocast("cpu", torch.bfloat16), autocast(recipe):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16), autocast(recipe):
         y = model(x)
     with autocast(recipe):
         wanted = other(x.to(torch.bfloat16))

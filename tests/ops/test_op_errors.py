@@ -76,7 +76,7 @@ def test_a_dtype_that_no_op_computes_in(case, dtype):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_integers_under_a_recipe(op, autocast):
     x = torch.ones(32, 32, dtype=torch.int32)
-    low = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    low = torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast)
     with opfuse.autocast(recipe=MXFP8), low, raised(errors.DtypeError, ValueError, r"torch\.int32"):
         op(x)
 

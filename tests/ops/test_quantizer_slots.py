@@ -73,7 +73,7 @@ def test_delayed_scales_of_a_slot_move_when_a_step_trains_and_only_then():
     assert state.scale.item() == 1
     with opfuse.autocast(recipe=DELAYED):
         y = op(x)
-    assert state.scale.item() == torch.tensor(448.0).div(3).item()
+    assert state.scale.item() == torch.tensor(448.0, device="cpu").div(3).item()
     y.backward(torch.full((16, 16), 5.0))
     gradient = op.quantizer_states.get(QuantizerRole(tensor_type="grad_output"), length=4, device=None)
     assert gradient.scale.item() == torch.tensor(57344.0).div(5).item()

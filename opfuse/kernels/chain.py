@@ -2,7 +2,7 @@
 
 A kernel is compiled for the structure of a chain: its ops, dtypes, and what is stored. Shapes and constants are its parameters.
 What a kernel cannot take goes to the torch definition, which runs it or says what is wrong: other dtypes than fp32, bf16, fp16
-(bytes for masks), above all fp64; operands that are missing or misshapen; tensors without dimensions.
+(bytes for masks), above all fp64; operands that are missing or misshapen; tensors without dimensions; too many sums.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def backward_chain(
 ) -> tuple[Tensor, Tensors]:
     """One read of ``dy``, of what was saved and of each operand; operand gradients are summed in two passes of fixed order."""
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
-    if call is None or call.result is None:
+    if call is None or call.result is None or not _has_kernel(call):
         return epilogue.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     if not call.is_nothing:
         _run_plain(launch, "chain_backward", call)
@@ -133,18 +133,21 @@ def backward_chain_amax(
 ) -> tuple[Tensor, Tensors, Tensor]:
     """The amax is found while dx is stored: nothing is read twice."""
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
-    if call is None or call.result is None:
+    if call is None or call.result is None or not _has_kernel(call):
         return backward_then_amax(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
     _run_plain(launch, "chain_backward", call, amax)
     return call.result, call.grads, amax
 
 
+def _has_kernel(call: Call) -> bool:
+    return not call.code.has_sums or plain_tile(call) is not None
+
+
 def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
-    """A chain whose result is stored; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
+    """A chain whose result is not cast; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
     fields = (0 if amax is None else amax.data_ptr(),)
-    if call.code.has_sums:
-        tile = plain_tile(call)
+    if call.code.has_sums and (tile := plain_tile(call)) is not None:
         defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
         run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
     else:

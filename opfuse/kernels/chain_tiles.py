@@ -21,6 +21,7 @@ from opfuse.kernels.layouts import Layout, are_known
 _SIXTEEN = 16  # rows whose codes are one store along a column
 _GROUP = 64  # columns that a warp has beside each other
 _MOST_THREADS = 256  # of a block that has registers for two strands and sums over columns
+_MOST_SUM_BYTES = 28 << 10  # of shared memory for parts of sums: a kernel has 48 KiB, of which casts hold 20 at most
 _HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
 
 
@@ -40,6 +41,10 @@ class Tile(NamedTuple):
     @property
     def defines(self) -> tuple[str, ...]:
         return _defines(self)
+
+    def holds(self, sums: int) -> bool:
+        """Whether there is shared memory for the parts of so many sums over rows, one for each 16 rows."""
+        return sums * 4 * self.columns * self.rows // _SIXTEEN <= _MOST_SUM_BYTES
 
     @property
     def own_rows(self) -> int:
@@ -114,6 +119,9 @@ _TILES: Mapping[str, Mapping[_Kind, Tile]] = {
 }
 
 
+_SMALLEST = Tile(64, 64, 128, 1, 1)
+
+
 def _tile(table: str, code: ChainCode, *, aligned: bool) -> Tile:
     """The tile for a structure, with room for the registers that it takes."""
     tile = _TILES[table][code.direction, code.depths[0] > 0, code.has_sums]
@@ -125,9 +133,10 @@ def _tile(table: str, code: ChainCode, *, aligned: bool) -> Tile:
     return tile.lightened(2 / 3) if heavy else tile
 
 
-def plain_tile(call: Call) -> Tile:
-    """The tile for a call with sums whose result is not cast."""
-    return _tile("PLAIN", call.code, aligned=call.is_aligned(call.shape[-1]))
+def plain_tile(call: Call) -> Tile | None:
+    """The tile for a call with sums whose result is not cast; None if there are too many sums for any."""
+    tile, sums = _tile("PLAIN", call.code, aligned=call.is_aligned(call.shape[-1])), len(call.code.row_sums)
+    return next((each for each in (tile, _SMALLEST) if each.holds(sums)), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,12 +144,14 @@ def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile |
     """The tile for results of so many columns; None if there is no kernel for them.
 
     The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, and a large block's threads
-    not beside sums over columns.
+    not beside sums over columns. Parts of sums over rows must fit beside what the cast holds.
     """
     tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
     widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []
     crowded = strands and code.column_sums and tile.threads > _MOST_THREADS
-    return None if crowded or strands > 1 or columns >= WIDEST or any(width % tile.columns for width in widths) else tile
+    if crowded or strands > 1 or columns >= WIDEST or not tile.holds(len(code.row_sums)):
+        return None
+    return None if any(width % tile.columns for width in widths) else tile
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,9 +5,10 @@ import torch
 
 from opfuse.formats import E4M3, USAGES, fp8_block
 from opfuse.kernels import launch
+from opfuse.kernels.chain import backward_chain
 from opfuse.kernels.chain_cases import Chain
 from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD
+from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD, _call, _Turn
 from opfuse.kernels.encoding import Blocks
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
@@ -27,7 +28,7 @@ def variant_of(kernel, args, kwargs):
 
 def takes_two(direction, name):
     """Whether a gradient of rows' scales and two strands of dx would crowd the threads of large blocks."""
-    large = any(f"called, {cast}," in name for cast in ("1x128", "128x128", "MX swizzled"))
+    large = any(f"called, {cast}," in name for cast in ("128x128", "MX swizzled"))
     return direction == "backward" and name.startswith("scaled_") and "srelu" not in name and large
 
 
@@ -86,3 +87,25 @@ def test_an_activation_of_the_users_own_finds_its_rung():
     variant = variant_of(forward_chain_cast, (x, [*stages, Stage(QUOTIENTS)], encode), kwargs)
     assert launch.compile_text(launch.assemble(variant), "sm_90a").spills > 0
     assert launch.compile_variant(variant, "sm_90a").spills == 0
+
+
+@pytest.mark.parametrize("biases", [1, 3, 4, 12, 30])
+@pytest.mark.parametrize("cast", [None, "delayed", "1x128", "MX"])
+def test_sums_have_shared_memory_that_every_device_has(biases, cast):
+    """However many biases come before a gated unit: in one kernel, in two, or none is launched."""
+    chain, variants = Chain(("bias",) * biases + ("swiglu",), (128, 256)), []
+
+    def record(variant, *_, **__):
+        variants.append(variant)
+
+    if cast is None:
+        args, kwargs = chain.backward(CPU)
+        backward_chain.run(record, *args, **kwargs)
+    else:
+        args, kwargs = _call(chain, "backward", _Turn(cast, USAGES, E4M3, False), CPU)
+        backward_chain_cast.run(record, *args, **kwargs)
+    assert variants or biases > (12 if cast is None else 3)
+    for variant in {*variants}:
+        for arch in ("sm_80", "sm_90a"):
+            used = launch.compile_text(launch.assemble(variant), arch, variant.source).entries
+            assert all(each.shared <= 48 << 10 for each in used.values()), used

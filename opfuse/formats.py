@@ -76,7 +76,7 @@ class Format:
     @property
     def multiple(self) -> int:
         """What the blocked dimension must be a multiple of (1: anything)."""
-        return _MULTIPLES.get(self.family, 1)
+        return MULTIPLES.get(self.family, 1)
 
     def __hash__(self) -> int:
         return hash((self.name, self.per_row))
@@ -95,7 +95,8 @@ class Format:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-_MULTIPLES = {"mx": 32, "nv": 16}
+MULTIPLES = {"mx": 32, "nv": 16}
+"""What the blocked dimension of a family must be a multiple of."""
 
 IDENTITY = Format("identity", "identity", None, None, "none", transposed=False)
 

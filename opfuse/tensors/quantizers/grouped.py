@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError, ShapeError, describe
-from opfuse.formats import IDENTITY, Format
+from opfuse.formats import IDENTITY, MULTIPLES, Format
 from opfuse.kernels.layouts import round_up
 from opfuse.tensors.grouped import GroupedPlane, Sizes, check_sizes
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.storage import Plane, matrix_shape
 
-PADDING = 16
-"""Rows of a padded group are a multiple of this, which native products want, and of the block of their format."""
+PADDING = math.lcm(16, *MULTIPLES.values())
+"""Rows of a padded group are a multiple of this: of the 16 that native products want, and of the blocks of all formats.
+
+One for all, since the two operands of a product were cast by quantizers that know nothing of each other.
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,8 +29,8 @@ class GroupedQuantizer(Quantizer):
     """Casts consecutive groups of rows, each with a quantizer of its own, into one record: no scale reaches over two groups.
 
     quantizers: one for each group, of equal formats. sizes: rows of each group of a tensor of shape (..., K); None: as many in
-    each. padded: rows of zeros follow a group up to the next multiple of its blocks, and of :data:`PADDING`. High precision is
-    not cut into groups: such a plane is the caller's tensor itself.
+    each. padded: rows of zeros follow a group up to the next multiple of :data:`PADDING`. High precision is not cut into
+    groups: such a plane is the caller's tensor itself.
     """
 
     quantizers: tuple[Quantizer, ...]
@@ -59,7 +62,7 @@ class GroupedQuantizer(Quantizer):
     @property
     def multiple(self) -> int:
         """What padded groups have a multiple of, in rows."""
-        return math.lcm(PADDING, *(fmt.multiple for fmt in self.formats)) if self.padded else 1
+        return PADDING if self.padded else 1
 
     def check(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, where: str | None = None) -> None:
         where = where or type(self).__name__

@@ -1,26 +1,24 @@
 """Chains of elementwise ops and their casts against a copy in the same process: ``python -m benchmarks.epilogues [--peers]``.
 
-Bytes are counted for each element of the chain's result; in a backward pass, of the gradient that comes in.
+Bytes are counted for each element of the chain's result; in a backward pass, of the gradient that comes in. Under current scaling
+the result decides its scale: what it is made from is read twice, or it is stored and read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table, command, random
+from benchmarks.encodings import Encode, blocks, current, delayed, mx, mx_swizzled
 from benchmarks.timing import Call
-from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import E4M3, ROWWISE, USAGES, Usage
 from opfuse.kernels.activations import POINTWISE
 from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
+from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
-
-Encode = Callable[[Shape, Sequence[Usage]], Encoding]
 
 
 def stages(names: str, shape: Shape) -> list[Stage]:
@@ -37,26 +35,6 @@ def stages(names: str, shape: Shape) -> list[Stage]:
 
 def wide(names: str, shape: Shape) -> Shape:
     return (shape[0], shape[1] * (2 if "swiglu" in names else 1))
-
-
-# -- casts ---------------------------------------------------------------------------------------------------------------------
-
-
-def delayed(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    layouts = [Layout(fp8_tensor(E4M3), usage, shape) for usage in usages]
-    return Recording(torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda"), layouts)
-
-
-def blocks(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    return Blocks([Layout(fp8_block(E4M3, 1), usage, shape) for usage in usages])
-
-
-def mx(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    return Microscaled([Layout(mxfp8(E4M3), usage, shape) for usage in usages])
-
-
-def mx_swizzled(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    return Microscaled([Layout(mxfp8(E4M3), usage, shape, swizzled=True) for usage in usages])
 
 
 # -- chains --------------------------------------------------------------------------------------------------------------------
@@ -86,7 +64,7 @@ def backward(names: str, *, amax: bool = False) -> Make:
 def forward_cast(names: str, encode: Encode, *keep: int, usages: Sequence[Usage] = USAGES) -> Make:
     def make(shape: Shape) -> Call:
         x, ops, encoding = random(*wide(names, shape)), stages(names, shape), encode(shape, usages)
-        return lambda: forward_chain_cast(x, ops, encoding, keep=keep)
+        return lambda: forward_chain_encoded(x, ops, encoding, keep=keep)
 
     return make
 
@@ -96,7 +74,7 @@ def backward_cast(names: str, encode: Encode, usages: Sequence[Usage] = USAGES) 
         dy, x, ops = random(*shape), random(*wide(names, shape)), stages(names, shape)
         saved = {i: x for i, stage in enumerate(ops) if stage.math.needs_input}
         encoding = encode(wide(names, shape), usages)
-        return lambda: backward_chain_cast(dy, ops, saved, encoding)
+        return lambda: backward_chain_encoded(dy, ops, saved, encoding)
 
     return make
 
@@ -119,15 +97,20 @@ CHAINS: Table = {
     "bias, GELU, cast both": (BF16 + 2 * FP8, forward_cast("bias gelu", delayed)),
     "bias, GELU, cast row": (BF16 + FP8, forward_cast("bias gelu", delayed, usages=(ROWWISE,))),
     "bias, GELU, kept, cast both": (2 * BF16 + 2 * FP8, forward_cast("bias gelu", delayed, 1)),
+    "bias, GELU, current row": (2 * BF16 + FP8, forward_cast("bias gelu", current, usages=(ROWWISE,))),
+    "bias, GELU, current both": (2 * BF16 + 2 * FP8, forward_cast("bias gelu", current)),
+    "bias, GELU, kept, current both": (3 * BF16 + 2 * FP8, forward_cast("bias gelu", current, 1)),
     "bias, GELU, blocks both": (BF16 + 2 * BLOCKS, forward_cast("bias gelu", blocks)),
     "bias, GELU, MXFP8 both": (BF16 + 2 * MX, forward_cast("bias gelu", mx)),
     "bias, GELU, MXFP8 swizzled both": (BF16 + 2 * MX, forward_cast("bias gelu", mx_swizzled)),
     "SwiGLU, cast both": (2 * BF16 + 2 * FP8, forward_cast("swiglu", delayed)),
+    "SwiGLU, current both": (4 * BF16 + 2 * FP8, forward_cast("swiglu", current)),
     "SwiGLU, blocks both": (2 * BF16 + 2 * BLOCKS, forward_cast("swiglu", blocks)),
     "SwiGLU, MXFP8 both": (2 * BF16 + 2 * MX, forward_cast("swiglu", mx)),
     "d bias, cast both": (BF16 + 2 * FP8, backward_cast("bias", delayed)),
     "d GELU, cast both": (2 * BF16 + 2 * FP8, backward_cast("gelu", delayed)),
     "d GELU, d bias, cast both": (2 * BF16 + 2 * FP8, backward_cast("bias gelu", delayed)),
+    "d GELU, d bias, current both": (4 * BF16 + 2 * FP8, backward_cast("bias gelu", current)),
     "d GELU, d bias, blocks both": (2 * BF16 + 2 * BLOCKS, backward_cast("bias gelu", blocks)),
     "d GELU, d bias, MXFP8 both": (2 * BF16 + 2 * MX, backward_cast("bias gelu", mx)),
     "d SwiGLU, cast both": (3 * BF16 + 4 * FP8, backward_cast("swiglu", delayed)),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table, command, random
+from benchmarks.encodings import Encode, blocks, current, delayed, mx
 from benchmarks.timing import Call
-from opfuse.formats import E4M3, ROWWISE, USAGES, Usage, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
-from opfuse.kernels.layouts import Layout
+from opfuse.formats import E4M3, ROWWISE, USAGES, Usage
 from opfuse.kernels.norm import Norm, NormKind
 from opfuse.kernels.norm_cast import norm_cast
 from opfuse.kernels.norm_rows import norm_backward, norm_forward
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
 
 def norm(kind: NormKind, shape: Shape) -> Norm:
@@ -41,27 +39,7 @@ def backward(kind: NormKind, *, adds: bool = False) -> Make:
     return make
 
 
-def delayed(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    layouts = [Layout(fp8_tensor(E4M3), usage, shape) for usage in usages]
-    return Recording(torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda"), layouts)
-
-
-def current(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=len(usages) > 1)
-    encoding = quantizer.encoding(shape, torch.bfloat16)
-    assert encoding is not None
-    return encoding
-
-
-def blocks(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    return Blocks([Layout(fp8_block(E4M3, 1), usage, shape) for usage in usages])
-
-
-def microscaled(shape: Shape, usages: Sequence[Usage]) -> Encoding:
-    return Microscaled([Layout(mxfp8(E4M3), usage, shape) for usage in usages])
-
-
-def cast(encoding: Callable[[Shape, Sequence[Usage]], Encoding], *usages: Usage, kind: NormKind = "rms_norm") -> Make:
+def cast(encoding: Encode, *usages: Usage, kind: NormKind = "rms_norm") -> Make:
     def make(shape: Shape) -> Call:
         x, value, encode = random(*shape), norm(kind, shape), encoding(shape, usages)
         return lambda: norm_cast(x, value, encode)
@@ -77,11 +55,11 @@ NORMS: Table = {
     "RMSNorm, delayed, row": (BF16 + FP8, cast(delayed, ROWWISE)),
     "LayerNorm, delayed, row": (BF16 + FP8, cast(delayed, ROWWISE, kind="layer_norm")),
     "RMSNorm, 1x128, row": (BF16 + BLOCKS, cast(blocks, ROWWISE)),
-    "RMSNorm, MXFP8, row": (BF16 + MX, cast(microscaled, ROWWISE)),
+    "RMSNorm, MXFP8, row": (BF16 + MX, cast(mx, ROWWISE)),
     "RMSNorm, current, row": (2 * BF16 + FP8, cast(current, ROWWISE)),
     "RMSNorm, delayed, row + col": (BF16 + 2 * FP8, cast(delayed, *USAGES)),
     "RMSNorm, 1x128, row + col": (BF16 + 2 * BLOCKS, cast(blocks, *USAGES)),
-    "RMSNorm, MXFP8, row + col": (BF16 + 2 * MX, cast(microscaled, *USAGES)),
+    "RMSNorm, MXFP8, row + col": (BF16 + 2 * MX, cast(mx, *USAGES)),
     "RMSNorm, current, row + col": (2 * BF16 + 2 * FP8, cast(current, *USAGES)),
     "d RMSNorm": (3 * BF16, backward("rms_norm")),
     "d RMSNorm + d extra": (4 * BF16, backward("rms_norm", adds=True)),

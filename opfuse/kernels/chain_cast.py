@@ -129,10 +129,11 @@ def _forward_measured(
     if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not _is_light(rest):
         y, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep)
         return encode.given(cast(Tensor, y), amax), y if stores else None, kept
-    _, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep, stores=False)
-    again, under = kept[first] if first else x, encode.under(amax)
+    dense = x.contiguous()  # once for both
+    _, kept, amax = forward_chain_amax.run(launch, dense, stages, rounding=rounding, dtype=dtype, keep=keep, stores=False)
+    again, under = kept[first] if first else dense, encode.under(amax)
     encoded, _, _ = forward_chain_cast.run(launch, again, rest, under, rounding=rounding, dtype=dtype)
-    return encoded, None, kept
+    return encoded, None, {i: x if tensor is dense else tensor for i, tensor in kept.items()}
 
 
 def _is_light(stages: Sequence[Stage]) -> bool:

@@ -91,7 +91,7 @@ class Microscaled:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A cast under the amax of the whole tensor, which a kernel can find while it stores the tensor; another one casts it.
+    """A cast under the amax of the whole tensor, which a kernel can find while it makes the tensor; another one casts it.
 
     cast: ``cast(x, amax)`` of the matrix and of fp32 (1,) its largest magnitude, or None where that is not known.
     under: the cast when the amax is known, if the kernel that makes the tensor can do that one; None: it cannot.

@@ -2,7 +2,8 @@
 
 A row's codes need its statistics, which need all of it; so the kernel that has a row casts it by rows. What is cast by columns,
 or in squares, is read twice: for the statistics, then in tiles, where the rest of a normalisation is an elementwise op. Where
-the amax of the result decides its scale, the kernel that stores the result finds it.
+the amax of the result decides its scale, the kernel that finds the statistics finds it, too; it stores the result only where
+reading that back takes fewer bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def norm_cast(
 
 def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype) -> tuple[list[Encoded], Statistics]:
     amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
-    if encode.under is not None and _is_whole(call, encode):
+    if encode.under is not None and call.x.dtype.itemsize <= dtype.itemsize and _is_whole(call, encode):
         run_forward(launch, call, None, amax, dtype=dtype)
         return _by_tiles(launch, call, encode.under(amax), dtype), call.statistics
     y = torch.empty(call.x.shape, dtype=dtype, device=call.x.device)

@@ -1,4 +1,4 @@
-"""Grouped linear layers of mixtures of experts: ``python -m benchmarks.grouped [--json FILE]``.
+"""Grouped linear layers of mixtures of experts: ``python -m benchmarks.grouped``.
 
 One layer of 7168 features in and 2048 out, rows spread evenly over its groups: forward, and forward with backward, without a
 recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host, but
@@ -8,17 +8,13 @@ first size.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import opfuse
-from benchmarks.stamp import stamp
 from benchmarks.timing import Call, device_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import KEEP
@@ -117,20 +113,25 @@ def measure(
                 }
 
 
+def timer(call: Call) -> float:
+    """Microseconds of a call on the device."""
+    return device_time([call], launches=3, repeats=3).median
+
+
+def records() -> Iterator[dict[str, Any]]:
+    """Figures for the record: milliseconds, and as a multiple of the speed of torch's own layers."""
+    for row in measure(timer):
+        name = f"{row['groups']} x {row['rows'] // row['groups']} rows, {row['variant']}, {row['what']}"
+        yield {"name": name, "value": row["us"] / 1e3, "unit": "ms", "limit": None, "met": None}
+        yield {"name": name, "value": row["ratio"], "unit": "x torch bf16", "limit": None, "met": None}
+
+
 def main() -> None:
-    """Print a table; write the records where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    found = []
-    for record in measure(lambda call: device_time([call], launches=3, repeats=3).median):
-        found.append(record)
-        shape = f"{record['groups']} x {record['rows'] // record['groups']:<6}{record['what']:20s}{record['variant']:30s}"
-        figures = f"{record['us'] / 1e3:8.3f} ms {record['tflops']:7.0f} TFLOP/s {record['ratio']:6.2f} x torch bf16"
-        print(shape, figures, "" if record["backend"] == "native" else "(emulated)", flush=True)
-    if arguments.json:
-        record = {**stamp("python -m benchmarks.grouped"), "results": found}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    """Print a table."""
+    for row in measure(timer):
+        shape = f"{row['groups']} x {row['rows'] // row['groups']:<6}{row['what']:20s}{row['variant']:30s}"
+        figures = f"{row['us'] / 1e3:8.3f} ms {row['tflops']:7.0f} TFLOP/s {row['ratio']:6.2f} x torch bf16"
+        print(shape, figures, "" if row["backend"] == "native" else "(emulated)", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import casts, compiling, epilogues, gemm, memory, norms, pipelines, sanitizer, training
+from benchmarks import casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, stamp
 from opfuse.kernels.registry import sources_digest
@@ -83,6 +83,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "peers": peers,
     "gemm": gemm.records,
     "pipelines": pipelines.records,
+    "grouped": grouped.records,
     "host": pipelines.host_records,
     "training": training.records,
     "memory": memory.records,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from opfuse.errors import UnsupportedError, describe
+
+SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROCESSES = 12
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
@@ -34,9 +38,15 @@ def run_cases(share: int, shares: int) -> None:
 
 
 def errors(tool: str) -> tuple[int, int]:
-    """What ``tool`` found, and in how many cases; RuntimeError with its output if it did not run them all."""
+    """What ``tool`` found, and in how many cases.
+
+    UnsupportedError without the tool, RuntimeError with its output if it did not run them all.
+    """
+    if shutil.which(SANITIZER) is None:
+        cure = "install the CUDA toolkit, and put its bin folder on PATH"
+        raise UnsupportedError(describe("compute-sanitizer", wanted=f"{SANITIZER} on PATH", got="none", cure=cure))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "benchmarks.sanitizer", "--share"]
+    command = [SANITIZER, "--tool", tool, sys.executable, "-m", "benchmarks.sanitizer", "--share"]
     shares = [
         subprocess.Popen(
             [*command, str(i), str(PROCESSES)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -44,15 +54,19 @@ def errors(tool: str) -> tuple[int, int]:
         for i in range(PROCESSES)
     ]
     found = ran = 0
-    for process in shares:
-        output = process.communicate()[0]
-        summary, done = _SUMMARY.search(output), _DONE.search(output)
-        if summary is None or done is None:
-            raise RuntimeError(f"{tool} did not finish:\n{output[-3000:]}")
-        count = int(summary[1] or summary[2])
-        found, ran = found + count, ran + int(done[1])
-        if count:
-            print(output[:6000], file=sys.stderr)
+    try:
+        for process in shares:
+            output = process.communicate()[0]
+            summary, done = _SUMMARY.search(output), _DONE.search(output)
+            if summary is None or done is None:
+                raise RuntimeError(f"{tool} did not finish:\n{output[-3000:]}")
+            count = int(summary[1] or summary[2])
+            found, ran = found + count, ran + int(done[1])
+            if count:
+                print(output[:6000], file=sys.stderr)
+    finally:
+        for process in shares:
+            process.kill()  # those that are done stay as they are
     return found, ran
 
 

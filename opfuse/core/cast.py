@@ -96,7 +96,8 @@ class Cast:
         elif self.env.grad:
             touch_forward(state, recipe)
         wanted = cast(Float8Quantizer, self.quantizer)
-        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+        counts = self.role == GRADIENT or self.env.grad
+        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts)
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:

@@ -43,6 +43,9 @@ class _Delayed(Float8Quantizer):
             touch_backward(self.slot, self.recipe, group=self.group)
         elif torch.is_grad_enabled() or recorded.get():
             touch_forward(self.slot, self.recipe)
+        else:
+            made = self.slot.quantizer(self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise, counts=False)
+            return made.quantize(x)
         return super().quantize(x)
 
 

@@ -5,8 +5,12 @@ from the history, and moves that by a slot; ``opfuse/kernels/delayed.py`` has it
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
 them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
-moves no scale, so validation does not, though its amaxes count in slot 0 until the next update. A second backward pass of the
-same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it again.
+casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data. A second
+backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it
+again.
+
+A parameter stored under delayed scaling begins with the scale of its first values' amax. Every write to it casts and counts its
+amax, and every call that records gradients has its state updated, as if it had cast it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 import torch.distributed
 
 from opfuse.errors import QuantizerError, RecipeError, describe
+from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
@@ -55,7 +60,7 @@ class DelayedScalingState:
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
         """Take these tensors in place of those before, with the quantizers over them."""
         self.scale, self.amax_history = scale, amax_history
-        self._quantizers: dict[tuple[torch.dtype, bool, bool], Float8Quantizer] = {}
+        self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
 
     def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.scale, self.amax_history
@@ -68,15 +73,29 @@ class DelayedScalingState:
         """Slot 0 of the history, shape (1,), sharing its memory: where casts accumulate."""
         return self.amax_history[:1]
 
-    def quantizer(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> Float8Quantizer:
-        """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing."""
+    def quantizer(
+        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, counts: bool = True
+    ) -> Float8Quantizer:
+        """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing.
+
+        counts: its amaxes enter the history.
+        """
         active = _SNAPSHOT.get()
         if active is not None:
             scale, amax = active.snapshot.tensors(self, replaying=active.replaying)
+            amax = amax if counts else torch.zeros_like(scale)
             return Float8Quantizer(scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        key = fp8_dtype, rowwise, columnwise
+        return self.live_quantizer(fp8_dtype, rowwise=rowwise, columnwise=columnwise, counts=counts)
+
+    def live_quantizer(
+        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, counts: bool = True
+    ) -> Float8Quantizer:
+        """The quantizer over this state's own tensors; one for equal arguments, until the state gets others."""
+        key = fp8_dtype, rowwise, columnwise, counts
         if key not in self._quantizers:
-            self._quantizers[key] = Float8Quantizer(self.scale, self.amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+            with torch.inference_mode(mode=False):
+                amax = self.amax if counts else torch.zeros_like(self.scale)
+            self._quantizers[key] = Float8Quantizer(self.scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         return self._quantizers[key]
 
     def resize(self, length: int) -> None:
@@ -123,10 +142,14 @@ class DelayedScalingStates:
 
     def get(self, role: QuantizerRole, *, length: int, device: torch.device | str | None) -> DelayedScalingState:
         """The state of ``role``, made on first use with this history length."""
-        key = f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
+        key = _key(role)
         if key not in self._states:
             self._states[key] = DelayedScalingState(length, device=device)
         return self._states[key]
+
+    def find(self, role: QuantizerRole) -> DelayedScalingState | None:
+        """The state of ``role``, if there is one."""
+        return self._states.get(_key(role))
 
     def __len__(self) -> int:
         return len(self._states)
@@ -154,6 +177,10 @@ class DelayedScalingStates:
         for key in dict.fromkeys(name.rpartition("/")[0] for name in saved):
             fields = {name.rpartition("/")[2]: tensor for name, tensor in saved.items() if name.rpartition("/")[0] == key}
             self._states.setdefault(key, DelayedScalingState(device=device)).load_dict(fields)
+
+
+def _key(role: QuantizerRole) -> str:
+    return f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
 
 
 class Snapshot:
@@ -189,7 +216,7 @@ class Snapshot:
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Around the first run of a checkpointed forward."""
-        return self._active(replaying=_is_recomputing())
+        return self._active(replaying=is_recomputing())
 
     def replaying(self) -> contextlib.AbstractContextManager[None]:
         """Around its recomputation."""
@@ -257,9 +284,23 @@ def _reduce_amaxes(uses: Mapping[DelayedScalingState, _Use]) -> None:
         torch._foreach_copy_([state.amax for state in states], list(torch.split(amaxes, 1)))
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
+    """Whether this is a recomputation, which records nothing."""
     active = _SNAPSHOT.get()
     return active is not None and active.replaying
+
+
+def begin_forward(state: DelayedScalingState, values: torch.Tensor, recipe: DelayedScaling) -> None:
+    """Begin ``state`` anew, with the scale of the amax of ``values`` (fp32, bf16, fp16) and an empty history.
+
+    Empty, as ranks may begin with other values: what is cast next is counted in slot 0, which they share.
+    """
+    with torch.no_grad():
+        state.scale.fill_(1.0)
+        state.amax.copy_(tensor_amax(values))
+        use = _Use(recipe, recipe.fp8_format.element(_FORWARD).max, None)
+        delayed_update([state.amax], [state.scale], [use.rule])
+        state.amax_history.zero_()
 
 
 def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:
@@ -268,7 +309,7 @@ def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:
     Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. Nothing in a recomputation;
     RecipeError outside any region.
     """
-    if _is_recomputing():
+    if is_recomputing():
         return
     element = recipe.fp8_format.element(_FORWARD)
     at_outermost_exit("delayed scaling", _Pending).add(state, _Use(recipe, element.max, current_amax_group()))

@@ -105,6 +105,7 @@ def test_u01_u13_training_and_inference_alternate(name, override, stages, stored
 @pytest.mark.row("U01")
 @pytest.mark.parametrize(("name", "override"), QUANTIZED)
 def test_u01_validation_between_steps_changes_no_training(name, override):
+    """Validation sees other data than training, of another size."""
     recipe, x = recipe_for(name, override), randn(32, 64)
     losses = []
     for validates in (True, False):
@@ -113,7 +114,7 @@ def test_u01_validation_between_steps_changes_no_training(name, override):
         for step in range(3):
             if validates:
                 model.eval()
-                infer(model, x, recipe)
+                infer(model, 8 * x, recipe)
                 model.train()
             torch.manual_seed(step)
             with opfuse.autocast(recipe=recipe):

@@ -68,7 +68,7 @@ def test_an_op_that_casts_itself_runs_and_trains():
 def test_delayed_scales_of_a_slot_move_when_a_step_trains_and_only_then():
     op, x = Caster(), torch.full((16, 16), 3.0, requires_grad=True)
     with torch.no_grad(), opfuse.autocast(recipe=DELAYED):
-        op(x)
+        op(8 * x)
     state = op.quantizer_states.get(QuantizerRole(tensor_type="input"), length=4, device=None)
     assert state.scale.item() == 1
     with opfuse.autocast(recipe=DELAYED):

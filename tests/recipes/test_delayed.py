@@ -162,6 +162,7 @@ def test_evaluation_moves_no_scale_in_either_nesting(inside):
         layer(x)
     assert set(scales()) >= {"input/scale", "weight/scale"}
     assert all(scale.item() == 1.0 for scale in scales().values())
+    assert not any(state.amax_history.any() for state in layer.quantizer_states)
     with torch.no_grad(), autocast(recipe=recipe), torch.enable_grad():
         layer(x)
     assert scales()["input/scale"].item() == np.float32(E4M3_MAX) / np.float32(x.abs().max().item())

@@ -1,0 +1,141 @@
+"""Writes docs/performance.md from the record of a device: ``python -m docs.performance`` rewrites it, ``--check`` only compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from docs.tables import table
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+RECORD = ROOT / "benchmarks" / "results" / "h200.json"
+
+Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Of one script: the records by name, then by unit."""
+
+LARGE, SMALL = ", 16384x8192 bf16", ", 4096x4096 bf16"
+
+
+def of_script(record: Mapping[str, Any], *scripts: str) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """The figures of these scripts, by name and unit."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for figure in record["results"]:
+        if figure["script"] in scripts:
+            found.setdefault(figure["name"], {})[figure["unit"]] = figure
+    return found
+
+
+def shown(figure: Mapping[str, Any] | None, digits: int = 1) -> str:
+    """A value, with its limit where it has one; bold if it misses that."""
+    if figure is None:
+        return ""
+    value = f"{figure['value']:.{digits}f}"
+    if figure["limit"] is None:
+        return value
+    return f"{value} ({figure['limit']:.{digits}f})" if figure["met"] else f"**{value}** ({figure['limit']:.{digits}f})"
+
+
+def kernels(record: Mapping[str, Any]) -> str:
+    figures = of_script(record, "casts", "epilogues", "norms")
+    names = [name.removesuffix(LARGE) for name in figures if name.endswith(LARGE)]
+    rows = [
+        (name, shown(figures[name + LARGE].get("% of copy")), shown(figures.get(name + SMALL, {}).get("us")))
+        for name in dict.fromkeys(names)
+        if name != "copy"
+    ]
+    return table(("kernel", "16384 x 8192, % of copy (at least)", "4096 x 4096, µs (at most)"), rows)
+
+
+def peers(record: Mapping[str, Any]) -> str:
+    found: dict[str, dict[str, str]] = {}
+    for name, units in of_script(record, "peers").items():
+        kernel, peer = name.removesuffix(LARGE).rsplit(", ", 1)
+        found.setdefault(kernel, {})[peer] = shown(units["x time"])
+    rows = [(kernel, each.get("eager torch", ""), each.get("torch.compile", "")) for kernel, each in found.items()]
+    return table(("kernel", "eager torch takes, times", "torch.compile takes, times"), rows)
+
+
+def pipelines(record: Mapping[str, Any]) -> str:
+    found: dict[str, dict[str, Mapping[str, Mapping[str, Any]]]] = {}
+    for name, units in of_script(record, "pipelines").items():
+        setting, what = name.rsplit(", ", 1)
+        found.setdefault(setting, {})[what] = units
+    rows = [
+        (setting, *(shown(each[what][unit], 2) for what in ("forward", "training") for unit in ("ms", "x products")))
+        for setting, each in found.items()
+    ]
+    return table(("pipeline, recipe, override", "forward, ms", "x products", "training, ms", "x products (at most)"), rows)
+
+
+def groups(record: Mapping[str, Any]) -> Iterator[str]:
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for name, units in of_script(record, "grouped").items():
+        problem, rest = name.split(" rows, ")
+        variant, what = rest.rsplit(", ", 1)
+        cell = f"{shown(units['ms'], 2)} ({shown(units['x torch bf16'], 2)})"
+        found.setdefault(what, {}).setdefault(variant, {})[problem] = cell
+    for what, variants in found.items():
+        problems = list(dict.fromkeys(problem for cells in variants.values() for problem in cells))
+        yield f"{what.capitalize()}, groups x rows of each; ms, and times the speed of torch's linear layers in bf16, one a group:\n"
+        rows = [(variant, *(cells.get(problem, "") for problem in problems)) for variant, cells in variants.items()]
+        yield table(("recipe, override", *problems), rows) + "\n"
+
+
+def memory(record: Mapping[str, Any]) -> str:
+    figures = of_script(record, "memory")
+    settings = dict.fromkeys(name.rsplit(", ", 1)[0] for name in figures)
+    rows = []
+    for setting in settings:
+        saved, peak = figures[f"{setting}, saved"], figures.get(f"{setting}, peak", {})
+        rows.append((setting, shown(saved["MiB"]), shown(saved["% of bf16"]), shown(peak.get("MiB"))))
+    return table(("pipeline, recipe, override", "saved, MiB (formula)", "% of bf16", "peak, MiB (at most)"), rows)
+
+
+def others(record: Mapping[str, Any], *scripts: str) -> str:
+    figures = of_script(record, *scripts)
+    rows = [(name, shown(figure, 3), unit) for name, units in figures.items() for unit, figure in units.items()]
+    return table(("what", "figure (at most)", "unit"), rows)
+
+
+def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    """(heading, text) of each section whose script has run."""
+    made = {
+        "casts": ("Kernels", kernels),
+        "peers": ("Kernels beside PyTorch, 16384 x 8192", peers),
+        "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
+        "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
+        "memory": ("Memory", memory),
+        "training": ("Training", lambda record: others(record, "training")),
+        "compiling": ("Compiling", lambda record: others(record, "compiling")),
+        "sanitizer": ("compute-sanitizer", lambda record: others(record, "sanitizer")),
+    }
+    run = {figure["script"] for figure in record["results"]}
+    return [(heading, text(record)) for script, (heading, text) in made.items() if script in run]
+
+
+def document(record: Mapping[str, Any]) -> str:
+    """The page of a record."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    head = (
+        "# Measured\n\n"
+        f"On {record['date']} by `{record['script']}`, all in one process: {versions}; kernels {record['kernels_digest'][:12]}.\n"
+        "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold. Written by `python -m docs.performance`.\n"
+    )
+    return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in sections(record))
+
+
+def main() -> int:
+    """Write the page, or compare it under ``--check``."""
+    text = document(json.loads(RECORD.read_text(encoding="utf-8")))
+    if "--check" in sys.argv[1:]:
+        return int(DOCUMENT.read_text(encoding="utf-8") != text)
+    DOCUMENT.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

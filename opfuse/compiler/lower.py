@@ -146,6 +146,8 @@ def _casts(
             casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
     for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
+            if product.name in backward:
+                recipe.check_trainable()  # a recipe that never trains says so by the name of its field
             raise GemmError(f"{op.label} {product.clash}")
         b.products.append(product)
     return casts

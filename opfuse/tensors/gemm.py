@@ -98,12 +98,16 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
 def clash(name: str, left: Format, right: Format) -> str | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
-    High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, and at most one of them
-    has scales over 128x128 tiles.
+    High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one of them
+    has scales over 128x128 tiles, and those of dgrad and wgrad are not row-scaled.
     """
     if "identity" in (left.family, right.family):
         return None
-    if left.family != right.family or left.rht != right.rht:
+    cure = "give both roles formats that meet, or IdentityQuantizer to one"
+    if name != "fprop" and (left.per_row or right.per_row):
+        wanted = "formats that are not row-scaled, which only fprop reads"
+        cure = "read another format here through a HybridQuantizer, set a backward_override"
+    elif left.family != right.family or left.rht != right.rht:
         wanted = "two formats of one family, both rotated or neither"
     elif left.family == "block" and _length(left) != _length(right):
         wanted = "blocks of one length"
@@ -116,7 +120,7 @@ def clash(name: str, left: Format, right: Format) -> str | None:
         f"{name} of {what.left} and {what.right}",
         wanted=wanted,
         got=f"{what.left} {what.left_plane} {left}, {what.right} {what.right_plane} {right}",
-        cure="give both roles formats that meet, or IdentityQuantizer to one, or set the recipe's allow_mixed_emulation=True",
+        cure=f"{cure}, or set the recipe's allow_mixed_emulation=True",
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import RecipeError
+from opfuse.errors import GemmError, RecipeError
 from opfuse.recipes import CustomRecipe, NVFP4BlockScaling, QuantizerRole, Recipe
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
@@ -140,6 +140,23 @@ def test_x06_row_scaled_activations_train_under_an_override_or_a_hybrid_only():
         assert same(trained["output 0"], y)
     hybrid = run(model, x, step=Step(CustomRecipe(qfactory=_row_scaled_forward))).tensors
     assert same(hybrid["output 0"], y)
+
+
+@pytest.mark.row("X06")
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_x06_a_row_scaled_format_in_a_backward_product_is_refused_by_its_roles(role):
+    def factory(asked: QuantizerRole) -> Quantizer:
+        return NVFP4Quantizer(row_scaled_nvfp4=asked.tensor_type == role)
+
+    model, x = to(ops.Sequential(ops.Linear(64, 64)), torch.bfloat16), randn(32, 64)
+    product = {"input": "wgrad of grad_output and input"}.get(role, "dgrad of grad_output and weight")
+    with opfuse.autocast(recipe=CustomRecipe(qfactory=factory)), pytest.raises(GemmError, match=rf"Linear\(.*\) {product}"):
+        model(x.requires_grad_())
+    with opfuse.autocast(recipe=CustomRecipe(qfactory=factory)), torch.no_grad():
+        y = model(x)
+    for override in SOURCES if role != "grad_output" else ():
+        trained = run(model, x, step=Step(CustomRecipe(qfactory=factory, backward_override=override))).tensors
+        assert same(trained["output 0"], y)
 
 
 def _row_scaled_forward(role: QuantizerRole) -> Quantizer:

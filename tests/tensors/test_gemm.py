@@ -216,6 +216,27 @@ def test_a_rotated_and_a_plain_operand_do_not_meet():
     gemm("fprop", rotated.quantize(x), unrotated.quantize(values("weight")), dtype=BF16)  # rowwise data is never rotated
 
 
+ROW_SCALED = NVFP4Quantizer(row_scaled_nvfp4=True)
+
+
+@pytest.mark.row("X06")
+@pytest.mark.parametrize("quantizers", [(ROW_SCALED, NVFP4Quantizer()), (NVFP4Quantizer(), ROW_SCALED)], ids=["left", "right"])
+@pytest.mark.parametrize("name", GEMMS)
+def test_x06_row_scaled_formats_meet_others_in_fprop_only(name, quantizers):
+    what = GEMMS[name]
+    left, right = (q.quantize(values(role)) for q, role in zip(quantizers, (what.left, what.right)))
+    if name == "fprop":
+        gemm(name, left, right, dtype=BF16)
+        return
+    told = rf"{name} of {what.left} and {what.right}: wants .*not row-scaled.*nvfp4 \(row-scaled\).*HybridQuantizer"
+    with pytest.raises(GemmError, match=told):
+        gemm(name, left, right, dtype=BF16)
+    exact = left.dequantize(torch.float32, what.left_plane), right.dequantize(torch.float32, what.right_plane)
+    assert torch.equal(gemm(name, left, right, dtype=torch.float32, mixed=True), product(name, *exact))
+    plain = IdentityQuantizer().quantize(values(what.right))
+    gemm(name, left, plain, dtype=BF16)  # a product in high precision
+
+
 @pytest.mark.row("H09")
 @pytest.mark.parametrize("name", GEMMS)
 def test_h09_only_the_planes_of_the_table_are_read(name):

@@ -11,7 +11,13 @@ import torch
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.recipes.delayed import (
+    DelayedScalingState,
+    DelayedScalingStates,
+    begin_forward,
+    touch_backward,
+    touch_forward,
+)
 from opfuse.tensors.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -125,6 +131,21 @@ class QuantizerSlotsMixin:
         device = next((p.device for p in self.parameter_values() if p is not None), None)
         state = self.quantizer_states.get(slot or role, length=delayed.amax_history_len, device=device)
         return recipe.quantizer(role, state=state), state
+
+    def state_slots(self, role: str) -> tuple[QuantizerRole, ...]:
+        """Where the states of an operand are kept: one, or one for each group that is cast apart."""
+        return (self.quantizer_role(role),)
+
+    def initial_quantizer(
+        self, role: str, values: torch.Tensor, recipe: Recipe, *, slot: QuantizerRole | None = None
+    ) -> Quantizer:
+        """The recipe's quantizer for a parameter that is stored; a delayed scale begins with the amax of these first values."""
+        asked = self.quantizer_role(role)
+        quantizer, state = self.quantizer_of(asked, recipe, slot=slot)
+        if state is not None:
+            quantizer.check(values.shape, values.dtype, where=f"{self.label} {role}")
+            begin_forward(state, values, cast(DelayedScaling, recipe.delayed_scaling(asked)))
+        return quantizer
 
     def _declared(self, mode: str) -> tuple[str, ...]:
         if mode not in SLOTS:

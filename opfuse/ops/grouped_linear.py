@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -140,7 +140,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         setattr(self, name, made)
 
     def _quantized(self, name: str, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-        made = [self.quantizer_of(self.quantizer_role(name), recipe, slot=slot)[0] for slot in self._slots_of(name)]
+        parts = zip(weight.view(-1, *weight.shape[-2:]), self.state_slots(name))
+        made = [self.initial_quantizer(name, part, recipe, slot=slot) for part, slot in parts]
         quantizer = GroupedQuantizer(tuple(made)) if self.single_grouped_weight else made[0]
         return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
 
@@ -167,7 +168,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, Any]:
         """The quantizer of a group's operand, and its delayed-scaling state; for an operand in groups, a tuple of states."""
-        made = [self.quantizer_of(self.quantizer_role(role), recipe, slot=slot) for slot in self._slots_of(role)]
+        made = [self.quantizer_of(self.quantizer_role(role), recipe, slot=slot) for slot in self.state_slots(role)]
         states = tuple(state for _, state in made if state is not None)
         return made[0][0], states if self.cast_groups(role) else next(iter(states), None)
 
@@ -184,12 +185,12 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         names = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [self.quantizer_role(name) for name in names] * self.num_groups
 
-    def _slots_of(self, role: str) -> Iterator[QuantizerRole]:
-        """Where the states of an operand are kept, group by group: as :meth:`get_quantizer` finds them."""
+    def state_slots(self, role: str) -> tuple[QuantizerRole, ...]:
+        """Group by group, as :meth:`get_quantizer` finds them."""
         place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
         groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
         base = self.quantizer_role(role)
-        return (numbered(base, place + step * i) if i else base for i in groups)
+        return tuple(numbered(base, place + step * i) if i else base for i in groups)
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)

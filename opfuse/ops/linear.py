@@ -82,7 +82,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             self.owner.weight.high_precision_init_val = weight.cpu()
 
     def _quantized(self, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-        quantizer, _ = self.make_quantizer("weight", recipe)
+        quantizer = self.initial_quantizer("weight", weight, recipe)
         return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
 
     def _find_slots(self) -> Any:

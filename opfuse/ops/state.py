@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opfuse.core.stored import follow
 from opfuse.recipes.delayed import DelayedScalingStates
 
 
@@ -16,10 +17,15 @@ class QuantizerStateMixin:
     quantizer_states: DelayedScalingStates
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """States follow the parameters to another device; their dtype stays."""
+        """States follow the parameters to another device, and those stored under delayed scaling find them there."""
         for state in self.quantizer_states:
             state.to(fn(state.scale).device)
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        moved = super()._apply(fn, recurse)  # type: ignore[misc]
+        for op in self.basic_ops:  # type: ignore[attr-defined]
+            for role, parameter in zip(op.parameter_names, op.parameter_values()):
+                if parameter is not None:
+                    follow(op, role)
+        return moved
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Every state tensor under ``role/field``."""

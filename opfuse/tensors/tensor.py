@@ -86,6 +86,10 @@ class QuantizedTensor(torch.Tensor):
         """How future casts into this tensor are made."""
         return self._quantizer
 
+    @quantizer.setter
+    def quantizer(self, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer.copy()
+
     @property
     def readonly(self) -> str:
         """Why this tensor must not be written; empty if it may."""

@@ -11,6 +11,7 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
+from opfuse.errors import DtypeError, describe
 from opfuse.kernels.encoding import Encoded, Encoding
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
@@ -84,8 +85,22 @@ class Cast:
 
     def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
         """The quantizer of such a tensor, over the live tensors of a state, which are due for an update from now on."""
-        self.quantizer.check(shape, dtype, where=self.where)
+        self._check(self.quantizer, shape, dtype)
         return self.quantizer if self.state is None else self._delayed(self.state, device)
+
+    def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
+        """ShapeError or DtypeError unless ``quantizer`` takes such a tensor. A dtype that is not the input's is traced back."""
+        taken = quantizer.input_dtypes
+        if taken and dtype not in taken and self.op.compute_dtype(self.env, _example(taken[0])) == dtype:
+            source = "of torch.autocast" if self.env.autocast else "of the op's parameters"
+            cures = [f"use torch.autocast with dtype={taken[0]}"]
+            if not self.env.autocast:
+                cures.insert(0, f"call model.to({taken[0]})")
+            if any(fmt.rht for fmt in quantizer.formats):
+                cures.append("do without the rotation (disable_rht=True of NVFP4BlockScaling)")
+            got = f"{dtype}, the dtype {source}, in which the op computes whatever the input's"
+            raise DtypeError(describe(self.where, wanted=", ".join(map(str, taken)), got=got, cure=", or ".join(cures)))
+        quantizer.check(shape, dtype, where=self.where)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         recipe = self._delayed_scaling

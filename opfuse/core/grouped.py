@@ -39,7 +39,7 @@ class GroupedCast(Cast):
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
         dtype = self.op.compute_dtype(self.env, x)
-        quantizer.check(x.shape, dtype, where=self.where)
+        self._check(quantizer, x.shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 

@@ -159,3 +159,32 @@ def test_b27_a_dtype_that_a_format_does_not_take_is_refused_with_the_op_and_the_
     told = r"Linear\(.*\) input.*wants torch.bfloat16, got torch.float32"
     with pytest.raises(DtypeError, match=told), opfuse.autocast(recipe=NVFP4BlockScaling()):
         op(torch.randn(ROWS, K), *extras)
+
+
+@pytest.mark.row("B27")
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped linear"])
+def test_b27_a_dtype_that_is_not_the_inputs_is_told_by_its_source_and_its_cures_work(grouped):
+    op = ops.GroupedLinear(2, K, N) if grouped else ops.Linear(K, N)
+    x, extras = randn(ROWS, K), (torch.tensor([64, 64]),) if grouped else ()
+    told = (
+        r"torch.float32, the dtype of the op's parameters.*Cure: call model.to\(torch.bfloat16\), or .*autocast.*disable_rht=True"
+    )
+    with pytest.raises(DtypeError, match=told), opfuse.autocast(recipe=NVFP4BlockScaling()):
+        op(x, *extras)
+    low = torch.autocast(x.device.type, torch.float16)
+    told = r"torch.float16, the dtype of torch.autocast.*Cure: use torch.autocast with dtype=torch.bfloat16, or"
+    with low, pytest.raises(DtypeError, match=told), opfuse.autocast(recipe=NVFP4BlockScaling()):
+        op(x, *extras)
+    with torch.autocast(x.device.type, torch.bfloat16), opfuse.autocast(recipe=NVFP4BlockScaling()):
+        op(x, *extras)
+    with opfuse.autocast(recipe=NVFP4BlockScaling(disable_rht=True)):
+        op(x, *extras)
+    with opfuse.autocast(recipe=NVFP4BlockScaling()):
+        op.to(torch.bfloat16)(x, *extras)
+
+
+@pytest.mark.row("B27")
+def test_b27_a_dtype_of_the_input_is_cured_by_casting_it():
+    told = r"got torch.float64. Cure: cast the input to torch.float32"
+    with pytest.raises(DtypeError, match=told), opfuse.autocast(recipe=MXFP8BlockScaling()):
+        ops.Sequential(ops.Quantize())(torch.randn(ROWS, K, dtype=torch.float64))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -30,12 +30,18 @@ SOFTSIGN = Pointwise(
 
 OPS = {**POINTWISE, "softsign": SOFTSIGN}
 
+EXACT = (*ARITHMETIC, "relu", "srelu", "reglu", "sreglu", "scaled_srelu", "softsign")
+"""Ops without exponentials: equal to the definition bit for bit."""
+
+Values = Literal["normal", "nonfinite"]
+
 
 @dataclass(frozen=True)
 class Chain:
     """A chain of ``ops`` with a result of ``shape``, values in ``io`` and an input, or dy, in ``source``.
 
-    misaligned: tensors start one element past an address that vectors could start at.
+    misaligned: tensors start one element past an address that vectors could start at. values: "nonfinite": NaN, infinities and
+    the largest magnitudes in a few places of the input, and of dy.
     """
 
     ops: tuple[str, ...]
@@ -45,6 +51,7 @@ class Chain:
     rounding: Rounding = "per_op"
     interleave: int | None = None
     misaligned: bool = False
+    values: Values = field(default="normal", repr=False)  # which leaves all others as they are
 
     def stages(self, device: torch.device, generator: torch.Generator) -> tuple[tuple[int, ...], list[Stage]]:
         """The shape of the chain's input, and its stages."""
@@ -65,6 +72,16 @@ class Chain:
         values = torch.randn(wanted, generator=generator)
         return self.place(values.gt(0).to(torch.uint8) if name == "mask" else values.to(self.io), device)
 
+    def drawn(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """``x`` in the type of an input, with what the case has in few places, each in a row and a column of its own."""
+        x = x.to(self.source or self.io)
+        if self.values == "nonfinite":
+            largest = torch.finfo(self.io).max
+            values = torch.tensor([torch.nan, torch.inf, -torch.inf, largest, -largest]).to(x.dtype)
+            places = (torch.randperm(size, generator=generator)[: len(values)] for size in x.shape)
+            x[tuple(places)] = values
+        return x
+
     def place(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
         """``x`` on a device, in a storage of its own."""
         start = int(self.misaligned)
@@ -75,17 +92,17 @@ class Chain:
         """A call that keeps the input of every stage."""
         generator = self.generator()
         shape, stages = self.stages(device, generator)
-        x = self.place(torch.randn(shape, generator=generator).to(self.source or self.io), device)
+        x = self.place(self.drawn(torch.randn(shape, generator=generator), generator), device)
         return Arguments((x, stages), {**self.options, "keep": range(len(stages))})
 
     def backward(self, device: torch.device) -> Arguments:
         """Gradients are positive, so that their sums do not cancel."""
         generator = self.generator()
         shape, stages = self.stages(device, generator)
-        x = torch.randn(shape, generator=generator).to(self.io)
+        x = self.drawn(torch.randn(shape, generator=generator), generator).to(self.io)
         _, here = self.stages(torch.device("cpu"), self.generator())
         _, kept = forward_chain(x, here, **self.options, keep=[i for i, s in enumerate(stages) if s.math.needs_input])
-        dy = self.place(torch.rand(self.shape, generator=generator).to(self.source or self.io), device)
+        dy = self.place(self.drawn(torch.rand(self.shape, generator=generator), generator), device)
         return Arguments((dy, stages, {i: self.place(v, device) for i, v in kept.items()}), self.options)
 
     @property
@@ -93,7 +110,7 @@ class Chain:
         """What tells this chain from others."""
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.io, self.source or self.io))
         parts = [*self.ops, self.shape, *dtypes, self.rounding, self.interleave or "halves", *["misaligned"] * self.misaligned]
-        return " ".join(map(str, parts))
+        return " ".join(map(str, (*parts, *["nonfinite"] * (self.values == "nonfinite"))))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -138,4 +155,23 @@ def _call(chain: Chain, direction: str, device: torch.device) -> Arguments:
 
 FORWARD = _cases("forward", (*_ALONE, *_MIXED))
 BACKWARD = _cases("backward", [chain for chain in (*_ALONE, *_MIXED) if chain.ops != ("add",)])  # whose gradients are all dy
-FORWARD_AMAX, BACKWARD_AMAX = (_cases(direction, _MIXED) for direction in ("forward", "backward"))
+_UNSTORED = (
+    Chain(("bias", "gelu"), (300, 264)),
+    Chain(("bias", "gelu"), (5, 67)),
+    Chain(("bias", "swiglu"), (257, 128)),
+    Chain(("bias", "softsign", "dropout"), (130, 520), FP16),
+)
+
+
+def _unstored(chain: Chain, keep: Sequence[int], device: torch.device) -> Arguments:
+    """A call that finds the amax of a result that it does not store."""
+    args, kwargs = chain.forward(device)
+    return Arguments(args, {**kwargs, "keep": keep, "stores": False})
+
+
+FORWARD_AMAX = _cases("forward", _MIXED) | {
+    f"{chain.name} not stored{', kept' * bool(keep)}": functools.partial(_unstored, chain, keep)
+    for chain in _UNSTORED
+    for keep in ((), range(1, len(chain.ops)))
+}
+BACKWARD_AMAX = _cases("backward", _MIXED)

@@ -11,7 +11,7 @@ import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.cast import tensor_amax
-from opfuse.kernels.chain_cases import FP16, FP32, OPS, Chain
+from opfuse.kernels.chain_cases import BF16, FP16, FP32, OPS, Chain
 from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
@@ -92,6 +92,21 @@ _CHAINS = {
         **dict.fromkeys(("MX", "MX swizzled"), _MX),
     },
 }
+
+
+_NONFINITE = (
+    (("bias", "relu", "add"), FP16, ("bias", "reglu"), BF16),
+    (("bias", "relu"), BF16, ("reglu", "constant_scale"), FP32),
+    (("constant_scale", "relu"), FP32, ("reglu", "bias"), FP16),
+)
+"""A plain chain and a gated one, of ops that let through what is not finite as their definition does; for each kind in turn."""
+
+
+def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[Chain]]:
+    def chain(ops: tuple[str, ...], io: torch.dtype) -> Chain:
+        return Chain(ops, (288, 256), io, values="nonfinite")
+
+    return {kind: (chain(*of[:2]), chain(*of[2:])) for kind, of in zip(kinds, itertools.cycle(_NONFINITE))}
 
 
 class _Turn(NamedTuple):
@@ -192,7 +207,10 @@ def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, C
     }
 
 
-FORWARD, BACKWARD = ({**_cases(direction, chains), **_as_called(direction, _PIPELINES)} for direction, chains in _CHAINS.items())
+FORWARD, BACKWARD = (
+    _cases(direction, chains) | _cases(direction, _nonfinite(_MADE[direction])) | _as_called(direction, _PIPELINES)
+    for direction, chains in _CHAINS.items()
+)
 
 AS_CALLED = {direction: _as_called(direction, (*((name,) for name in OPS), *_ORDINARY)) for direction in _CHAINS}
 """By direction: every built-in op and ordinary chains, with every cast, in the form in which they are called."""

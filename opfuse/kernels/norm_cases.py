@@ -163,7 +163,7 @@ def _measured(planes: Planes, device: torch.device) -> Measured:
     def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
         return under(tensor_amax(x) if amax is None else amax)(x)
 
-    return Measured(layouts, cast, under if planes[1] is E4M3 else None)
+    return Measured(layouts, cast, None if planes[0][1] % 3 == 2 else under)
 
 
 def _blocks(dims: int, planes: Planes, device: torch.device) -> Blocks:

@@ -38,7 +38,11 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a launch may be from the definition: units in the last place of floats, 0 for equal bits; integers are equal."""
+    """How far a launch may be from the definition.
+
+    ulp: units in the last place of floats, 0 for equal bits. Integers are equal then; otherwise they may be 1 apart, as FP8 codes
+    of floats that differ are under one scale: a step of E4M3 is 16 units of bf16 at least, and more of other floats.
+    """
 
     ulp: int = 0
 
@@ -50,7 +54,8 @@ class Tolerance:
         if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
             return f"wants {wanted.dtype} {tuple(wanted.shape)}, got {got.dtype} {tuple(got.shape)}"
         got, wanted = got.detach().cpu(), wanted.detach().cpu()
-        wrong = (_ordered(got) - _ordered(wanted)).abs() > self.ulp
+        most = self.ulp if got.is_floating_point() else min(self.ulp, 1)
+        wrong = (_ordered(got) - _ordered(wanted)).abs() > most
         wrong &= ~(got.isnan() & wanted.isnan())
         if not wrong.any():
             return None

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from opfuse.errors import KernelError
+from opfuse.formats import E4M3, E5M2
 from opfuse.kernels import quantize, registry
+from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.launch import Grid, Variant
+from opfuse.kernels.norm_cast import norm_cast
 from opfuse.kernels.registry import BITWISE, Arguments, Tolerance, kernel, kernels
+from opfuse.kernels.scalars import encode
 
 
 def double(x: torch.Tensor, *, times: int = 1) -> torch.Tensor:
@@ -88,6 +92,63 @@ def test_tolerance_names_the_first_wrong_element():
     assert "wants torch.uint8 (2,), got torch.uint8 (1,)" in BITWISE.mismatch(
         *(torch.zeros(n, dtype=torch.uint8) for n in (1, 2))
     )
+
+
+def test_integers_are_equal_where_floats_are_and_neighbours_elsewhere():
+    wanted = torch.tensor([[126, 0, 255]], dtype=torch.uint8)
+    for tolerance, most in ((BITWISE, 0), (Tolerance(1), 1), (Tolerance(4), 1)):
+        for off in range(5):
+            got = wanted - torch.tensor([[off, 0, 0]], dtype=torch.uint8)
+            mismatch = tolerance.mismatch(got, wanted)
+            assert (mismatch is None) == (off <= most)
+            assert mismatch is None or f"element (0, 0): wants 126, got {126 - off}; 1 of 3" in mismatch
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_of_values_four_units_apart_are_neighbours(dtype, element):
+    """As far as a backward chain may be off: every positive value of 16 bits, under a scale that is no power of two."""
+    values = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
+    codes = encode(values[values.isfinite()].float() * 3.7, element).int()
+    assert (codes[4:] - codes[:-4]).max() == 1
+
+
+# -- values that are not finite ----------------------------------------------------------------------------------------------
+
+KINDS = {
+    forward_chain_cast.name: ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled"),
+    backward_chain_cast.name: ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
+}
+
+
+def codes_of(made, case):
+    encoded, *_ = made.reference(*case.args, **case.kwargs)
+    return [(data.view(case.args[-1].layouts[0].element.dtype).float(), scale) for data, scale in encoded]
+
+
+@pytest.mark.parametrize("made", [forward_chain_cast, backward_chain_cast], ids=lambda made: made.name)
+def test_r18_each_fused_cast_meets_results_that_are_not_finite(made):
+    """A plain chain and a gated one for each kind; few codes show it, and few scales where there are many."""
+    cases = {name: case for name, case in made.cases.items() if "nonfinite" in name}
+    assert len(cases) == 2 * len(KINDS[made.name])
+    for kind in KINDS[made.name]:
+        assert sorted("reglu" in name for name in cases if f"nonfinite, {kind}, " in name) == [False, True]
+    for case in cases.values():
+        for values, scale in codes_of(made, case(torch.device("cpu"))):
+            assert 0 < (~values.isfinite()).sum() < values.numel() / 100
+            unknown = scale == 255 if scale.dtype == torch.uint8 else scale.isnan()
+            assert scale.numel() == 1 or 0 < unknown.sum() <= scale.numel() / 3
+
+
+def test_r18_casts_of_norms_under_a_measured_amax_meet_what_is_not_finite_both_ways():
+    """In two passes that store nothing, and by another cast of what was stored."""
+    ways = {False: [], True: []}
+    for name, case in norm_cast.cases.items():
+        if "measured" in name:
+            arguments = case(torch.device("cpu"))
+            ways[arguments.args[2].under is not None].append(bool(arguments.args[0].isfinite().all()))
+    assert ways[False]
+    assert not all(ways[True])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -44,6 +44,7 @@ def test_other_rows_ahead_come_before_fewer_blocks():
         ("A=1", f"RESIDENT={resident}", f"AHEAD={ahead}", "B") for resident in (4, 3, 2, 1) for ahead in (2, 1, 4)
     ]
     assert [*rungs(("RESIDENT=9",))] == [(f"RESIDENT={n}",) for n in (9, 7, 5, 4, 3, 2, 1)]
+    assert [*rungs(("RESIDENT=0",))] == [(f"RESIDENT={n}",) for n in (0, 4, 3, 2, 1)]
     assert [*rungs(("AHEAD=4",))] == [(f"AHEAD={n}",) for n in (4, 2, 1)]
     assert [*rungs(("AHEAD=1",))] == [(f"AHEAD={n}",) for n in (1, 2, 4)]
     assert [*rungs(("A=1",))] == [("A=1",)]

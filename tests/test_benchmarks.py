@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, record, timing
+from benchmarks import bandwidth, pipelines, record, timing, training
+from opfuse.config import Config, load
+from opfuse.recipes import Support
+from opfuse.train import Comparison, compare
 
 SHAPE = (256, 512)
 CALLS = [pytest.param(table[name], id=name) for table, _ in record.TABLES.values() for name in table]
@@ -80,6 +86,73 @@ def test_results_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     timing.device_time([call] * 5, launches=20, repeats=2)
     assert all(len(set(addresses[i : i + 5])) == 5 for i in range(len(addresses) - 4))
+
+
+def test_pairs_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call once a round; a round in which the clocks were low does not show."""
+    order: list[str] = []
+    rounds = 7
+
+    def timed(calls: Sequence[timing.Call], *, launches: int, repeats: int) -> timing.Timing:
+        (call,) = calls
+        call()
+        slow = 100 if len(order) <= 4 else 1
+        took = 1e3 * slow * (1 + "abcd".index(order[-1]))
+        return timing.Timing(took, 0.0, 2 * took)
+
+    monkeypatch.setattr(pipelines, "device_time", timed)
+    a, b, c, d = (functools.partial(order.append, name) for name in "abcd")
+    assert pipelines.in_turns((a, b), (c, d)) == [pipelines.Times(1.0, 2.0), pipelines.Times(3.0, 4.0)]
+    assert "".join(order) == "abcd" * rounds
+
+
+@pytest.fixture(scope="module")
+def trained() -> Comparison:
+    """Two steps on the CPU of a configuration."""
+    return compare(load(training.CONFIGS / f"{training.NAMES[0]}.yaml"), device="cpu", steps=2)
+
+
+def test_each_training_is_compared_on_the_device(trained: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Config, str]] = []
+
+    def compared(config: Config, *, device: str) -> Comparison:
+        asked.append((config, device))
+        return trained
+
+    monkeypatch.setattr(training, "compare", compared)
+    assert [*training.runs()] == [trained] * len(training.NAMES)
+    assert [Path(config.path).stem for config, _ in asked] == [*training.NAMES]
+    assert {device for _, device in asked} == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    ("status", "part", "met"),
+    [
+        ("native", 1.015, True),
+        ("native", 0.985, True),
+        ("native", 1.03, False),
+        ("native", 0.97, False),
+        ("emulated", 1.0, False),
+    ],
+)
+def test_a_training_meets_its_limit_near_its_baseline_if_products_are_native(
+    status: str, part: float, met: bool, trained: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``part``: the loss of the run as a part of that of the baseline."""
+    run = replace(trained.run, losses=(4.0 * part,) * 2)
+    given = replace(trained, run=run, baseline=replace(trained.run, losses=(4.0,) * 2))
+    monkeypatch.setattr(training, "runs", lambda: iter((given,)))
+    monkeypatch.setattr(Comparison, "backend", Support(status, "said here"))
+    loss, off = training.records()
+    name = f"opfuse run delayed, 2 steps, {status} products"
+    assert loss == {"name": f"{name}, loss", "value": pytest.approx(4 * part), "unit": "nats", "limit": None, "met": None}
+    assert off == {
+        "name": f"{name}, off bfloat16",
+        "value": pytest.approx(100 * abs(part - 1)),
+        "unit": "%",
+        "limit": training.MOST,
+        "met": met,
+    }
 
 
 def test_limits_are_of_figures_that_there_are() -> None:

@@ -68,6 +68,9 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     the layers of a pipeline that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products
     whose splits only the GPU knows are one launch, for which weights that are not single are stacked.
 
+    In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
+    the caller have no channel: they are passed once for each layer, in op order.
+
     delay_wgrad_compute: a backward pass leaves the weights without a gradient; a training loop of your own calls
     :meth:`backward_dw`, which computes it later. A configuration file cannot ask for it.
     """

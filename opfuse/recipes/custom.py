@@ -53,7 +53,9 @@ def _factory(value: Any) -> QFactory:
     return found  # type: ignore[no-any-return]
 
 
-QFACTORY = Domain("a function of a QuantizerRole, or the name of a preset of opfuse.recipes.zoo", _factory, text=PRESETS)
+QFACTORY = Domain(
+    "a function of a QuantizerRole, or the name of a preset of opfuse.recipes.zoo", _factory, text=PRESETS, names=PRESETS
+)
 
 _REQUIRED = setting(cast(QFactory, None), QFACTORY)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple, TypeVar, cast
 
-from opfuse.errors import RecipeError, describe
+from opfuse.errors import RecipeError, describe, nearest
 
 T = TypeVar("T")
 
@@ -23,13 +23,15 @@ class Domain:
     """What a field may hold.
 
     ``read`` returns the normal form of a value or raises ValueError; ``text`` turns the text of an environment variable into
-    such a value; ``renamed`` maps values of older interfaces to what they are called now.
+    such a value; ``renamed`` maps values of older interfaces to what they are called now. ``names`` are texts among the values
+    that ``wanted`` does not list.
     """
 
     wanted: str
     read: Callable[[Any], Any]
     text: Mapping[str, object] | None = None
     renamed: Mapping[str, object] | None = None
+    names: Collection[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +118,10 @@ def _read(where: str, domain: Domain, value: object) -> object:
     except ValueError:
         renamed = domain.renamed or {}
         known = isinstance(value, str) and value in renamed
-        cure = f"write {renamed[cast(str, value)]!r}, its present name" if known else f"pass {domain.wanted}"
-        raise RecipeError(describe(where, wanted=domain.wanted, got=repr(value), cure=cure)) from None
+        listed = f" ({', '.join(domain.names)})" if domain.names else ""
+        cure = f"write {renamed[cast(str, value)]!r}, its present name" if known else f"pass {domain.wanted}{listed}"
+        got = f"{value!r}{nearest(value, domain.names) if isinstance(value, str) else ''}"
+        raise RecipeError(describe(where, wanted=domain.wanted, got=got, cure=cure)) from None
 
 
 def environment_value(rule: Setting) -> tuple[str, str] | None:

@@ -259,3 +259,13 @@ def test_h28_a_closure_is_refused_where_it_would_have_to_be_written():
             model = ops.Sequential(ops.Linear(64, 64, dtype=BF16))
         loaded = pickle.loads(pickle.dumps(model[0].weight))  # the planes and their quantizer, which knows of no factory
         assert same(loaded.dequantize(), model[0].weight.detach().dequantize())
+
+
+def test_an_unknown_preset_is_told_the_nearest_and_all():
+    with pytest.raises(RecipeError, match="got 'mxfp8_fwd_nvfp4'; did you mean 'mxfp8_fwd_nvfp4_bwd'") as caught:
+        CustomRecipe(qfactory="mxfp8_fwd_nvfp4")
+    assert all(name in str(caught.value) for name in PRESETS)
+    with pytest.raises(RecipeError, match="did you mean 'mxfp8_fwd"):
+        CustomRecipe(qfactory="mxfp8_fwd")
+    with pytest.raises(RecipeError, match=r"got 3\. Cure"):
+        CustomRecipe(qfactory=3)

@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -565,6 +566,34 @@ def test_u08_stochastic_rounding_changes_bytes_but_not_the_format():
     for usage in USAGES:
         assert torch.equal(a.plane(usage).scale, b.plane(usage).scale)
         assert not torch.equal(a.plane(usage).data, b.plane(usage).data)
+
+
+@pytest.mark.row("U08")
+@each_usage
+def test_u08_what_was_rounded_stochastically_dequantizes_by_the_format_alone(usage):
+    x = bf16(32, 64)
+    stochastic, nearest = (NVFP4Quantizer(stochastic_rounding=flag).quantize(x).plane(usage) for flag in (True, False))
+    got, wanted = stochastic.dequantize(torch.float32), nearest.dequantize(torch.float32)
+    assert not torch.equal(got, wanted)
+    assert torch.equal(replace(stochastic, data=nearest.data).dequantize(torch.float32), wanted)
+    ones = torch.full_like(stochastic.data, 0x22)
+    unit = replace(stochastic, data=ones).dequantize(torch.float32)
+    codes = got / unit
+    assert ((codes.abs() - codes.abs().mul(2).round() / 2).abs() < 1e-5).all()
+    near = (x.float() / unit).clamp(-6, 6)
+    step = torch.where(near.abs() < 2, 0.5, torch.where(near.abs() < 4, 1.0, 2.0))
+    assert ((codes - near).abs() < step + 1e-5).all()
+
+
+@pytest.mark.row("U08")
+def test_u08_delayed_and_current_scaling_dequantize_alike():
+    x = bf16(32, 64).clamp(-7, 7)
+    x[0, 0] = 7
+    current = Float8CurrentScalingQuantizer(FP8).quantize(x)
+    later = delayed(448 / 7).quantize(x)
+    assert torch.equal(later.rowwise.scale, current.rowwise.scale)
+    assert torch.equal(later.rowwise.data, current.rowwise.data)
+    assert torch.equal(later.dequantize(), current.dequantize())
 
 
 @pytest.mark.row("H26")

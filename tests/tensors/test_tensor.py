@@ -105,6 +105,18 @@ def test_h29_update_usage_is_atomic(kind):
     assert same_bytes(planes(t), before)
 
 
+@pytest.mark.row("H29")
+@every_kind
+def test_h29_dropping_both_planes_is_refused_before_either_is(kind):
+    t = make(kind)
+    before, usages = planes(t), t.usages
+    assert usages == ("rowwise", "columnwise")
+    with pytest.raises(QuantizedTensorError, match="at least one plane"):
+        t.update_usage(False, False)
+    assert t.usages == usages
+    assert same_bytes(planes(t), before)
+
+
 @pytest.mark.row("U09")
 def test_u09_per_tensor_fp8_derives_columnwise_and_others_say_why_not():
     whole = make("current")
@@ -236,6 +248,22 @@ def test_torch_load_weights_only_in_a_fresh_process(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(len(tensors))
+
+
+class Own(MXFP8Quantizer):
+    """A quantizer of the user's own."""
+
+
+@pytest.mark.row("H28")
+def test_h28_a_quantizer_of_ones_own_is_declared_safe_to_load(tmp_path):
+    t, path = Own()(values()), tmp_path / "own.pt"
+    torch.save(t, path)
+    with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
+        torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([Own]):
+        loaded = torch.load(path, weights_only=True)
+    assert loaded.quantizer == Own()
+    assert same_bytes(planes(loaded), planes(t))
 
 
 @pytest.mark.row("H28")

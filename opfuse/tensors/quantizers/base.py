@@ -34,6 +34,9 @@ class Quantizer(ABC):
 
     Quantizers are equal when all their settings are; tensors and process groups that they hold are not compared.
 
+    A parameter is stored with its quantizer. For a class of one's own, ``torch.load`` with ``weights_only=True``, its default,
+    wants ``torch.serialization.add_safe_globals([TheClass])`` first, else it raises UnpicklingError.
+
     Args:
         rowwise: make the plane whose blocks run along the last dimension.
         columnwise: make the plane whose blocks run along all the other dimensions.

@@ -38,7 +38,7 @@ gpu-suite:
 
 # With the CUDA toolkit as well: compute-sanitizer over every kernel, added to the record.
 sanitize:
-	$(PYTHON) -m benchmarks.record --only sanitizer
+	$(PYTHON) -m benchmarks.record --only memcheck racecheck initcheck synccheck
 
 install: $(VENV)/.installed
 

@@ -89,9 +89,9 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "memory": memory.records,
     "compiling": compiling.records,
     "registers": compiling.resources,
-    "sanitizer": sanitizer.records,
+    **{tool: functools.partial(sanitizer.records, (tool,)) for tool in sanitizer.TOOLS},
 }
-"""What is measured, in this order; all but the last by default, which takes minutes."""
+"""What is measured, in this order; all but the tools of compute-sanitizer by default, which take minutes."""
 
 
 def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
@@ -105,7 +105,7 @@ def main() -> None:
     """Measure, print what has a limit, write the file after each script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file", type=Path, help="by default named after the device, in benchmarks/results")
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=[name for name in SCRIPTS if name != "sanitizer"])
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=[name for name in SCRIPTS if name not in sanitizer.TOOLS])
     arguments = parser.parse_args()
     file: Path = arguments.file or device_file()
     found = kept(file, arguments.only)

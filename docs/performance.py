@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sanitizer import TOOLS
 from docs.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +112,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
         "compiling": ("Compiling", lambda record: others(record, "compiling")),
-        "sanitizer": ("compute-sanitizer", lambda record: others(record, "sanitizer")),
+        "memcheck": ("compute-sanitizer", lambda record: others(record, *TOOLS)),
     }
     run = {figure["script"] for figure in record["results"]}
     return [(heading, text(record)) for script, (heading, text) in made.items() if script in run]

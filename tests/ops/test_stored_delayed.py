@@ -12,7 +12,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.errors import ShapeError
-from opfuse.recipes import DelayedScaling, DelayedScalingState, Float8CurrentScaling
+from opfuse.recipes import DelayedScaling, DelayedScalingState, Float8CurrentScaling, Snapshot
 from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer
 
 BF16 = torch.bfloat16
@@ -161,6 +161,15 @@ def test_a_checkpointed_layer_updates_its_scale_once(form):
         found.append(layer.basic_ops[0].quantizer_states.to_dict())
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+@every_form
+def test_what_only_looks_at_a_layer_leaves_its_weights_where_they_are(form):
+    layer = stored(form)
+    longer = RECIPE.replace(amax_history_len=9)
+    with opfuse.autocast(recipe=longer), Snapshot().replaying(), layer.basic_ops[0].quantizer_states.kept():
+        call(layer, data())
+    assert linked(layer)
 
 
 COPIES = {

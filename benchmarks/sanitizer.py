@@ -18,7 +18,7 @@ from opfuse.errors import UnsupportedError, describe
 
 SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PROCESSES = 12
+PROCESSES = 16
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _DONE = re.compile(r"ran (\d+) cases of (\d+) kernels")
 

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the record of a device: ``python -m docs.performance`` rewrites it, ``--check`` only compares."""
+"""Writes docs/performance.md from the record of a GPU: ``python -m docs.performance``; ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def groups(record: Mapping[str, Any]) -> Iterator[str]:
         found.setdefault(what, {}).setdefault(variant, {})[problem] = cell
     for what, variants in found.items():
         problems = list(dict.fromkeys(problem for cells in variants.values() for problem in cells))
-        yield f"{what.capitalize()}, groups x rows of each; ms, and times the speed of torch's linear layers in bf16, one a group:\n"
+        yield f"{what.capitalize()}, groups x rows of each: ms, and times the speed of torch's bf16 layers, one a group.\n"
         rows = [(variant, *(cells.get(problem, "") for problem in problems)) for variant, cells in variants.items()]
         yield table(("recipe, override", *problems), rows) + "\n"
 
@@ -124,7 +124,7 @@ def document(record: Mapping[str, Any]) -> str:
     head = (
         "# Measured\n\n"
         f"On {record['date']} by `{record['script']}`, all in one process: {versions}; kernels {record['kernels_digest'][:12]}.\n"
-        "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold. Written by `python -m docs.performance`.\n"
+        "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold.\n"
     )
     return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in sections(record))
 

@@ -123,7 +123,8 @@ def document(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     head = (
         "# Measured\n\n"
-        f"On {record['date']} by `{record['script']}`, each table in one process: {versions}; kernels {record['kernels_digest'][:12]}.\n"
+        f"On {record['date']} by `{record['script']}`, each table in one process: {versions}; "
+        f"kernels {record['kernels_digest'][:12]}.\n"
         "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold.\n"
     )
     return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in sections(record))

@@ -32,8 +32,8 @@ def variant_of(kernel, args, kwargs):
 
 
 def takes_two(direction, name):
-    """Whether a gradient of rows' scales and two strands of dx would crowd the threads of large blocks."""
-    large = any(f"called, {cast}," in name for cast in ("128x128", "MX swizzled"))
+    """Whether a gradient of rows' scales and two strands of dx would crowd the threads of a large tile."""
+    large = any(f"called, {cast}," in name for cast in ("1x128", "128x128", "MX swizzled"))
     return direction == "backward" and name.startswith("scaled_") and "srelu" not in name and large
 
 

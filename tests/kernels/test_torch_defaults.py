@@ -32,11 +32,12 @@ def nothing(*_: object, **__: object) -> None:
 @contextlib.contextmanager
 def wide() -> Iterator[None]:
     """A default dtype that no kernel takes."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("kernel", list(kernels()), ids=lambda kernel: kernel.name)

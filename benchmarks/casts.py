@@ -8,10 +8,11 @@ import torch
 
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, NV, Make, Peer, Shape, Table, command, random
 from benchmarks.timing import Call
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels import cast, quantize
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
+from opfuse.kernels.cast_row import cast_row
 from opfuse.kernels.decode import dequantize
 from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout
@@ -59,6 +60,14 @@ def block(dims: int, usages: Sequence[Usage]) -> Make:
     def make(shape: Shape) -> Call:
         x, layouts = random(*shape), layouts_of(fp8_block(E4M3, dims), shape, usages)
         return lambda: cast_block(x, layouts)
+
+    return make
+
+
+def row_scaled(usages: Sequence[Usage]) -> Make:
+    def make(shape: Shape) -> Call:
+        x, layouts = random(*shape), layouts_of(fp8_row(E4M3), shape, usages)
+        return lambda: cast_row(x, layouts)
 
     return make
 
@@ -116,12 +125,17 @@ CASTS: Table = {
     "128x128, row": (BF16 + FP8, block(2, ROW)),
     "128x128, col": (BF16 + FP8, block(2, COL)),
     "128x128, row + col": (BF16 + 2 * FP8, block(2, BOTH)),
+    "row-scaled, row": (BF16 + FP8, row_scaled(ROW)),
+    "row-scaled, col": (2 * BF16 + FP8, row_scaled(COL)),
+    "row-scaled, row + col": (2 * BF16 + 2 * FP8, row_scaled(BOTH)),
     "decode, row": (BF16 + FP8, decoded(fp8_tensor(E4M3))),
     "decode, col": (BF16 + FP8, decoded(fp8_tensor(E4M3), COLUMNWISE)),
     "decode 1x128, row": (BF16 + BLOCKS, decoded(fp8_block(E4M3, 1))),
     "decode 1x128, col": (BF16 + BLOCKS, decoded(fp8_block(E4M3, 1), COLUMNWISE)),
     "decode 128x128, row": (BF16 + FP8, decoded(fp8_block(E4M3, 2))),
     "decode 128x128, col": (BF16 + FP8, decoded(fp8_block(E4M3, 2), COLUMNWISE)),
+    "decode row-scaled, row": (BF16 + FP8, decoded(fp8_row(E4M3))),
+    "decode row-scaled, col": (BF16 + FP8, decoded(fp8_row(E4M3), COLUMNWISE)),
     "decode MXFP8, row": (BF16 + MX, decoded(mxfp8(E4M3))),
     "decode MXFP8, col": (BF16 + MX, decoded(mxfp8(E4M3), COLUMNWISE)),
     "decode MX swz, row": (BF16 + MX, decoded(mxfp8(E4M3), swizzled=True)),
@@ -159,6 +173,11 @@ def torch_delayed(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> T
     return codes_of(x.float() * scale), torch.maximum(amax, x.abs().amax().float())
 
 
+def torch_rows(x: torch.Tensor) -> Tensors:
+    scale = E4M3.max / x.abs().amax(-1, keepdim=True).float()
+    return codes_of(x.float() * scale), scale.reciprocal().squeeze(-1)
+
+
 def torch_blocks(x: torch.Tensor) -> Tensors:
     """Scales are powers of two, as by default in the recipe."""
     blocks = x.float().unflatten(1, (-1, 128))
@@ -192,6 +211,7 @@ def _recording(shape: Shape) -> Tensors:
 PEERS: Mapping[str, Peer] = {
     "current, row": Peer(torch_current, _matrix),
     "delayed, row": Peer(torch_delayed, _recording),
+    "row-scaled, row": Peer(torch_rows, _matrix),
     "1x128, row": Peer(torch_blocks, _matrix),
     "MXFP8, row": Peer(torch_mx, _matrix),
     "decode, row": Peer(torch_decode, lambda shape: plane(Layout(fp8_tensor(E4M3), ROWWISE, shape))),

@@ -10,7 +10,13 @@ import torch
 from benchmarks.timing import Call, device_time, host_time
 from opfuse.recipes.policy import SPLIT
 from opfuse.tensors.gemm import GEMMS, gemm
-from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 
 SIZES = ((8192, 4096, 14336), (4096, 7168, 4096))
 """(tokens, input features, output features)."""
@@ -19,6 +25,7 @@ ONE, TILE = (Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=dims) f
 FP8 = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
 FORMATS = {
     "fp8 per tensor": {"input": FP8, "weight": FP8, "grad_output": FP8},
+    "fp8 per row": dict.fromkeys(("input", "weight", "grad_output"), Float8RowQuantizer(torch.float8_e4m3fn)),
     "fp8 blocks": {"input": ONE, "weight": TILE, "grad_output": ONE},
     "mxfp8": dict.fromkeys(("input", "weight", "grad_output"), MXFP8Quantizer()),
     "nvfp4": dict.fromkeys(("input", "weight", "grad_output"), NVFP4Quantizer()),

@@ -14,7 +14,7 @@ from opfuse.config import load
 from opfuse.train import Comparison, compare
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-NAMES = ("delayed", "fp8_current", "fp8_current_dequantized", "fp8_block", "fp8_block_dequantized")
+NAMES = ("delayed", "fp8_current", "fp8_current_dequantized", "fp8_row_scaled", "fp8_block", "fp8_block_dequantized")
 MOST = 2.0
 """Percent that a loss may be off."""
 

@@ -18,6 +18,7 @@ from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -49,6 +50,7 @@ def support() -> str:
 
 FORMATS: Sequence[Quantizer] = (
     Float8CurrentScalingQuantizer(E4M3.dtype),
+    Float8RowQuantizer(E4M3.dtype),
     Float8BlockQuantizer(E4M3.dtype, block_scaling_dim=1),
     Float8BlockQuantizer(E4M3.dtype),
     MXFP8Quantizer(),
@@ -88,7 +90,7 @@ def shard_rows(quantizer: Quantizer) -> int:
 def _format_row(quantizer: Quantizer) -> list[object]:
     format, unit = quantizer.formats[0], shard_rows(quantizer)
     element = format.element.name.upper() if format.element else ""
-    block = "x".join(map(str, format.block)) if format.block else "the tensor"
+    block = {None: "the tensor", (1, 0): "a row"}.get(format.block) or "x".join(map(str, format.block or ()))
     scale = format.scale.upper() if format.family != "nv" else "E4M3 under a global fp32 amax"
     layout = "transposed" if format.transposed else "same shape"
     derived = "yes" if columnwise_from_rowwise(quantizer) else "no: cast both"

@@ -56,15 +56,15 @@ FP8_ELEMENTS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 class Format:
     """How a matrix is encoded.
 
-    ``block`` is (rows, columns) that share one scale in the rowwise plane, mirrored in the columnwise plane; None means the
-    whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise data is
-    stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` holds the 16 signs of
-    the Hadamard rotation that the data went through along its blocks; empty: none. ``per_row`` says that the global amax is
+    ``block`` is (rows, columns) that share one scale in the rowwise plane, mirrored in the columnwise plane; 0 columns are all of
+    a row, None means the whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise
+    data is stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` holds the 16 signs
+    of the Hadamard rotation that the data went through along its blocks; empty: none. ``per_row`` says that the global amax is
     one per row (columnwise: per column).
     """
 
     name: str
-    family: Literal["identity", "tensor", "block", "mx", "nv"]
+    family: Literal["identity", "tensor", "row", "block", "mx", "nv"]
     element: Element | None
     block: tuple[int, int] | None
     scale: Literal["none", "fp32", "e8m0", "e4m3"]
@@ -105,6 +105,12 @@ IDENTITY = Format("identity", "identity", None, None, "none", transposed=False)
 def fp8_tensor(element: Element) -> Format:
     """One fp32 scale for the whole tensor; the columnwise plane is the byte transpose of the rowwise one."""
     return Format(f"fp8_tensor_{element.name}", "tensor", element, None, "fp32", transposed=True)
+
+
+@functools.cache
+def fp8_row(element: Element) -> Format:
+    """One fp32 scale for each row; in the columnwise plane, for each column."""
+    return Format(f"fp8_row_{element.name}", "row", element, (1, 0), "fp32", transposed=True)
 
 
 @functools.cache

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.layouts import Layout, ceil_div
-from opfuse.kernels.quantize import tensor_amax
+from opfuse.kernels.quantize import line_amaxes, tensor_amax
 from opfuse.kernels.registry import Arguments, Case
 
 Matrix = Callable[[torch.Generator, torch.dtype], torch.Tensor]
@@ -77,6 +77,14 @@ MATRIX_KINDS: dict[str, Matrix] = {
     "transposed": _transposed,
     "empty": _hard(0, 32),
 }
+_ROW_KINDS = MATRIX_KINDS | {
+    "rows of one word each": _hard(70, 8),
+    "rows of whole blocks": _hard(5, 8192),
+    "rows that are just held": _hard(3, 16376),
+    "odd rows that are just held": _hard(3, 16379),
+    "rows that are not held": _hard(3, 33000),
+}
+"""Also rows of every length that a block treats in its own way."""
 
 
 def _place(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -95,7 +103,7 @@ class _Combination(NamedTuple):
     usages: tuple[Usage, ...]
 
     def matrix(self, device: torch.device) -> torch.Tensor:
-        return matrix(self.kind, MATRIX_KINDS[self.kind], self.dtype, device)
+        return matrix(self.kind, _ROW_KINDS[self.kind], self.dtype, device)
 
     def layouts(self, x: torch.Tensor, fmt: Callable[[Element], Format], *, swizzled: bool = False) -> list[Layout]:
         return [Layout(fmt(self.element), usage, (x.shape[0], x.shape[1]), swizzled) for usage in self.usages]
@@ -135,14 +143,32 @@ def _block(given: _Combination, rule: tuple[int, float, bool], device: torch.dev
     return Arguments((x, given.layouts(x, lambda element: fp8_block(element, dims))), {"eps": eps, "pow2": pow2})
 
 
-def _combined(case: Callable[..., Arguments], last: Sequence[object], *, full: Sequence[str] = ()) -> dict[str, Case]:
+def _row(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:
+    x, (eps, pow2) = given.matrix(device), rule
+    return Arguments((x, given.layouts(x, fp8_row)), {"eps": eps, "pow2": pow2})
+
+
+def _known_lines(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:
+    """The amaxes are not those of the lines, so that values saturate."""
+    x, (eps, pow2) = given.matrix(device), rule
+    amaxes = [amax * 0.7 for amax in line_amaxes(x, given.usages)]
+    return Arguments((x, amaxes, given.layouts(x, fp8_row)), {"eps": eps, "pow2": pow2})
+
+
+def _lines(kind: str, dtype: torch.dtype, usages: Sequence[Usage], device: torch.device) -> Arguments:
+    return Arguments((matrix(kind, MATRIX_KINDS[kind], dtype, device), usages))
+
+
+def _combined(
+    case: Callable[..., Arguments], last: Sequence[object], *, full: Sequence[str] = (), kinds: Iterable[str] = MATRIX_KINDS
+) -> dict[str, Case]:
     """Every kind of matrix, type, element and choice of planes, each with one of the ``last`` arguments in turn.
 
     The matrices named ``full`` meet all of them.
     """
     made: dict[str, Case] = {}
     turn = itertools.cycle(last)
-    for kind, dtype, element, usages in itertools.product(MATRIX_KINDS, _DTYPES, _ELEMENTS, _PLANES):
+    for kind, dtype, element, usages in itertools.product(kinds, _DTYPES, _ELEMENTS, _PLANES):
         combination = _Combination(kind, _DTYPES[dtype], element, usages)
         for argument in last if kind in full else (next(turn),):
             name = f"{kind}, {dtype}, {element.name}, {'+'.join(usages)}, {argument}"
@@ -174,4 +200,10 @@ MATRICES: dict[str, Case] = {
 CURRENT = _combined(_current, _RULES)
 RECORDING = _combined(_recording, _SCALES)
 MX = _combined(_mx, _MX_RULES, full=("parts of blocks of tiles", "misaligned"))
+LINES: dict[str, Case] = {
+    f"{kind}, {dtype}, {'+'.join(usages)}": functools.partial(_lines, kind, _DTYPES[dtype], usages)
+    for kind, dtype, usages in itertools.product(MATRIX_KINDS, _DTYPES, _PLANES)
+}
+ROW = _combined(_row, _RULES, full=("misaligned", "nonfinite"), kinds=_ROW_KINDS)
+KNOWN_LINES = _combined(_known_lines, _RULES)
 BLOCK = _combined(_block, _BLOCK_RULES, full=("parts of tiles", "misaligned", "nonfinite"))

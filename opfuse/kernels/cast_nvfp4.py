@@ -16,6 +16,7 @@ import torch
 from opfuse.formats import COLUMNWISE, SCALE_TILE, USAGES
 from opfuse.kernels import quantize
 from opfuse.kernels.cast import new_encoded, tensor_amax
+from opfuse.kernels.cast_row import line_amaxes
 from opfuse.kernels.checks import check_amaxes, check_array, check_cast
 from opfuse.kernels.hadamard import SIZE, sign_mask
 from opfuse.kernels.launch import Grid, Variant
@@ -43,16 +44,16 @@ def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> l
     signs = _rotation(layouts)
     if not signs and not layouts[0].format.per_row:
         return [tensor_amax.run(launch, x)] * len(layouts)
+    if not signs:
+        return line_amaxes.run(launch, x, [layout.usage for layout in layouts])
     x = x.contiguous()
     rows, columns = x.shape
     amaxes = {layout.usage: torch.zeros(layout.amax_shape or (), dtype=torch.float32, device=x.device) for layout in layouts}
     variant = variant_of(
         "amax_nvfp4.cu",
         _AMAX,
-        IN=C_TYPES[x.dtype],
-        ROTATED=bool(signs),
         SIGNS=sign_mask(signs),
-        ALIGNED=on_bytes(x, 8) and columns % 2 == 0,
+        ALIGNED=on_bytes(x, 4) and columns % 2 == 0,
     )
     grid = Grid(ceil_div(rows, _AMAX_TILE[0]) * ceil_div(columns, _AMAX_TILE[1]), _THREADS)
     addresses = (amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES)

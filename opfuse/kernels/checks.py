@@ -42,12 +42,17 @@ def _same_but_rotated(a: Layout, b: Layout) -> bool:
 
 def check_cast(shape: Sequence[int], dtype: torch.dtype, layouts: Sequence[Layout], *, family: str, where: str) -> None:
     """:func:`check_planes` of a matrix, in formats of ``family``; DtypeError unless the matrix is fp32, bf16 or fp16."""
-    check_dtype(dtype, where=where)
-    if len(shape) != 2:
-        raise _refused(where, "a matrix", f"the shape {tuple(shape)}", "flatten its leading dimensions")
+    check_matrix(shape, dtype, where=where)
     check_planes(shape, layouts, where=where)
     if layouts[0].format.family != family:
         raise _refused(where, f"planes of the family {family!r}", layouts[0].format, "use the cast of that format")
+
+
+def check_matrix(shape: Sequence[int], dtype: torch.dtype, *, where: str) -> None:
+    """QuantizerError unless ``shape`` is that of a matrix, DtypeError unless kernels read ``dtype``."""
+    check_dtype(dtype, where=where)
+    if len(shape) != 2:
+        raise _refused(where, "a matrix", f"the shape {tuple(shape)}", "flatten its leading dimensions")
 
 
 def check_dtype(dtype: torch.dtype, *, where: str) -> None:
@@ -72,10 +77,21 @@ def check_array(value: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, d
 
 def check_amaxes(amaxes: Sequence[torch.Tensor], layouts: Sequence[Layout], device: torch.device, *, where: str) -> None:
     """QuantizerError unless there is the amax of each plane, fp32, contiguous, on ``device``."""
-    if len(amaxes) != len(layouts):
-        raise _refused(where, f"{len(layouts)} amaxes, one for each plane", len(amaxes), "take what amaxes_nv gives")
-    for amax, layout in zip(amaxes, layouts):
-        check_array(amax, layout.amax_shape or (), torch.float32, device, where=f"{where} amax")
+    _check_amaxes(amaxes, [layout.amax_shape or () for layout in layouts], device, where, "amaxes_nv")
+
+
+def check_lines(amaxes: Sequence[torch.Tensor], layouts: Sequence[Layout], device: torch.device, *, where: str) -> None:
+    """QuantizerError unless there are the amaxes of each plane's lines, fp32, contiguous, on ``device``."""
+    _check_amaxes(amaxes, [layout.lines[:1] for layout in layouts], device, where, "line_amaxes")
+
+
+def _check_amaxes(
+    amaxes: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device, where: str, source: str
+) -> None:
+    if len(amaxes) != len(shapes):
+        raise _refused(where, f"{len(shapes)} amaxes, one for each plane", len(amaxes), f"take what {source} gives")
+    for amax, shape in zip(amaxes, shapes):
+        check_array(amax, shape, torch.float32, device, where=f"{where} amax")
 
 
 def require_number(value: torch.Tensor, device: torch.device, *, where: str) -> None:

@@ -28,7 +28,7 @@ _NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by row
 _WHOLE = 63  # the shift that leaves 0: one scale for all
 
 _SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
-_ROWS = {"tensor": 1, "block": 2, "mx": 2}
+_ROWS = {"tensor": 1, "row": 2, "block": 2, "mx": 2}
 _ROWS_ACROSS = 8
 """Rows of a thread, by family, and where each column has scales of its own: more share the loads of scales, fewer keep more
 threads in flight."""
@@ -130,10 +130,12 @@ def _scales(layout: Layout) -> _Scales:
     """The place of each scale, in rows and columns of the matrix."""
     if layout.format.family == "tensor":
         return _Scales(0, 0, _WHOLE, _WHOLE, 0)
-    width = layout.scale_shape[-1]
-    strides = (1, width) if layout.scale_across or layout.across else (width, 1)
-    lines, length = layout.block
-    shifts = (lines.bit_length() - 1, length.bit_length() - 1)
+    if layout.format.family == "row":
+        strides, shifts = (1, 0), (0, _WHOLE)
+    else:
+        width, (lines, length) = layout.scale_shape[-1], layout.block
+        strides = (1, width) if layout.scale_across or layout.across else (width, 1)
+        shifts = (lines.bit_length() - 1, length.bit_length() - 1)
     if layout.usage == COLUMNWISE:
         strides, shifts = strides[::-1], shifts[::-1]
     return _Scales(*strides, *shifts, layout.tiled_shape[1] // SCALE_TILE[1] if layout.swizzled else 0)

@@ -30,6 +30,11 @@ def _tensor(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, lay
     return q * scale
 
 
+def _row(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """q * scale of its line."""
+    return q * load_scale(scale, layout)
+
+
 def _block(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
     """q * scale of its block."""
     return _by_block(q, load_scale(scale, layout), layout)
@@ -52,4 +57,4 @@ def _by_block(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Ten
     return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
 
 
-_FAMILIES: dict[str, Callable[..., torch.Tensor]] = {"tensor": _tensor, "block": _block, "mx": _mx, "nv": _nv}
+_FAMILIES: dict[str, Callable[..., torch.Tensor]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opfuse.kernels.cast import cast_current, cast_mx, cast_recording
 from opfuse.kernels.cast_block import cast_block
+from opfuse.kernels.cast_row import cast_row
 from opfuse.kernels.checks import check_planes
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.scales import Rounding
@@ -63,6 +64,18 @@ class Current:
     def __call__(self, x: Tensor) -> list[Encoded]:
         data, decode_scale = cast_current(_matrix(x, self.layouts), self.amax, self.layouts, eps=self.eps, pow2=self.pow2)
         return [(each, decode_scale) for each in data]
+
+
+@dataclass(frozen=True, eq=False)
+class RowScaled:
+    """An fp32 scale for each line: :func:`quantize.cast_row`."""
+
+    layouts: Sequence[Layout]
+    eps: float = 0.0
+    pow2: bool = False
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return [*cast_row(_matrix(x, self.layouts), self.layouts, eps=self.eps, pow2=self.pow2)]
 
 
 @dataclass(frozen=True, eq=False)

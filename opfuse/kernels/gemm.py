@@ -68,6 +68,10 @@ def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, 
     return Operand(_codes(data, layout), factor=scale.reshape(1, 1))
 
 
+def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_codes(data, layout), factor=load_scale(scale, layout))
+
+
 def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
     scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
     return Operand(_codes(data, layout), blocks=scales, step=layout.block[1])
@@ -103,4 +107,4 @@ def _unit(format: Format) -> float:
     return E2M1.max * format.encode_max
 
 
-_OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "block": _block, "mx": _mx, "nv": _nv}
+_OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

@@ -32,7 +32,12 @@ Version = tuple[int, int]
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of a result that the device rounds its sums to, once."""
 
-_SCALING = {None: ScalingType.TensorWise, (1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+_SCALING = {
+    None: ScalingType.TensorWise,
+    (1, 0): ScalingType.RowWise,
+    (1, 128): ScalingType.BlockWise1x128,
+    (128, 128): ScalingType.BlockWise128x128,
+}
 
 
 class Stored(NamedTuple):
@@ -71,8 +76,14 @@ class Rule(NamedTuple):
         return "" if self.holds(got) else f"{self.what}: wants {self.wanted}, got {got}"
 
 
+Turn = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Backend(NamedTuple):
-    """A native product of one family: devices from ``since`` up to, not including, ``below``; whether it can sum fast."""
+    """A native product of one family: devices from ``since`` up to, not including, ``below``; whether it can sum fast.
+
+    scales: how the stored scales of the left and of the right are given to it.
+    """
 
     name: str
     since: Version
@@ -80,6 +91,7 @@ class Backend(NamedTuple):
     rules: tuple[Rule, ...]
     cuda: Version = (0, 0)
     fast: bool = False
+    scales: tuple[Turn, Turn] = (torch.t, torch.t)
 
 
 def _elements(left: Layout, right: Layout) -> tuple[str, ...]:
@@ -105,6 +117,14 @@ _HOPPER: Any = {"since": (9, 0), "below": (10, 0)}
 
 BACKENDS: Mapping[str, Backend] = {
     "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
+    "row": Backend(
+        "scaled_mm, per row",
+        **_HOPPER,
+        cuda=(12, 9),
+        fast=True,
+        scales=(lambda scale: scale[:, None], lambda scale: scale[None, :]),
+        rules=(*_SHAPES, _ONE_E5M2),
+    ),
     "block": Backend(
         "scaled_mm, 1x128 and 128x128 blocks of E4M3",
         **_HOPPER,
@@ -153,14 +173,18 @@ def multiply(
 def _scaled_mm(
     left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scales go in as their stored arrays transposed: (lines, blocks) for 1x128, (padded blocks, blocks of lines) for 128x128.
+    """Scales of blocks go in as their stored arrays transposed: (lines, blocks) for 1x128, (padded blocks, blocks of lines) for
+    128x128. Those of rows are a column on the left and a row on the right.
 
     One scale of a tensor may be an element of a larger array; cuBLASLt wants it on 16 bytes, so it is copied then.
     """
+    backend = BACKENDS[left.layout.format.family]
     a, b = (p.data.view(p.layout.element.dtype) for p in (left, right))
-    scale_a, scale_b = (p.scale.t() if on_bytes(p.scale, 16) else p.scale.clone() for p in (left, right))
+    scale_a, scale_b = (
+        turn(p.scale if on_bytes(p.scale, 16) else p.scale.clone()) for turn, p in zip(backend.scales, (left, right))
+    )
     scaling_a, scaling_b = (_SCALING[p.layout.format.block] for p in (left, right))
-    fast = fast and BACKENDS[left.layout.format.family].fast
+    fast = fast and backend.fast
     if out is None or tuple(out.shape) != (len(a), len(b)) or not on_bytes(out, 16):
         return F.scaled_mm(a, b.t(), scale_a, scaling_a, scale_b, scaling_b, output_dtype=out_dtype, use_fast_accum=fast)
     into: Any = torch._scaled_mm_v2  # as F.scaled_mm, which has no out

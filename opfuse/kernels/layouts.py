@@ -14,7 +14,19 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError
-from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, NVFP4, SCALE_TILE, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import (
+    COLUMNWISE,
+    FP8_ELEMENTS,
+    NVFP4,
+    SCALE_TILE,
+    Element,
+    Format,
+    Usage,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
 from opfuse.kernels.scalars import pack_e2m1, unpack_e2m1
 from opfuse.kernels.swizzle import swizzle, unswizzle
 
@@ -27,7 +39,7 @@ def _storage(fmt: Format) -> tuple[object, ...]:
     return fmt.family, fmt.element, fmt.block, fmt.scale, fmt.transposed
 
 
-_KNOWN = {_storage(make(element)) for element in FP8_ELEMENTS.values() for make in (fp8_tensor, mxfp8)}
+_KNOWN = {_storage(make(element)) for element in FP8_ELEMENTS.values() for make in (fp8_tensor, fp8_row, mxfp8)}
 _KNOWN |= {_storage(fp8_block(element, dims)) for element in FP8_ELEMENTS.values() for dims in (1, 2)}
 _KNOWN |= {_storage(NVFP4)}
 
@@ -74,7 +86,8 @@ class Layout:
     @property
     def block(self) -> tuple[int, int]:
         """(rows, columns) of lines that share a scale."""
-        return self.format.block or self.lines
+        rows, columns = self.format.block or self.lines
+        return rows, columns or max(self.lines[1], 1)
 
     @functools.cached_property
     def is_known(self) -> bool:
@@ -105,6 +118,8 @@ class Layout:
         """Shape of the stored scales with their padding; the same for compact and swizzled."""
         if self.format.family == "tensor":
             return (1,)
+        if self.format.family == "row":
+            return self.lines[:1]
         if self.format.family == "block":
             rows, cols = self.blocks[::-1] if self.scale_across else self.blocks
             return rows, round_up(cols, _FP32_SCALE_ALIGNMENT)
@@ -165,6 +180,8 @@ def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:
 def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Scales ``layout.blocks``, lines as rows, to the array that a plane stores; its padding is 0."""
     shape = layout.scale_shape
+    if layout.format.family == "row":
+        return scale.reshape(shape)
     if layout.format.family == "block":
         return _pad(scale.t() if layout.scale_across else scale, shape)
     tiled = _pad(scale, layout.tiled_shape)
@@ -175,6 +192,8 @@ def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def load_scale(stored: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of :func:`store_scale`: scales ``layout.blocks``, whatever the padding holds."""
+    if layout.format.family == "row":
+        return stored.reshape(-1, 1)
     if layout.format.family == "block":
         scale = stored.t() if layout.scale_across else stored
     elif layout.swizzled:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opfuse.kernels import rows
 from opfuse.kernels.launch import Grid
-from opfuse.kernels.layouts import ceil_div
 from opfuse.kernels.norm import EIGHT, THREADS, Norm, NormKind, Statistics, team
 from opfuse.kernels.registry import is_dense
 from opfuse.kernels.variants import C_TYPES, VECTOR, on_bytes
@@ -19,7 +19,6 @@ NORM = "PPPPPqqffI"
 """How Norm in norm.cuh is packed."""
 
 _KINDS = {"rms_norm": "RMS_NORM", "layer_norm": "LAYER_NORM", "l2_normalization": "L2_NORM"}
-_MOST_BYTES = 16  # of neighbouring elements, one from each eight that a thread holds: 32 registers of one tensor
 
 
 class Form(NamedTuple):
@@ -39,11 +38,11 @@ class Form(NamedTuple):
     @property
     def packs(self) -> int:
         """Eights of columns that a thread has."""
-        return ceil_div(self.columns, EIGHT * team(self.columns))
+        return rows.packs(self.columns)
 
     def held(self, *dtypes: torch.dtype) -> int:
         """The eights of tensors of these types that a thread can hold in registers, 0 if they are too many."""
-        return self.packs if self._bytes(*dtypes) <= _MOST_BYTES else 0
+        return rows.held(self.columns, self._widest(*dtypes))
 
     def resident(self, *dtypes: torch.dtype) -> int:
         """Blocks of a forward kernel of these types that share a multiprocessor, as its registers allow."""
@@ -63,22 +62,22 @@ class Form(NamedTuple):
             "WEIGHT": C_TYPES[self.weight],
             "KIND": _KINDS[self.kind],
             "ZERO_CENTERED": self.zero_centered,
-            "TEAM": team(self.columns),
-            "PACKS": held,
-            "ALIGNED": self.is_aligned,
-            "WHOLE": self.is_aligned and held * EIGHT * team(self.columns) == self.columns,
+            **rows.defines(self.columns, held, is_aligned=self.is_aligned),
         }
 
     def _is_light(self, *dtypes: torch.dtype) -> bool:
         """Whether a thread has so few registers' worth of values that several blocks can share a multiprocessor."""
-        return self._bytes(*dtypes) <= _MOST_BYTES // 2 and self.is_aligned
+        return self._bytes(*dtypes) <= rows.MOST_BYTES // 2 and self.is_aligned
 
     def _is_wide(self, *dtypes: torch.dtype) -> bool:
         """Whether parameters take many registers, too."""
-        return self.weight.itemsize > 2 and self.kind != "l2_normalization" and self._bytes(*dtypes) > _MOST_BYTES // 4
+        return self.weight.itemsize > 2 and self.kind != "l2_normalization" and self._bytes(*dtypes) > rows.MOST_BYTES // 4
 
     def _bytes(self, *dtypes: torch.dtype) -> int:
-        return self.packs * max(dtype.itemsize for dtype in (self.x, *dtypes))
+        return self.packs * self._widest(*dtypes)
+
+    def _widest(self, *dtypes: torch.dtype) -> int:
+        return max(dtype.itemsize for dtype in (self.x, *dtypes))
 
 
 class Call(NamedTuple):
@@ -93,7 +92,7 @@ class Call(NamedTuple):
     @property
     def grid(self) -> Grid:
         """Blocks for all rows."""
-        return Grid(ceil_div(self.rows, THREADS // team(self.columns)), THREADS)
+        return rows.grid(self.rows, self.columns)
 
     def form(self, *tensors: Tensor) -> Form:
         """With these other tensors."""
@@ -106,8 +105,7 @@ class Call(NamedTuple):
     def fields(self) -> tuple[int | float, ...]:
         """Those of Norm in norm.cuh."""
         tensors = (self.x, self.norm.weight, self.norm.bias, *self.statistics)
-        packs = ceil_div(self.columns, EIGHT * team(self.columns))
-        return (*addresses(*tensors), self.rows, self.columns, float(self.columns), self.norm.eps, packs)
+        return (*addresses(*tensors), self.rows, self.columns, float(self.columns), self.norm.eps, rows.packs(self.columns))
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
@@ -120,7 +118,7 @@ def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequen
 
     Without statistics there is new memory for them. ShapeError if shapes do not fit.
     """
-    rows, columns = norm.matrix(x)
+    height, columns = norm.matrix(x)
     weight, bias = norm.weight, norm.bias
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         return None
@@ -137,4 +135,4 @@ def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequen
     if not all(t is None or t.is_contiguous() for t in (weight, bias, *statistics)):
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         norm, statistics = replace(norm, weight=weight, bias=bias), statistics.each(Tensor.contiguous)
-    return Call(x.contiguous(), norm, statistics, rows, columns)
+    return Call(x.contiguous(), norm, statistics, height, columns)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.registry import Arguments, Case
 
 _FORMATS: dict[str, Format] = {
     **{f"tensor {element.name}": fp8_tensor(element) for element in (E4M3, E5M2)},
+    **{f"row {element.name}": fp8_row(element) for element in (E4M3, E5M2)},
     **{f"block {dims}D {element.name}": fp8_block(element, dims) for dims in (1, 2) for element in (E4M3, E5M2)},
     **{f"MX {element.name}": mxfp8(element) for element in (E4M3, E5M2)},
 }

@@ -13,7 +13,16 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Element, Usage
-from opfuse.kernels.checks import check_amaxes, check_array, check_cast, check_choice, check_dtype, require_number
+from opfuse.kernels.checks import (
+    check_amaxes,
+    check_array,
+    check_cast,
+    check_choice,
+    check_dtype,
+    check_lines,
+    check_matrix,
+    require_number,
+)
 from opfuse.kernels.hadamard import rotate
 from opfuse.kernels.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.kernels.random import STREAMS, random_bytes
@@ -92,6 +101,37 @@ def cast_recording(
     require_number(amax, x.device, where="cast_recording amax")
     amax.copy_(torch.maximum(amax, tensor_amax(x)))
     return cast_delayed(x, scale, layouts), reciprocal(scale)
+
+
+def cast_row(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False) -> list[Encoded]:
+    """Planes with an fp32 scale for each line, by :func:`scale_from_amax`.
+
+    A line with a non-finite element is cast with scale 1 and decoded with NaN.
+    """
+    check_cast(x.shape, x.dtype, layouts, family="row", where="cast_row")
+
+    return cast_lines(x, line_amaxes(x, [layout.usage for layout in layouts]), layouts, eps=eps, pow2=pow2)
+
+
+def line_amaxes(x: torch.Tensor, usages: Sequence[Usage]) -> list[torch.Tensor]:
+    """fp32 (lines,) for each usage: the largest magnitude of each row, and of each column; inf and NaN propagate."""
+    check_matrix(x.shape, x.dtype, where="line_amaxes")
+    return [amax(lines_of(x, usage), 1) for usage in usages]
+
+
+def cast_lines(
+    x: torch.Tensor, amaxes: Sequence[torch.Tensor], layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+) -> list[Encoded]:
+    """As :func:`cast_row`, under amaxes of lines that are known, fp32 (lines,) for each plane."""
+    check_cast(x.shape, x.dtype, layouts, family="row", where="cast_lines")
+    check_lines(amaxes, layouts, x.device, where="cast_lines")
+
+    def plane(layout: Layout, line_amax: torch.Tensor) -> Encoded:
+        scale = scale_from_amax(line_amax, layout.element.max, eps=eps, pow2=pow2)
+        codes = encode(lines_of(x, layout.usage).to(torch.float32) * scale[:, None], layout.element)
+        return store_data(codes, layout), decode_scale(scale, line_amax)
+
+    return [plane(layout, line_amax) for layout, line_amax in zip(layouts, amaxes)]
 
 
 def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True) -> list[Encoded]:

@@ -12,9 +12,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.kernels.gemm_native import BACKENDS
+from opfuse.formats import FP8_ELEMENTS, USAGES, Format, fp8_tensor
+from opfuse.kernels.gemm_native import BACKENDS, Machine, layout_refusal
+from opfuse.kernels.layouts import layout_of
+from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES
-from opfuse.recipes.recipe import Recipe
+from opfuse.recipes.recipe import QuantizerRole, Recipe
+from opfuse.tensors.gemm import GEMMS, clash
 
 Arch = tuple[int, int]
 """CUDA compute capability; (0, 0) is the CPU."""
@@ -110,11 +114,16 @@ def _cuda_version() -> Arch | None:
 
 
 def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
-    """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine)."""
+    """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine).
+
+    A custom recipe is native if all products that it quantizes are, of a linear layer without a name.
+    """
     kind = recipe.kind if isinstance(recipe, Recipe) else recipe
     arch = device_arch() if arch is None else arch
+    if isinstance(recipe, CustomRecipe):
+        return _custom(recipe, arch)
     if kind == "custom":
-        return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for their kinds")
+        return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
     if kind not in GATES:
         cure = f"use one of {', '.join(RECIPES)}"
         raise RecipeError(describe("support", wanted="a recipe or its kind", got=f"{kind!r}{nearest(kind, GATES)}", cure=cure))
@@ -124,6 +133,37 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     if found is None:
         return Support("emulated", f"compute capability {_dotted(arch)} has the product, this package does not call it yet")
     return Support("native", found.name)
+
+
+def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
+    """Native if every product is that reads two quantized planes; else the reason of the first that is not."""
+    native: dict[str, list[str]] = {}
+    for name, what in GEMMS.items() if recipe.backward_override is None else [("fprop", GEMMS["fprop"])]:
+        left, right = _format(recipe, what.left, what.left_plane), _format(recipe, what.right, what.right_plane)
+        if left is None or right is None:
+            return Support("emulated", f"{name}: the factory refuses a linear layer without a name")
+        if "identity" in (left.family, right.family):
+            continue
+        layouts = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
+        machine = Machine(arch, _cuda_version() or _NEWEST)
+        refused = layout_refusal(*layouts, torch.bfloat16, machine)
+        if miss := clash(name, left, right) or (refused and f"{name}: {refused}"):
+            return Support("emulated", miss)
+        native.setdefault(BACKENDS[left.family].name, []).append(name)
+    found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
+    return Support("native", found or "all products are in high precision")
+
+
+_USUAL, _NEWEST = (256, 256), (99, 0)
+"""A matrix that every back end takes, and the CUDA of a torch without any."""
+
+
+def _format(recipe: CustomRecipe, role: str, plane: str) -> Format | None:
+    """What the operand ``role`` is read in; None if the factory does not say without a name."""
+    answer = recipe.key_extras[f"{role}_quantizer"]
+    if isinstance(answer, DelayedScalingRequest):
+        return fp8_tensor(FP8_ELEMENTS[answer.recipe.fp8_dtype(QuantizerRole(tensor_type=role))])
+    return None if answer is None else dict(zip(USAGES, answer.formats))[plane]
 
 
 def support_matrix(archs: tuple[Arch, ...] = ARCHS) -> tuple[SupportRow, ...]:

@@ -18,6 +18,7 @@ from opfuse.formats import E4M3, E5M2
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
@@ -29,11 +30,17 @@ ATTENTION = ("attention", "dpa")
 """Module types whose tensors :func:`nvfp4_linear_fp8_attention` casts to FP8."""
 
 _IDENTITY = IdentityQuantizer()
+_FP8_ROWS = Float8RowQuantizer(E4M3.dtype)
 _MXFP8 = MXFP8Quantizer()
 _NVFP4_INPUT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
 _NVFP4_WEIGHT = NVFP4Quantizer(with_2d_quantization=True)
 _NVFP4_GRADIENT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)
 _NVFP4_ROWS = NVFP4Quantizer(row_scaled_nvfp4=True)
+
+
+def fp8_row_scaled(role: QuantizerRole) -> Quantizer:
+    """FP8 with a scale for each row of both operands in every product: for tokens and output channels in the forward one."""
+    return _of(role, input=_FP8_ROWS, weight=_FP8_ROWS, grad_output=_FP8_ROWS)
 
 
 def mxfp8_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
@@ -95,6 +102,7 @@ PRESETS: Mapping[str, Callable[[QuantizerRole], Quantizer]] = MappingProxyType(
     {
         preset.__name__: preset
         for preset in (
+            fp8_row_scaled,
             mxfp8_fwd_high_precision_bwd,
             mxfp8_fwd_dequantized_bwd,
             high_precision_fwd_mxfp8_bwd,

@@ -85,7 +85,8 @@ def shares_scale(storage: QuantizedStorage) -> bool:
     planes = [storage.plane(usage) for usage in storage.usages]
     if any(isinstance(plane, GroupedPlane) for plane in planes):
         return True
-    return any(p.format.family == "tensor" or (p.amax is not None and not _amax_by_row(p)) for p in planes)
+    shared = (getattr(plane, field) for plane in planes for field in ("scale", "amax") if field not in _row_fields(plane))
+    return any(value is not None for value in shared)
 
 
 def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callable[[Plane], Plane]) -> QuantizedStorage:
@@ -101,16 +102,18 @@ def _has_rows(storage: QuantizedStorage) -> bool:
 
 
 def _rows_per_block(plane: Plane) -> int:
-    return 1 if plane.format.block is None else plane.format.block[plane.usage != ROWWISE]
+    return _block_rows(plane) or 1
 
 
-def _amax_by_row(plane: Plane) -> bool:
-    return plane.amax is not None and plane.format.per_row and plane.usage == ROWWISE
+def _block_rows(plane: Plane) -> int:
+    """Rows that share a scale; 0: all of them."""
+    return 0 if plane.format.block is None else plane.format.block[plane.usage != ROWWISE]
 
 
 def _row_fields(plane: Plane) -> list[str]:
     """The fields of ``plane`` that are row parts."""
-    has = {"data": True, "scale": plane.scale is not None and plane.format.block is not None, "amax": _amax_by_row(plane)}
+    by_row = plane.format.per_row and plane.usage == ROWWISE
+    has = {"data": True, "scale": plane.scale is not None and _block_rows(plane), "amax": plane.amax is not None and by_row}
     return [field for field, present in has.items() if present]
 
 

@@ -7,6 +7,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    Float8RowQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
@@ -15,6 +16,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZERS = {
     "delayed": lambda dtype, device: Float8Quantizer(torch.tensor([3.7], device=device), torch.zeros(1, device=device), dtype),
     "current": lambda dtype, device: Float8CurrentScalingQuantizer(dtype, force_pow_2_scales=True),
+    "row": lambda dtype, device: Float8RowQuantizer(dtype),
     "block": lambda dtype, device: Float8BlockQuantizer(dtype, block_scaling_dim=1),
     "tile": lambda dtype, device: Float8BlockQuantizer(dtype, block_scaling_dim=2),
     "mxfp8": lambda dtype, device: MXFP8Quantizer(dtype),
@@ -39,7 +41,7 @@ def test_r1_device_and_cpu_store_the_same_bytes(name, dtype, directions, device)
         assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "mxfp8"])
 def test_empty_tensors_and_zeros(name, device):
     quantizer = QUANTIZERS[name](FP8[0], device)
     for shape in ((0, 32), (32, 32)):

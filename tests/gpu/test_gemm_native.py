@@ -13,7 +13,13 @@ from opfuse.kernels import gemm as emulation
 from opfuse.kernels.gemm_native import Machine, Stored, refusal
 from opfuse.recipes import availability
 from opfuse.tensors.gemm import GEMMS, gemm
-from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from opfuse.tensors.storage import QuantizedStorage
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -21,6 +27,8 @@ ROTATED = {"with_rht": True, "with_post_rht_amax": True}
 PAIRS = {
     "tensor": (Float8CurrentScalingQuantizer(E4M3), Float8CurrentScalingQuantizer(E4M3)),
     "tensor e5m2": (Float8CurrentScalingQuantizer(E5M2), Float8CurrentScalingQuantizer(E4M3)),
+    "row": (Float8RowQuantizer(E4M3), Float8RowQuantizer(E4M3)),
+    "row e5m2": (Float8RowQuantizer(E5M2), Float8RowQuantizer(E4M3)),
     "1x128 128x128": (Float8BlockQuantizer(E4M3, block_scaling_dim=1), Float8BlockQuantizer(E4M3, block_scaling_dim=2)),
     "1x128 1x128": (Float8BlockQuantizer(E4M3, block_scaling_dim=1), Float8BlockQuantizer(E4M3, block_scaling_dim=1)),
     "128x128 1x128": (Float8BlockQuantizer(E4M3, block_scaling_dim=2), Float8BlockQuantizer(E4M3, block_scaling_dim=1)),
@@ -31,7 +39,8 @@ PAIRS = {
     "nv rotated": (NVFP4Quantizer(**ROTATED), NVFP4Quantizer(**ROTATED)),
     "nv by row": (NVFP4Quantizer(row_scaled_nvfp4=True), NVFP4Quantizer()),
 }
-NATIVE = [name for name in PAIRS if name.startswith(("tensor", "1x128", "128x128"))]
+NATIVE = [name for name in PAIRS if name.startswith(("tensor", "row", "1x128", "128x128"))]
+FAST = ("tensor", "row")
 EMULATED = [name for name in PAIRS if name not in NATIVE]
 UNMET = {("nv rotated", "dgrad"), ("nv by row", "dgrad"), ("nv by row", "wgrad")}
 """Rows and rotated columns do not meet, and row-scaled formats are for fprop."""
@@ -84,7 +93,7 @@ SPLIT = 2**-12.5
 
 
 def bound(pair: str, name: str, length: int) -> float:
-    fast = name == "fprop" and pair.startswith("tensor")
+    fast = name == "fprop" and pair.startswith(FAST)
     return 2**-11.5 * math.sqrt(max(length / 128, 1)) if fast else SPLIT
 
 
@@ -107,8 +116,9 @@ def test_r5_native_products_err_as_their_sums(pair, name, sizes, device):
 
 
 @hopper
-def test_r5_the_bound_tells_fast_from_split(device):
-    both = operands("tensor", "fprop", (256, 512, 8192), device)
+@pytest.mark.parametrize("pair", FAST)
+def test_r5_the_bound_tells_fast_from_split(pair, device):
+    both = operands(pair, "fprop", (256, 512, 8192), device)
     wanted, _ = exact("fprop", *both)
     assert relative(gemm("fprop", *both, dtype=FP32, fast=True), wanted) > 4 * SPLIT
     assert relative(gemm("fprop", *both, dtype=FP32), wanted) < SPLIT
@@ -146,7 +156,7 @@ def test_r10_what_the_device_refuses_is_emulated(case, device):
     assert relative(got, exact(name, *both)[0]) < 2**-8
 
 
-@pytest.mark.parametrize("pair", ["tensor", "1x128 128x128", "mx", "nv"])
+@pytest.mark.parametrize("pair", ["tensor", "row", "1x128 128x128", "mx", "nv"])
 @pytest.mark.parametrize("sizes", [(0, 64, 128), (64, 64, 0), (1, 64, 128)], ids=str)
 def test_r10_empty_and_single_lines(pair, sizes, device):
     both = operands(pair, "fprop", sizes, device)
@@ -198,9 +208,18 @@ def test_u_bf16_products_keep_subnormal_operands(device):
     assert (gemm("fprop", left, right, dtype=FP32) == 32 * 2.0 ** (-127 + 103)).all()
 
 
-@pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+LINEAR = {
+    "fp8_current": recipes.Float8CurrentScaling(),
+    "fp8_row_scaled": recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+    "fp8_block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+@pytest.mark.parametrize("kind", LINEAR)
 def test_r5_a_linear_layer_on_the_device_and_on_the_cpu(kind, device):
-    recipe = recipes.RECIPES[kind](**({"disable_stochastic_rounding": True} if kind == "nvfp4" else {}))
+    recipe = LINEAR[kind]
     torch.manual_seed(0)
     model = ops.Sequential(ops.Linear(512, 256)).to(BF16)
     x, dy = torch.randn(128, 512).to(BF16), torch.randn(128, 256).to(BF16)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from opfuse.formats import E4M3, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import E4M3, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.cast import cast_current, cast_mx, tensor_amax
+from opfuse.kernels.cast_row import cast_lines, cast_row, line_amaxes
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cases import OPS
 from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
@@ -86,6 +87,21 @@ def test_r10_current_cast_past_2_31(usage, shape, device):
         inner = Layout(FORMATS["tensor"], usage, tuple(alone.shape))
         (codes,), small_scale = cast_current.reference(alone, amax, [inner])
         assert_same_part((data, scale), layout, part, (codes, small_scale), inner)
+
+
+@each_shape
+@each_usage
+def test_r10_row_cast_past_2_31(usage, shape, device):
+    x, layout = matrix(shape, device), Layout(fp8_row(E4M3), usage, shape)
+    (amax,) = line_amaxes(x, [usage])
+    assert torch.equal(amax, x.abs().amax(1 if usage == ROWWISE else 0).float())
+    (known,), (plane,) = cast_lines(x, [amax], [layout]), cast_row(x, [layout])
+    assert all(same(*both) for both in zip(known, plane))
+    for part in ends(shape):
+        alone = x[part].contiguous()
+        inner, lines = Layout(fp8_row(E4M3), usage, tuple(alone.shape)), part[usage != ROWWISE]
+        ((codes, scale),) = cast_lines.reference(alone, [amax[lines].contiguous()], [inner])
+        assert_same_part(plane, layout, part, (codes, scale), inner)
 
 
 def chain(bias):

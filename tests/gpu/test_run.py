@@ -11,7 +11,10 @@ from opfuse.cli import main
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_current_dequantized", "fp8_block_high_precision", "delayed"])
+NAMES = ["fp8_current", "fp8_row_scaled", "fp8_block", "fp8_current_dequantized", "fp8_block_high_precision", "delayed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_trains_with_native_products(name, device, tmp_path, capsys):
     if torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("block-scaled FP8 products are native on Hopper alone")

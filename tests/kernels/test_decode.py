@@ -1,10 +1,12 @@
 """Dequantize as it is launched: where it looks for scales, and what it leaves to the definition."""
 
+import math
+
 import pytest
 import torch
 
 from opfuse.errors import QuantizerError
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels import cast_block, decode, dequantize
 from opfuse.kernels.hadamard import SIGNS
 from opfuse.kernels.layouts import Layout, lines_of, load_scale, relayout_scale
@@ -12,6 +14,7 @@ from opfuse.kernels.quantize import amax_nv, cast_nv, cast_tensor
 from tests.kernels.matrices import within
 
 CPU, FP32 = torch.device("cpu"), torch.float32
+FP8 = (fp8_tensor(E4M3), fp8_row(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3))
 
 
 def scale_index(layout, row, column):
@@ -28,11 +31,11 @@ def scale_index(layout, row, column):
 @pytest.mark.row("D03")
 @pytest.mark.parametrize("shape", [(1, 16), (65, 96), (259, 68), (300, 1040)], ids=str)
 @pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize("fmt", [fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3)], ids=str)
+@pytest.mark.parametrize("fmt", FP8, ids=str)
 def test_d03_every_element_finds_its_scale(fmt, usage, shape):
     rows, columns = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
     for layout in {Layout(fmt, usage, shape), Layout(fmt, usage, shape, swizzled=fmt.family in ("mx", "nv"))}:
-        compact = torch.arange(layout.replace(swizzled=False).scale_shape[0] * (layout.scale_shape[-1] if fmt.block else 1))
+        compact = torch.arange(math.prod(layout.scale_shape))
         stored = compact.view(layout.scale_shape)
         if layout.swizzled:
             stored = relayout_scale(stored, layout.replace(swizzled=False), swizzled=True)
@@ -74,7 +77,7 @@ def test_d02_misfits_take_the_definition():
 @pytest.mark.row("D01")
 def test_d01_orientation_decides_the_entry():
     shape = (32, 64)
-    for fmt in (fp8_tensor(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3)):
+    for fmt in FP8:
         for usage in USAGES:
             layout = Layout(fmt, usage, shape)
             data = torch.zeros(layout.data_shape, dtype=torch.uint8)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.dequantize import dequantize
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
 from opfuse.kernels.layouts import Layout, load_data, relayout_scale, store_data, store_scale
-from opfuse.kernels.quantize import amax_nv, cast_block, cast_mx, cast_nv, cast_tensor
+from opfuse.kernels.quantize import amax_nv, cast_block, cast_mx, cast_nv, cast_row, cast_tensor
 from tests.kernels.matrices import DTYPES, hard, lines, within
 from tests.oracles import casts
 
@@ -58,6 +58,17 @@ def test_tensor_scaled(dtype, usage, element):
     data = codes.t().contiguous() if usage == COLUMNWISE else codes
     expected = casts.decode(codes.numpy(), element.name).astype(np.float32) * scale.numpy()
     same(dequantize(data, scale, None, layout=layout, dtype=dtype), rounded(expected, dtype))
+
+
+@each_dtype
+@each_usage
+@pytest.mark.parametrize("shape", [(130, 200), (1, 5), (0, 128)])
+def test_row_scaled(dtype, usage, shape):
+    layout = Layout(fp8_row(E5M2), usage, shape)
+    x = hard(*shape, torch.float32)
+    ((data, scale),) = cast_row(x, [layout])
+    expected = casts.decode(data.numpy(), "e5m2").astype(np.float32) * scale.numpy()[:, None]
+    same(dequantize(data, scale, None, layout=layout, dtype=dtype), rounded(turn(expected, usage), dtype))
 
 
 @each_dtype
@@ -196,12 +207,12 @@ def test_d06_r8_padding_of_scales_is_never_read(usage, fmt):
 def test_r18_nonfinite_input_is_visible_in_every_format(usage, bad):
     x = torch.randn(64, 64)
     x[3, 40] = bad
-    for fmt in (fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3), mxfp8(E5M2)):
+    for fmt in (fp8_row(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2), mxfp8(E4M3), mxfp8(E5M2)):
         layout = Layout(fmt, usage, (64, 64))
-        ((data, scale),) = (cast_block if fmt.family == "block" else cast_mx)(x, [layout])
+        ((data, scale),) = {"row": cast_row, "block": cast_block, "mx": cast_mx}[fmt.family](x, [layout])
         got = dequantize(data, scale, None, layout=layout, dtype=torch.float32)
         assert got[3, 40].isnan()
-        per_block = {(1, 128): 64, (128, 128): 64 * 64, (1, 32): 32}[fmt.block]
+        per_block = {(1, 0): 64, (1, 128): 64, (128, 128): 64 * 64, (1, 32): 32}[fmt.block]
         assert got.isnan().sum() == per_block
     layout = Layout(NVFP4, usage, (64, 64))
     amax = amax_nv(x, layout)

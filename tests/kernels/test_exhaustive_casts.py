@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels import quantize
 from opfuse.kernels.dequantize import dequantize
 from opfuse.kernels.layouts import Layout, load_data, load_scale
@@ -84,7 +84,7 @@ def stored(x: torch.Tensor) -> np.ndarray:
 def check_plane(data: torch.Tensor, scale: torch.Tensor, layout: Layout, codes: np.ndarray, scales: np.ndarray) -> None:
     """The stored codes and scales against those of each element, lines as rows."""
     check_equal(stored(load_data(data, layout)), codes)
-    rows, cols = layout.format.block
+    rows, cols = layout.block
     check_equal(stored(load_scale(scale, layout)), scales[::rows, ::cols])
 
 
@@ -129,6 +129,17 @@ def test_r1_r18_delayed_casts_of_every_input_show_what_is_not_finite(source, ele
     layout = Layout(fp8_tensor(element), ROWWISE, SHAPE)
     (data,) = quantize.cast_delayed(tensor(bits, source), tensor_of(scale), [layout])
     check_equal(stored(load_data(data, layout)), codes, bits)
+
+
+@planes("sorted", "shuffled", "finite")
+@ELEMENTS
+@pytest.mark.parametrize("pow2", [False, True])
+def test_r1_row_casts_of_every_input(given, element, pow2):
+    layout = Layout(fp8_row(element), given.usage, SHAPE)
+    _, inverse, codes = scaled(integer, given.lines, tile_amax(given.lines, *layout.block), element.name, pow2=pow2)
+    ((data, scale),) = quantize.cast_row(given.x, [layout], pow2=pow2)
+    check_plane(data, scale, layout, codes, inverse)
+    check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), inverse))
 
 
 @planes("sorted", "shuffled", "finite")

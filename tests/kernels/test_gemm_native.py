@@ -11,7 +11,13 @@ from opfuse.kernels.gemm import operand
 from opfuse.kernels.gemm_native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
-from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from opfuse.tensors.storage import QuantizedStorage
 from tests.tensors.quantized_samples import Blocks64
 
@@ -20,6 +26,8 @@ HOPPER = Machine((9, 0), (13, 0))
 QUANTIZERS = {
     "tensor": Float8CurrentScalingQuantizer(E4M3),
     "tensor e5m2": Float8CurrentScalingQuantizer(E5M2),
+    "row": Float8RowQuantizer(E4M3),
+    "row e5m2": Float8RowQuantizer(E5M2),
     "1x128": Float8BlockQuantizer(E4M3, block_scaling_dim=1),
     "1x128 e5m2": Float8BlockQuantizer(E5M2, block_scaling_dim=1),
     "128x128": Float8BlockQuantizer(E4M3, block_scaling_dim=2),
@@ -41,7 +49,16 @@ def refused(left: Stored, right: Stored, out_dtype: torch.dtype = BF16, machine:
 
 @pytest.mark.parametrize("plane", ["rowwise", "columnwise"])
 @pytest.mark.parametrize(
-    "kinds", [("tensor", "tensor"), ("tensor e5m2", "tensor"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
+    "kinds",
+    [
+        ("tensor", "tensor"),
+        ("tensor e5m2", "tensor"),
+        ("row", "row"),
+        ("row e5m2", "row"),
+        ("1x128", "128x128"),
+        ("1x128", "1x128"),
+        ("128x128", "1x128"),
+    ],
 )
 @pytest.mark.parametrize("sizes", [(256, 512, 1024), (4, 16, 16), (132, 144, 272), (64, 48, 384)])
 def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
@@ -58,6 +75,8 @@ def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
         (("tensor", "tensor"), (0, 64, 64), "left lines: wants at least 1, got 0"),
         (("tensor", "tensor"), (64, 64, 0), "length of the sum: wants a positive multiple of 16, got 0"),
         (("tensor e5m2", "tensor e5m2"), (64, 64, 64), "elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
+        (("row e5m2", "row e5m2"), (64, 64, 64), "elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
+        (("row", "row"), (64, 72, 64), "right lines: wants a positive multiple of 16, got 72"),
         (("1x128", "128x128"), (130, 64, 256), "left lines with scales of their own: wants a multiple of 4, got 130"),
         (("1x128 e5m2", "128x128"), (64, 64, 256), "elements: wants e4m3 twice, got ('e5m2', 'e4m3')"),
         (("1x128", "1x128"), (64, 64, 200), "length of the sum: wants a positive multiple of 16, got 200"),
@@ -73,6 +92,7 @@ def test_r10_the_reason_names_wanted_and_got(kinds, sizes, reason):
 
 def test_r10_odd_left_lines_need_no_scale_of_their_own():
     assert refused(stored("tensor", 37, 64), stored("tensor", 64, 64)) == ""
+    assert refused(stored("row", 37, 64), stored("row", 64, 64)) == ""
     assert refused(stored("128x128", 130, 256), stored("1x128", 64, 256)) == ""
 
 
@@ -132,8 +152,8 @@ def test_on_a_cpu_every_product_is_emulated_and_rounds_once(out_dtype):
     assert torch.equal(multiply(left, right, out_dtype=out_dtype), wide.to(out_dtype))
 
 
-def test_only_products_per_tensor_can_be_summed_fast():
-    assert {family for family, backend in BACKENDS.items() if backend.fast} == {"tensor"}
+def test_only_products_per_tensor_and_per_row_can_be_summed_fast():
+    assert {family for family, backend in BACKENDS.items() if backend.fast} == {"tensor", "row"}
 
 
 def test_h_native_products_are_those_of_the_table():

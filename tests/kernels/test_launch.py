@@ -14,6 +14,9 @@ FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.f
 MOST_REGISTERS = {
     "amax.cu": {"amax": 40},
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
+    "amax_lines.cu": {"amax_lines": 64},
+    "cast_row.cu": {"cast_row": 160},
+    "cast_lines.cu": {"cast_lines": 128},
     "cast_block.cu": {"cast_block": 128},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
     "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 160},

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opfuse.errors import QuantizerError
-from opfuse.formats import E4M3, IDENTITY, NVFP4, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import E4M3, IDENTITY, NVFP4, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.layouts import Layout, from_tiles, load_scale, relayout_scale, store_scale, to_tiles
 from opfuse.kernels.swizzle import swizzle, unswizzle
 from tests.oracles import casts
@@ -18,6 +18,9 @@ MX, BLOCK_1D, BLOCK_2D = mxfp8(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2)
     [
         (fp8_tensor(E4M3), "rowwise", (130, 200), (130, 200), (1,)),
         (fp8_tensor(E4M3), "columnwise", (130, 200), (200, 130), (1,)),
+        (fp8_row(E4M3), "rowwise", (130, 200), (130, 200), (130,)),
+        (fp8_row(E4M3), "columnwise", (130, 200), (200, 130), (200,)),
+        (fp8_row(E4M3), "columnwise", (0, 200), (200, 0), (200,)),
         (BLOCK_1D, "rowwise", (130, 200), (130, 200), (2, 132)),
         (BLOCK_1D, "columnwise", (130, 200), (200, 130), (2, 200)),
         (BLOCK_2D, "rowwise", (130, 200), (130, 200), (2, 4)),

@@ -4,10 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.hadamard import SIGNS, rotate
 from opfuse.kernels.layouts import Layout, load_data
-from opfuse.kernels.quantize import amax_nv, cast_block, cast_delayed, cast_mx, cast_nv, cast_tensor
+from opfuse.kernels.quantize import (
+    amax_nv,
+    cast_block,
+    cast_delayed,
+    cast_lines,
+    cast_mx,
+    cast_nv,
+    cast_row,
+    cast_tensor,
+    line_amaxes,
+)
 from opfuse.kernels.random import STREAMS, random_bytes
 from opfuse.kernels.scalars import encode_e2m1_stochastic
 from opfuse.kernels.scales import nvfp4_multiplier
@@ -44,6 +54,39 @@ def test_r18_delayed_cast_shows_nonfinite_elements_only(element):
     (current,) = cast_tensor(x, torch.tensor([1e20]), planes(fp8_tensor(element), x, usages=[ROWWISE]))
     top = element.max_code
     assert current.tolist() == [[top, top, 0x80 | top, 0x7F, top]]
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 5), (5, 1)])
+@pytest.mark.parametrize(("eps", "pow2"), [(0.0, False), (1e-3, False), (1e-3, True)])
+@each_dtype
+@each_element
+def test_row_cast(shape, eps, pow2, dtype, element):
+    x = hard(*shape, dtype)
+    layouts = planes(fp8_row(element), x)
+    for layout, (data, scale) in zip(layouts, cast_row(x, layouts, eps=eps, pow2=pow2)):
+        codes, scales = casts.row(lines(x, layout.usage), element.name, eps=eps, pow2=pow2)
+        assert same(data, codes)
+        assert same(scale, scales)
+        assert (data.shape, scale.shape) == (layout.data_shape, layout.scale_shape)
+
+
+def test_a_row_depends_on_no_other_row():
+    x = hard(64, 96, torch.bfloat16)
+    (layout,) = planes(fp8_row(E4M3), x, usages=[ROWWISE])
+    ((data, scale),) = cast_row(x, [layout])
+    ((alone, its),) = cast_row(x[7:8], [Layout(fp8_row(E4M3), ROWWISE, (1, 96))])
+    assert torch.equal(data[7:8], alone)
+    assert torch.equal(scale[7:8], its)
+
+
+def test_lines_whose_amaxes_are_known_saturate_above_them():
+    x = torch.tensor([[1.0, -4.0], [0.5, 8.0]])
+    layouts = planes(fp8_row(E4M3), x)
+    row, column = line_amaxes(x, USAGES)
+    assert (row.tolist(), column.tolist()) == ([4.0, 8.0], [1.0, 8.0])
+    (codes, scale), _ = cast_lines(x, [row / 2, column], layouts)
+    assert codes.tolist()[0] == [E4M3.max_code - 8, 0x80 | E4M3.max_code]
+    assert scale.tolist() == [torch.tensor(2 / 448).item(), torch.tensor(4 / 448).item()]
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 5), (257, 130)])
@@ -212,6 +255,9 @@ def test_r18_a_block_with_a_nonfinite_element_has_a_nan_scale(usage, bad):
         where = (block, line) if dims == 1 else (0, 0)
         assert scale[where].isnan()
         assert scale.isnan().sum() == 1
+    (layout,) = planes(fp8_row(E4M3), x, usages=[usage])
+    ((_, scale),) = cast_row(x, [layout])
+    assert scale.isnan().nonzero().flatten().tolist() == [line]
     (layout,) = planes(mxfp8(E4M3), x, usages=[usage])
     ((data, scale),) = cast_mx(x, [layout])
     assert scale[(line, block) if usage == ROWWISE else (block, line)] == 255

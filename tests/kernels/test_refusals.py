@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels import cast, registry
 from opfuse.kernels.cast_block import _work as block_work
 from opfuse.kernels.cast_block import cast_block
 from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
+from opfuse.kernels.cast_row import cast_lines, cast_row
 from opfuse.kernels.chain import forward_chain
 from opfuse.kernels.decode import dequantize
 from opfuse.kernels.delayed import UpdateRule, delayed_update
@@ -46,6 +47,10 @@ CALLS = {
     "tensor_amax": lambda run, x, layouts, **options: run(x, **options),
     "cast_current": lambda run, x, layouts, amax=ONE, **options: run(x, amax, layouts, **options),
     "cast_recording": lambda run, x, layouts, scale=ONE, amax=ONE: run(x, scale, amax, layouts),
+    "cast_row": lambda run, x, layouts, **options: run(x, layouts, **options),
+    "cast_lines": lambda run, x, layouts, amaxes=None: run(
+        x, [one(size=64)] * len(layouts) if amaxes is None else amaxes, layouts
+    ),
     "cast_block": lambda run, x, layouts, **options: run(x, layouts, **options),
     "cast_mx": lambda run, x, layouts, **options: run(x, layouts, **options),
     "amaxes_nv": lambda run, x, layouts: run(x, layouts),
@@ -57,6 +62,8 @@ KERNELS = {
     "tensor_amax": (cast.tensor_amax, fp8_tensor(E4M3)),
     "cast_current": (cast.cast_current, fp8_tensor(E4M3)),
     "cast_recording": (cast.cast_recording, fp8_tensor(E4M3)),
+    "cast_row": (cast_row, fp8_row(E4M3)),
+    "cast_lines": (cast_lines, fp8_row(E4M3)),
     "cast_block": (cast_block, fp8_block(E4M3, 1)),
     "cast_mx": (cast.cast_mx, mxfp8(E4M3)),
     "amaxes_nv": (amaxes_nv, NVFP4),
@@ -115,6 +122,8 @@ def test_no_planes_and_planes_of_one_usage_are_refused(name):
     [
         ("cast_current", mixed(fp8_tensor(E4M3), fp8_tensor(E5M2))),
         ("cast_recording", mixed(fp8_tensor(E4M3), fp8_tensor(E5M2))),
+        ("cast_row", mixed(fp8_row(E4M3), fp8_row(E5M2))),
+        ("cast_lines", mixed(fp8_row(E4M3), fp8_row(E5M2))),
         ("cast_block", mixed(fp8_block(E4M3, 1), fp8_block(E4M3, 2))),
         ("cast_mx", mixed(mxfp8(E4M3), mxfp8(E5M2))),
         ("cast_mx", mixed(mxfp8(E4M3), mxfp8(E4M3), swizzled=True)),
@@ -288,7 +297,9 @@ def test_planes_of_a_format_of_a_users_own_are_cast_by_the_definition(name, chan
     assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(wanted), strict=True))
 
 
-DECODED = [(fmt, change) for fmt in (fp8_tensor(E4M3), fp8_block(E4M3, 1), mxfp8(E4M3), NVFP4) for change in CHANGES]
+DECODED = [
+    (fmt, change) for fmt in (fp8_tensor(E4M3), fp8_row(E4M3), fp8_block(E4M3, 1), mxfp8(E4M3), NVFP4) for change in CHANGES
+]
 DECODED.remove((NVFP4, "transposed"))  # two codes of a byte are neighbours on a line
 
 

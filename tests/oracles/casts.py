@@ -68,15 +68,21 @@ def fp32_scale(amax: np.float32, fp8_max: float, eps: float, pow2: bool, inf_val
     return F32(2.0 ** math.floor(math.log2(float(scale)))) if pow2 else scale
 
 
-def block(lines: np.ndarray, element: str, rows: int, *, eps=0.0, pow2=True, inf_value=FLT_MAX):
-    """(codes, decode scales) of ``rows`` x 128 blocks with fp32 scales."""
-    codes, scales = _empty(lines, rows, 128, np.float32)
-    for where, at in _blocks(lines, rows, 128):
+def block(lines: np.ndarray, element: str, rows: int, *, columns=128, eps=0.0, pow2=True, inf_value=FLT_MAX):
+    """(codes, decode scales) of ``rows`` x ``columns`` blocks with fp32 scales."""
+    codes, scales = _empty(lines, rows, columns, np.float32)
+    for where, at in _blocks(lines, rows, columns):
         amax = np.abs(lines[where]).max()
         scale = fp32_scale(amax, VALUES[element][-1], eps, pow2, inf_value)
         codes[where] = encode(lines[where] * scale, element)
         scales[at] = F32(1) / scale if np.isfinite(amax) else np.nan
     return codes, scales
+
+
+def row(lines: np.ndarray, element: str, *, eps=0.0, pow2=False):
+    """(codes, decode scales) with an fp32 scale for each line."""
+    codes, scales = block(lines, element, 1, columns=lines.shape[1], eps=eps, pow2=pow2)
+    return codes, scales[:, 0]
 
 
 def e8m0_code(amax: np.float32, element: str, rounding: str) -> int:

@@ -6,6 +6,8 @@ import torch
 from opfuse.errors import RecipeError
 from opfuse.recipes import (
     RECIPES,
+    CustomRecipe,
+    DelayedScalingRequest,
     MXFP8BlockScaling,
     availability,
     is_fp8_available,
@@ -14,8 +16,10 @@ from opfuse.recipes import (
     is_nvfp4_available,
     support,
     support_matrix,
+    zoo,
 )
 from opfuse.recipes.availability import ARCHS, GATES, NativeGemm, Support
+from opfuse.tensors.quantizers import IdentityQuantizer
 
 QUERIES = {
     "fp8_current": is_fp8_available,
@@ -70,6 +74,42 @@ def test_block_scaling_wants_cuda_12_9(monkeypatch):
     assert support("fp8_current", (9, 0)).status == "native"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert support("fp8_block", (9, 0)).status == "native"
+
+
+def delayed(role):
+    return DelayedScalingRequest()
+
+
+def named_alone(role):
+    raise RecipeError(f"no quantizer of {role}")
+
+
+def mixed(role):
+    return zoo.fp8_row_scaled(role) if role.tensor_type != "input" else zoo.mxfp8_fwd_high_precision_bwd(role)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reason"),
+    [
+        ({"qfactory": "fp8_row_scaled"}, "native", "fprop, dgrad, wgrad by scaled_mm, per row"),
+        ({"qfactory": "fp8_row_scaled", "backward_override": "dequantized"}, "native", "fprop by scaled_mm, per row"),
+        ({"qfactory": delayed}, "native", "fprop, dgrad, wgrad by scaled_mm, per tensor"),
+        ({"qfactory": "high_precision_fwd_mxfp8_bwd"}, "emulated", "dgrad: no native product of mx formats"),
+        ({"qfactory": named_alone}, "emulated", "fprop: the factory refuses a linear layer without a name"),
+        ({"qfactory": mixed, "allow_mixed_emulation": True}, "emulated", "fprop of input and weight: wants two formats"),
+        ({"qfactory": lambda role: IdentityQuantizer()}, "native", "all products are in high precision"),
+    ],
+)
+def test_a_custom_recipe_is_native_if_all_of_its_products_are(fields, status, reason, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = support(CustomRecipe(**fields), (9, 0))
+    assert found.status == status
+    assert found.reason.startswith(reason)
+
+
+def test_a_custom_recipe_asks_for_the_cuda_of_its_products(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert support(CustomRecipe(qfactory="fp8_row_scaled"), (9, 0)) == Support("emulated", "fprop: CUDA: wants >= 12.9, got 12.8")
 
 
 def test_reasons_name_wanted_and_got():

@@ -28,7 +28,14 @@ from opfuse.recipes import (
 )
 from opfuse.recipes.zoo import PRESETS
 from opfuse.tensors.gemm import gemm
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from opfuse.tensors.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    GroupedQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from opfuse.tensors.quantizers.composite import QuantizerRequest
 from tests.compiler.harness import Step, differences, randn, run, same, to
 from tests.compiler.pipelines import COMPOSED
@@ -37,6 +44,7 @@ BF16 = torch.bfloat16
 Operand = Callable[[torch.Tensor], object]
 
 ROTATED = {"with_rht": True, "with_post_rht_amax": True}
+ROWS = Float8RowQuantizer(torch.float8_e4m3fn).quantize
 MX = MXFP8Quantizer().quantize
 NV_INPUT = NVFP4Quantizer(**ROTATED).quantize
 NV_WEIGHT = NVFP4Quantizer(with_2d_quantization=True).quantize
@@ -54,6 +62,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 FORMULAS: dict[str, dict[str, tuple[Operand, Operand]]] = {
+    "fp8_row_scaled": dict.fromkeys(("fprop", "dgrad", "wgrad"), (ROWS, ROWS)),
     "mxfp8_fwd_high_precision_bwd": {"fprop": (MX, MX), "dgrad": (itself, itself), "wgrad": (itself, itself)},
     "mxfp8_fwd_dequantized_bwd": {"fprop": (MX, MX), "dgrad": (itself, rounded), "wgrad": (itself, rounded)},
     "high_precision_fwd_mxfp8_bwd": {"fprop": (itself, itself), "dgrad": (MX, MX), "wgrad": (MX, MX)},

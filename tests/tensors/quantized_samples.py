@@ -13,6 +13,7 @@ E4M3 = torch.float8_e4m3fn
 QUANTIZERS = {
     "current": lambda: quantizers.Float8CurrentScalingQuantizer(E4M3),
     "delayed": lambda: quantizers.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3),
+    "row": lambda: quantizers.Float8RowQuantizer(E4M3),
     "block1d": lambda: quantizers.Float8BlockQuantizer(E4M3, block_scaling_dim=1),
     "block2d": lambda: quantizers.Float8BlockQuantizer(E4M3),
     "mxfp8": quantizers.MXFP8Quantizer,

@@ -18,6 +18,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    Float8RowQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
@@ -429,6 +430,16 @@ def test_current_scaling_of_nothing_has_scale_one(x):
 
 
 # --- options of the block formats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@each_usage
+def test_row_options_reach_the_cast(pow2, usage):
+    x = hard(130, 200, torch.bfloat16)
+    plane = Float8RowQuantizer(torch.float8_e5m2, force_pow_2_scales=pow2, amax_epsilon=1e-3).quantize(x).plane(usage)
+    codes, scales = casts.row(lines(x, usage), "e5m2", eps=1e-3, pow2=pow2)
+    assert same(plane.data, codes)
+    assert same(plane.scale, scales)
 
 
 @pytest.mark.parametrize("pow2", [True, False])

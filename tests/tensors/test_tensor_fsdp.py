@@ -11,7 +11,13 @@ from torch import nn
 
 from opfuse.errors import QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    HybridQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
@@ -20,7 +26,7 @@ REDUCING = {
     "current": Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True),
     "nvfp4": NVFP4Quantizer(with_amax_reduction=True),
 }
-SHARED_SCALE = ("current", "delayed", "nvfp4", "nvfp4_rotated", "nvfp4_rows")
+SHARED_SCALE = ("current", "delayed", "row", "nvfp4", "nvfp4_rotated", "nvfp4_rows")
 POLICY = SimpleNamespace(param_dtype=None)
 
 
@@ -104,8 +110,15 @@ def test_h21_shards_that_do_not_fill_a_scale_tile():
     assert same_bytes(planes(whole), planes(t))
 
 
-def test_rows_with_an_amax_of_their_own_are_gathered_quantized():
-    t = NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True)(values((96, 96)))
+OWN_ROWS = {
+    "nvfp4": NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True),
+    "fp8": Float8RowQuantizer(torch.float8_e4m3fn, columnwise=False),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ROWS)
+def test_rows_with_a_scale_of_their_own_are_gathered_quantized(kind):
+    t = OWN_ROWS[kind](values((96, 96)))
     shards = [shard(t, rank) for rank in range(2)]
     with torch.no_grad():
         shards[1].mul_(3)

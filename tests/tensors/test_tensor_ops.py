@@ -301,7 +301,7 @@ def test_clone_owns_its_bytes(kind):
 
 
 CUTS = {  # rows that a piece of (256, 96) can start at
-    "current": 1, "delayed": 1, "block1d": 128, "block2d": 128, "mxfp8": 32, "mxfp8_swizzled": 32,
+    "current": 1, "delayed": 1, "row": 1, "block1d": 128, "block2d": 128, "mxfp8": 32, "mxfp8_swizzled": 32,
     "nvfp4": 16, "nvfp4_rows": 16, "nvfp4_rotated": 16, "hybrid": 1, "identity": 1,
 }  # fmt: skip
 

@@ -2,22 +2,15 @@
 //
 // IN, WEIGHT       types of x, and of weight and bias
 // KIND             RMS_NORM, LAYER_NORM or L2_NORM; gamma is the weight, or 1 + weight if ZERO_CENTERED
-// TEAM             threads that share a row, a power of two from a warp to the block of 256
-// PACKS            eights of columns that each of them has; 0: any number, loaded anew whenever they are read
-// WHOLE            no eight is missing in a row
 // Sums             in the order of norm.py, which depends on neither TEAM nor PACKS
 // Rounding         every operation to nearest even in fp32, division and root included
-// ALIGNED = 1      every eight starts where a vector can, and is whole or missing; = 0: anything goes, elements are moved one by one
-// Compiled         after vectors.cuh
+// Compiled         with what row.cuh asks for
 // Defined by       opfuse/kernels/norm.py
 #pragma once
-#include "vectors.cuh"
+#include "row.cuh"
 
 enum Kind { RMS_NORM, LAYER_NORM, L2_NORM };
 constexpr bool CENTERED = KIND == LAYER_NORM, WEIGHTED = KIND != L2_NORM;
-constexpr int THREADS = 256, TEAMS = THREADS / TEAM, LANES = 32, WARPS = TEAM / LANES;
-constexpr int HELD = PACKS > 0 ? PACKS : 1;
-static_assert(PACKS > 0 || (TEAM == THREADS && !WHOLE), "short rows are held");
 
 struct Norm {
     const IN* x;
@@ -25,102 +18,7 @@ struct Norm {
     float *rstd, *mean;
     long long rows, columns;
     float size, eps;  // columns, rounded
-    u32 packs;        // if PACKS is 0
-};
-
-// The row of a thread, whose columns are missing if there is none left, and the thread's place in its team.
-struct Row {
-    long long row, columns;
-    bool exists;
-    int lane;
-
-    OPFUSE_FN long long column(int u) const { return (long long)(lane + u * TEAM) * 8; }
-    OPFUSE_FN long long count(int u) const { return !exists ? 0 : WHOLE ? 8 : columns - column(u); }
-};
-
-OPFUSE_FN Row row_of_block(const Norm& p, long long block) {
-    long long row = block * TEAMS + threadIdx.x / TEAM;
-    return {row, p.columns, TEAMS == 1 || row < p.rows, int(threadIdx.x % TEAM)};
-}
-
-// f(u) for each eight of a thread.
-template <class F>
-OPFUSE_FN void each_eight(const Norm& p, F f) {
-    if constexpr (PACKS) {
-#pragma unroll
-        for (int u = 0; u < PACKS; ++u) f(u);
-    } else {
-#pragma unroll 1
-        for (int u = 0; u < p.packs; ++u) f(u);
-    }
-}
-
-template <int N>
-struct Number {
-    static constexpr int VALUE = N;
-};
-
-// f(Number<N>, u) for N <= 4 eights from u on: what they read is read before anything of them is stored.
-template <class F>
-OPFUSE_FN void in_fours(const Norm& p, F f) {
-    if constexpr (PACKS) {
-#pragma unroll
-        for (int u = 0; u + 4 <= PACKS; u += 4) f(Number<4>{}, u);
-        if constexpr (PACKS % 4) f(Number<PACKS % 4>{}, PACKS / 4 * 4);
-    } else {
-#pragma unroll 1
-        for (int u = 0; u < p.packs; ++u) f(Number<1>{}, u);
-    }
-}
-
-// Eight u of what starts at `row`, 0 for what is missing.
-template <class T>
-OPFUSE_FN Eight<T> load_eight(const T* row, const Row& at, int u) {
-    row += at.column(u);
-    if constexpr (ALIGNED)
-        return at.count(u) > 0 ? load_eight(row) : Eight<T>{};
-    else
-        return load_some(row, at.count(u));
-}
-
-template <class T>
-OPFUSE_FN void store_eight(T* row, const Eight<T>& v, const Row& at, int u) {
-    row += at.column(u);
-    if constexpr (!ALIGNED) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (is_there(i, at.count(u))) row[i] = element(v, i);
-    } else if (at.count(u) > 0) {
-        store_eight(row, v);
-    }
-}
-
-OPFUSE_FN void store_codes(u8* row, uint2 codes, const Row& at, int u) {
-    row += at.column(u);
-    if constexpr (!ALIGNED)
-        store_some(row, codes, at.count(u));
-    else if (at.count(u) > 0)
-        store_eight(row, codes);
-}
-
-// The eights of a thread's row.
-template <class T>
-struct Eights {
-    const T* row;
-    Row at;
-    Eight<T> held[HELD];
-
-    OPFUSE_FN Eights(const Norm& p, const T* x, const Row& at) : row(x + at.row * p.columns), at(at) {}
-    OPFUSE_FN void load() {
-#pragma unroll
-        for (int u = 0; u < PACKS; ++u) held[u] = load_eight(row, at, u);
-    }
-    OPFUSE_FN Eight<T> operator[](int u) const {
-        if constexpr (PACKS)
-            return held[u];
-        else
-            return load_eight(row, at, u);
-    }
+    u32 packs;        // as row.cuh reads it
 };
 
 // ------------------------------------------------------------------------------------------------------------------------ sums
@@ -167,14 +65,6 @@ OPFUSE_FN void own_sums(float (&own)[N], const Norm& p, F values) {
     }
 #pragma unroll
     for (int s = 0; s < N; ++s) own[s] = by_halves(group[s]);
-}
-
-// Waits for the threads that share a row.
-OPFUSE_FN void team_barrier() {
-    if constexpr (TEAMS == 1)
-        __syncthreads();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / TEAM), "n"(TEAM) : "memory");
 }
 
 // N sums of a row: values(u, v) gives eight values of each, for eight u, 0 for what is missing. Every thread has the totals.

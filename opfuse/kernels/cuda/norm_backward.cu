@@ -152,9 +152,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_backward(co
 #pragma unroll 1
     for (long long block = blockIdx.x; block * TEAMS < p.rows; block += BLOCKS, slot ^= 1) {
         Row at = row_of_block(p, block);
-        Eights<IN> x(p, p.x, at);
-        Eights<GRAD> dy(p, parameters.dy, at);
-        Eights<EXTRA> extra(p, parameters.extra, {at.row, at.columns, ADD && at.exists, at.lane});
+        Eights<IN> x(p.x, at);
+        Eights<GRAD> dy(parameters.dy, at);
+        Eights<EXTRA> extra(parameters.extra, {at.row, at.columns, ADD && at.exists, at.lane});
         x.load();
         dy.load();
         Moments m = load_moments(p, at);

@@ -127,7 +127,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_cast(const __grid_constant__ Parameters parameters) {
     const Norm& p = parameters.norm;
     Row at = row_of_block(p, blockIdx.x);
-    Eights<IN> x(p, p.x, at);
+    Eights<IN> x(p.x, at);
     x.load();
     Moments m = moments(p, at, x);
     store_moments(p, at, m);

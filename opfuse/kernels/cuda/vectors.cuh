@@ -149,6 +149,12 @@ struct Maxima {
         for (int k = 0; k < WORDS; ++k) word[k] = larger_of_both(word[k], __shfl_xor_sync(~0u, word[k], mask), T{});
     }
 
+    // Maxima of these and of others.
+    OPFUSE_FN void raise(const Maxima& others) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) word[k] = larger_of_both(word[k], others.word[k], T{});
+    }
+
     // The fp32 bits of group i.
     OPFUSE_FN u32 bits(int i) const {
         if constexpr (sizeof(T) == 4)

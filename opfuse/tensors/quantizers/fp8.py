@@ -1,4 +1,4 @@
-"""FP8 quantizers with fp32 scales: delayed and current scaling of a whole tensor, and blocks of 128."""
+"""FP8 quantizers with fp32 scales: delayed and current scaling of a whole tensor, rows, and blocks of 128."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 
-from opfuse.formats import Format, fp8_block, fp8_tensor
+from opfuse.formats import Format, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.checks import require_number
-from opfuse.kernels.encoding import Blocks, Current, Encoded, Measured, Recording
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled
 from opfuse.kernels.layouts import Layout
 from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
 
@@ -88,6 +88,34 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
         if self.with_amax_reduction:
             amax = reduce_amax(amax, self.amax_reduction_group)
         return Current(amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+
+
+@dataclass(frozen=True, repr=False)
+class Float8RowQuantizer(CastingQuantizer):
+    """One fp32 scale for each row, from its own amax; in the columnwise plane, for each column.
+
+    No value of one row depends on another row, so rows may be tokens of different sequences.
+
+    Args:
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: the least amax to scale for.
+    """
+
+    fp8_dtype: torch.dtype
+    force_pow_2_scales: bool = field(default=False, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        fp8_element(self.fp8_dtype, type(self).__name__)
+
+    @cached_property
+    def formats(self) -> tuple[Format, Format]:
+        fmt = fp8_row(fp8_element(self.fp8_dtype, type(self).__name__))
+        return fmt, fmt
+
+    def _encoding(self, layouts: Sequence[Layout]) -> RowScaled:
+        return RowScaled(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
 
 
 @dataclass(frozen=True, repr=False)

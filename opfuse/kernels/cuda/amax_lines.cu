@@ -1,0 +1,60 @@
+// amax_lines: raises fp32 numbers to the largest magnitudes of the rows and of the columns of a matrix, from one read of it, as integer
+// maxima, so that inf and NaN propagate.
+//
+// x              [rows, columns] of IN, contiguous
+// rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
+// Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
+// ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
+// Defined by     opfuse/kernels/quantize.py, line_amaxes.
+#include "vectors.cuh"
+
+struct Parameters {
+    const IN* x;
+    float *rowwise, *columnwise;
+    long long rows, columns;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, CHUNK = 16, TILE_ROWS = WARPS * CHUNK, TILE_COLUMNS = 32 * 8;
+constexpr int STEP = 16 / sizeof(IN);  // rows whose loads are under way together
+
+// The largest of a row's eights, in the lane that is to raise it.
+template <int N>
+OPFUSE_FN void take_rows(const Eight<IN> (&v)[N], int first, u32& mine) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        u32 best = __reduce_max_sync(~0u, magnitude_bits<IN>(larger_magnitude(0, v[i])));
+        if (threadIdx.x % 32 == first + i) mine = best;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_constant__ Parameters p) {
+    __shared__ u32 of_column[TILE_COLUMNS];
+    u32 across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), lane = threadIdx.x % 32;
+    long long row = (long long)(blockIdx.x / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
+    long long first = (long long)(blockIdx.x % across) * TILE_COLUMNS, column = first + lane * 8, there = p.columns - column;
+    u32 mine = 0;
+    Maxima<IN, 8> down = {};
+#pragma unroll 1
+    for (int start = 0; start < CHUNK; start += STEP) {
+        Eight<IN> v[STEP];
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) {
+            const IN* x = p.x + (row + start + i) * p.columns + column;
+            if constexpr (ALIGNED)
+                v[i] = row + start + i < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
+            else
+                v[i] = load_some(x, row + start + i < p.rows ? there : 0);
+        }
+        if (p.rowwise) take_rows(v, start, mine);
+        if (p.columnwise) down.raise(maxima_down(v));
+    }
+    if (p.rowwise && lane < CHUNK && row + lane < p.rows) raise(p.rowwise + row + lane, mine);
+    if (!p.columnwise) return;
+    of_column[threadIdx.x] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) atomicMax(of_column + lane * 8 + j, down.bits(j));
+    __syncthreads();
+    if (first + threadIdx.x < p.columns) raise(p.columnwise + first + threadIdx.x, of_column[threadIdx.x]);
+}

@@ -1,0 +1,78 @@
+// cast_lines: FP8 codes of a matrix with an fp32 scale for each row, for each column or for both, whose amaxes are known, from one
+// read of it.
+//
+// x              [rows, columns] of IN, contiguous
+// row            codes of OUT [rows, columns] under the scales of rows, if ROWWISE; amax and scale [rows]
+// column         codes [columns, rows] under the scales of columns, if COLUMNWISE; amax and scale [columns]
+// scale          what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two if POW2
+// Non-finite     a line that holds one is cast under the scale 1, and its stored scale is NaN
+// Grid           a block of 512 threads for each 256 x 64 tile, the last one first: what found the amaxes has just read it
+// ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE; without it, anything goes
+// Defined by     opfuse/kernels/quantize.py, cast_lines.
+constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
+#include "tile.cuh"
+
+struct Lines {
+    u8* codes;
+    const float* amax;
+    float* scale;
+};
+
+struct Parameters {
+    const IN* x;
+    Lines row, column;
+    long long rows, columns;
+    float eps;
+    u32 unused;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+// What line i is multiplied by, of `count` lines; the blocks that are told to store what its codes are.
+OPFUSE_FN float encode_scale(const Lines& lines, long long i, long long count, float eps, bool stores) {
+    if (i >= count) return 1.0f;
+    float amax = lines.amax[i], scale = block_scale<OUT>(amax, eps, LARGEST_FLOAT, POW2);
+    if (stores) lines.scale[i] = block_decode_scale(scale, amax, POW2);
+    return scale;
+}
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 2 : 1) cast_lines(const __grid_constant__ Parameters p) {
+    __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
+    __shared__ __align__(16) float of_row[TILE_ROWS], of_column[TILE_COLUMNS];
+    Tile tile = tile_of_block(block_from_end(), p.columns);
+    long long row = tile.row + tile.group * 4, column = tile.column + tile.across * 8, there = p.columns - column;
+    Eight<IN> v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const IN* x = p.x + (row + i) * p.columns + column;
+        if constexpr (ALIGNED)
+            v[i] = row + i < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
+        else
+            v[i] = load_some(x, row + i < p.rows ? there : 0);
+    }
+    int own = threadIdx.x - TILE_ROWS;
+    if (ROWWISE && own < 0) of_row[threadIdx.x] = encode_scale(p.row, tile.row + threadIdx.x, p.rows, p.eps, tile.column == 0);
+    if (COLUMNWISE && own >= 0 && own < TILE_COLUMNS) of_column[own] = encode_scale(p.column, tile.column + own, p.columns, p.eps, tile.row == 0);
+    __syncthreads();
+    if constexpr (ROWWISE) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float scale = of_row[tile.group * 4 + i];
+            uint2 codes = encode_eight<OUT>(v[i], [=](int) { return scale; });
+            if (row + i >= p.rows || there <= 0) continue;
+            u8* out = p.row.codes + (row + i) * p.columns + column;
+            if constexpr (ALIGNED)
+                store_eight(out, codes);
+            else
+                store_some(out, codes, there);
+        }
+    }
+    if constexpr (COLUMNWISE) {
+        Eight<float> scale = load_eight(of_column + tile.across * 8);
+        uint2 codes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) codes[i] = encode_eight<OUT>(v[i], [&](int j) { return value(scale, j); });
+        transpose_into(shared, tile, codes);
+        __syncthreads();
+        store_columns<ALIGNED>(p.column.codes, shared, tile, p.rows, p.columns);
+    }
+}

@@ -1,0 +1,48 @@
+// cast_row: FP8 codes of a matrix with an fp32 scale for each row, from one read of it.
+//
+// x, codes       [rows, columns] of IN, contiguous, and of OUT
+// scale          [rows], what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two
+//                if POW2
+// Non-finite     a row that holds one is cast under the scale 1, and its stored scale is NaN
+// Grid           a block of 256 threads for each 256 / TEAM rows
+// RESIDENT       blocks that share a multiprocessor at least
+// Compiled       with what row.cuh asks for
+// Defined by     opfuse/kernels/quantize.py, cast_row.
+#include "row.cuh"
+
+struct Parameters {
+    const IN* x;
+    u8* codes;
+    float* scale;
+    long long rows, columns;
+    float eps;
+    u32 packs;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+// The largest `bits` of a team's threads.
+OPFUSE_FN u32 largest_in_team(u32 bits) {
+    bits = __reduce_max_sync(~0u, bits);
+    if constexpr (WARPS > 1) {
+        __shared__ u32 of_warp[THREADS / LANES];
+        if (threadIdx.x % LANES == 0) of_warp[threadIdx.x / LANES] = bits;
+        team_barrier();
+        int first = threadIdx.x / TEAM * WARPS;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) bits = larger(bits, of_warp[first + w]);
+    }
+    return bits;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cast_row(const __grid_constant__ Parameters p) {
+    Row at = row_of_block(p, blockIdx.x);
+    Eights<IN> x(p.x, at);
+    x.load();
+    u32 best = 0;
+    each_eight(p, [&](int u) { best = larger_magnitude(best, x[u]); });
+    float amax = float_of(largest_in_team(magnitude_bits<IN>(best)));
+    float scale = block_scale<OUT>(amax, p.eps, LARGEST_FLOAT, POW2);
+    if (at.lane == 0 && at.exists) p.scale[at.row] = block_decode_scale(scale, amax, POW2);
+    u8* codes = p.codes + at.row * p.columns;
+    each_eight(p, [&](int u) { store_codes(codes, encode_eight<OUT>(x[u], [=](int) { return scale; }), at, u); });
+}

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 
 from benchmarks.bandwidth import Shape
-from opfuse.formats import E4M3, Usage, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording
+from opfuse.formats import E4M3, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording, RowScaled
 from opfuse.kernels.layouts import Layout
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
@@ -24,6 +24,10 @@ def delayed(shape: Shape, usages: Sequence[Usage]) -> Encoding:
 def current(shape: Shape, usages: Sequence[Usage]) -> Encoding:
     quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=len(usages) > 1)
     return cast(Encoding, quantizer.encoding(shape, torch.bfloat16))
+
+
+def row_scaled(shape: Shape, usages: Sequence[Usage]) -> Encoding:
+    return RowScaled([Layout(fp8_row(E4M3), usage, shape) for usage in usages])
 
 
 def blocks(shape: Shape, usages: Sequence[Usage]) -> Encoding:

@@ -38,14 +38,15 @@ def padded(n: int, multiple: int) -> int:
 def plane_bytes(kind: str, rows: int, columns: int, *, rowwise: bool, weight: bool) -> int:
     """Data, scales and amax of one plane of a (rows, columns) matrix as the recipe ``kind`` casts it by default.
 
-    Scales run along the blocked dimension: fp32 over 128 (weights: 128 x 128), in rows of whole 16 bytes; E8M0 over 32 and E4M3
-    over 16, in tiles of 128 x 4.
+    Scales run along the blocked dimension: fp32 over all of it, or over 128 (weights: 128 x 128) in rows of whole 16 bytes; E8M0
+    over 32 and E4M3 over 16, in tiles of 128 x 4.
     """
     lines, length = (rows, columns) if rowwise else (columns, rows)
     blocks = -(-length // 128)
     return {
         "delayed": lines * length + FP32,
         "fp8_current": lines * length + FP32,
+        "fp8_row": lines * length + FP32 * lines,
         "fp8_block": lines * length + FP32 * (-(-lines // 128) * padded(blocks, 4) if weight else blocks * padded(lines, 4)),
         "mxfp8": lines * length + padded(lines, 128) * padded(-(-length // 32), 4),
         "nvfp4": lines * length // 2 + padded(lines, 128) * padded(-(-length // 16), 4) + FP32,

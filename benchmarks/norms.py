@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table, command, random
-from benchmarks.encodings import Encode, blocks, current, delayed, mx
+from benchmarks.encodings import Encode, blocks, current, delayed, mx, row_scaled
 from benchmarks.timing import Call
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage
 from opfuse.kernels.norm import Norm, NormKind
@@ -54,6 +54,7 @@ NORMS: Table = {
     "L2 norm": (2 * BF16, forward("l2_normalization")),
     "RMSNorm, delayed, row": (BF16 + FP8, cast(delayed, ROWWISE)),
     "LayerNorm, delayed, row": (BF16 + FP8, cast(delayed, ROWWISE, kind="layer_norm")),
+    "RMSNorm, row-scaled, row": (BF16 + FP8, cast(row_scaled, ROWWISE)),
     "RMSNorm, 1x128, row": (BF16 + BLOCKS, cast(blocks, ROWWISE)),
     "RMSNorm, MXFP8, row": (BF16 + MX, cast(mx, ROWWISE)),
     "RMSNorm, current, row": (2 * BF16 + FP8, cast(current, ROWWISE)),

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels import norm as definition
 from opfuse.kernels.cases import hard
 from opfuse.kernels.cast import tensor_amax
-from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled
 from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.norm import Norm, NormKind
@@ -166,6 +166,11 @@ def _measured(planes: Planes, device: torch.device) -> Measured:
     return Measured(layouts, cast, None if planes[0][1] % 3 == 2 else under)
 
 
+def _row_scaled(pow2: bool, planes: Planes, device: torch.device) -> RowScaled:
+    layouts = [Layout(fp8_row(planes[1]), usage, planes[0]) for usage in planes[2]]
+    return RowScaled(layouts, eps=0.25, pow2=pow2)
+
+
 def _blocks(dims: int, planes: Planes, device: torch.device) -> Blocks:
     layouts = [Layout(fp8_block(planes[1], dims), usage, planes[0]) for usage in planes[2]]
     return Blocks(layouts, eps=0.25 * (dims - 1), pow2=planes[0][1] % 3 != 0)
@@ -179,6 +184,8 @@ def _microscaled(rows: int, swizzled: bool, planes: Planes, device: torch.device
 _ENCODINGS: dict[str, Callable[[Planes, torch.device], Encoding]] = {
     "recording": _recording,
     "measured": _measured,
+    "row-scaled": functools.partial(_row_scaled, False),
+    "row-scaled pow2": functools.partial(_row_scaled, True),
     "1x128": functools.partial(_blocks, 1),
     "128x128": functools.partial(_blocks, 2),
     "MX": functools.partial(_microscaled, 1, False),
@@ -205,6 +212,7 @@ def _cast(rows: Rows, encoding: str, element: Element, usages: tuple[Usage, ...]
 
 
 _BOTH = (Rows("rms_norm", (96, 288)), Rows("layer_norm", (64, 1024), Types(FP16, FP16)), Rows("l2_normalization", (32, 2080)))
+# The numbers of encodings, elements and choices of planes share no factor, so that each meets each.
 _TURNS = zip(itertools.product(_CAST, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.cycle((*_PLANES, (ROWWISE,))))
 _ALL_BOTH = zip(itertools.product(_BOTH, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.repeat(USAGES))
 CAST: dict[str, Case] = {

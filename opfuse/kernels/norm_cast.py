@@ -22,7 +22,7 @@ from opfuse.kernels.cast import mx_bias, new_scale
 from opfuse.kernels.chain_cast import forward_chain_cast
 from opfuse.kernels.chain_tiles import CASTS
 from opfuse.kernels.checks import check_cast, check_number
-from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Variant
 from opfuse.kernels.layouts import Layout, are_known
@@ -97,7 +97,7 @@ def _is_by_rows(encode: Encoding) -> bool:
 def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
     (layout,) = encode.layouts
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
-    parameters, variant = _variant(call.form(data), type(encode), layout, dtype, isinstance(encode, Blocks) and encode.pow2)
+    parameters, variant = _variant(call.form(data), type(encode), layout, dtype, getattr(encode, "pow2", False))
     target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
     fields = (*call.fields(), data.data_ptr(), *target)
     launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
@@ -128,6 +128,11 @@ def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tens
     return (*scaling, decode_scale.data_ptr()), decode_scale
 
 
+def _row_scaled(encode: RowScaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
+    return (scale.data_ptr(), encode.eps, 0), scale
+
+
 def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
     inf_value = min(torch.finfo(dtype).max, FLT_MAX)
@@ -149,6 +154,7 @@ class _RowCast(NamedTuple):
 
 _TARGETS: Mapping[type, _RowCast] = {
     Recording: _RowCast("tensor", "PPP", _recording),
+    RowScaled: _RowCast("row", "PfI", _row_scaled),
     Blocks: _RowCast("block", "Pqff", _blocks),
     Microscaled: _RowCast("mx", "PII", _microscaled),
 }

@@ -25,12 +25,13 @@ RECIPES = {
     "none": lambda **_: None,
     "delayed": lambda **fields: recipes.DelayedScaling(amax_history_len=4, **fields),
     "fp8_current": recipes.Float8CurrentScaling,
+    "fp8_row": lambda **fields: recipes.CustomRecipe(qfactory="fp8_row_scaled", **fields),
     "fp8_block": recipes.Float8BlockScaling,
     "mxfp8": recipes.MXFP8BlockScaling,
     "nvfp4": recipes.NVFP4BlockScaling,
 }
 OVERRIDES = (None, "dequantized", "high_precision")
-HAS_OVERRIDE = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+HAS_OVERRIDE = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 CASES = [("none", None), ("delayed", None), *((name, override) for name in HAS_OVERRIDE for override in OVERRIDES)]
 """Every recipe under every override that it takes."""
 

@@ -27,6 +27,7 @@ OPTIONS = {
     "fp8_current": st.fixed_dictionaries(
         {}, optional={"use_power_2_scales": st.booleans(), "amax_epsilon": st.sampled_from((0.0, 0.5))}
     ),
+    "fp8_row": st.just({}),
     "fp8_block": st.fixed_dictionaries(
         {}, optional={"use_f32_scales": st.booleans(), "x_block_scaling_dim": st.just(2), "w_block_scaling_dim": st.just(1)}
     ),

@@ -26,6 +26,7 @@ from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -43,6 +44,7 @@ DERIVES = ("fp8_current", "delayed")
 BOTH = {
     "fp8_current": Float8CurrentScalingQuantizer(E4M3),
     "delayed": Float8CurrentScalingQuantizer(E4M3),
+    "fp8_row": Float8RowQuantizer(E4M3),
     "fp8_block": Float8BlockQuantizer(E4M3),
     "mxfp8": MXFP8Quantizer(),
     "nvfp4": NVFP4Quantizer(with_2d_quantization=True),

@@ -88,7 +88,13 @@ def step(make, rules, recipe, device):
     return run(to(model, BF16).to(device), x.to(device), step=Step(recipe, rules, steps=2))
 
 
-CASTS = {"delayed": "CAST=Recording", "fp8_block": "CAST=Blocks", "mxfp8": "CAST=Microscaled", "fp8_current": "MEASURES=1"}
+CASTS = {
+    "delayed": "CAST=Recording",
+    "fp8_row": "CAST=RowScaled",
+    "fp8_block": "CAST=Blocks",
+    "mxfp8": "CAST=Microscaled",
+    "fp8_current": "MEASURES=1",
+}
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -110,7 +116,7 @@ def test_r4_norm_quantize_launches_one_kernel(norm, name, device, launched):
     assert differences(fused.tensors, unfused.tensors) == []
 
 
-@pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8"])
 def test_r4_all_rules_around_a_norm(name, device, launched):
     def model():
         return ops.Sequential(

@@ -20,20 +20,6 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
-// The largest `bits` of a team's threads.
-OPFUSE_FN u32 largest_in_team(u32 bits) {
-    bits = __reduce_max_sync(~0u, bits);
-    if constexpr (WARPS > 1) {
-        __shared__ u32 of_warp[THREADS / LANES];
-        if (threadIdx.x % LANES == 0) of_warp[threadIdx.x / LANES] = bits;
-        team_barrier();
-        int first = threadIdx.x / TEAM * WARPS;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) bits = larger(bits, of_warp[first + w]);
-    }
-    return bits;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cast_row(const __grid_constant__ Parameters p) {
     Row at = row_of_block(p, blockIdx.x);
     Eights<IN> x(p.x, at);

@@ -2,8 +2,9 @@
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT; what is cast is rounded to IO first
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
-// CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; Blocks: 1 x 128, as in cast_block.cu with pow2 = POW2;
-//                Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the host has set to 0 where padded
+// CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; RowScaled: as in cast_row.cu with POW2; Blocks: 1 x 128,
+//                as in cast_block.cu with pow2 = POW2; Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the
+//                host has set to 0 where padded
 // Grid           a block of 256 threads for each row, or for each eight rows that are a warp's
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/norm_cast.py, norm_then_cast
@@ -49,6 +50,8 @@ struct Recording {
     u32 best = 0;
 
     OPFUSE_FN Recording(const Target& target, const Norm&) : target(target), scale(*target.scale) {}
+    template <class F>
+    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row&, int) {
@@ -67,6 +70,31 @@ struct Recording {
     }
 };
 
+struct RowScaled {
+    struct Target {
+        float* scale;
+        float eps;
+        u32 unused;
+    };
+    const Target& target;
+    float scale = 1.0f;
+
+    OPFUSE_FN RowScaled(const Target& target, const Norm&) : target(target) {}
+
+    template <class F>
+    OPFUSE_FN void begin(F amax_of_row, const Row& at) {
+        float amax = amax_of_row();
+        scale = block_scale<OUT>(amax, target.eps, LARGEST_FLOAT, POW2);
+        if (at.lane == 0 && at.exists) target.scale[at.row] = block_decode_scale(scale, amax, POW2);
+    }
+    template <int N>
+    OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row&, int) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) codes[k] = encode_eight<OUT>(y[k], [&](int) { return scale; });
+    }
+    OPFUSE_FN void finish() {}
+};
+
 struct Blocks {
     struct Target {
         float* scale;  // [blocks, rows], rows of which are `pitch` long, at most 3 more than are used; the rest becomes 0
@@ -77,6 +105,8 @@ struct Blocks {
     long long rows;
 
     OPFUSE_FN Blocks(const Target& target, const Norm& p) : target(target), rows(p.rows) {}
+    template <class F>
+    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
@@ -104,6 +134,8 @@ struct Microscaled {
     long long columns;
 
     OPFUSE_FN Microscaled(const Target& target, const Norm& p) : target(target), columns(p.columns) {}
+    template <class F>
+    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
@@ -132,6 +164,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_cast(const 
     Moments m = moments(p, at, x);
     store_moments(p, at, m);
     CAST cast(parameters.target, p);
+    auto amax_of_row = [&] {
+        u32 best = 0;
+        each_eight(p, [&](int u) { best = larger_magnitude(best, normalised<IO>(p, at, u, x[u], m)); });
+        return float_of(largest_in_team(magnitude_bits<IO>(best)));
+    };
+    cast.begin(amax_of_row, at);
     in_fours(p, [&](auto n, int u) {
         constexpr int N = decltype(n)::VALUE;
         Eight<IO> y[N];

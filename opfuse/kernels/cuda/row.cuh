@@ -115,3 +115,17 @@ OPFUSE_FN void team_barrier() {
     else
         asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / TEAM), "n"(TEAM) : "memory");
 }
+
+// The largest `bits` of a team's threads.
+OPFUSE_FN u32 largest_in_team(u32 bits) {
+    bits = __reduce_max_sync(~0u, bits);
+    if constexpr (WARPS > 1) {
+        __shared__ u32 of_warp[THREADS / LANES];
+        if (threadIdx.x % LANES == 0) of_warp[threadIdx.x / LANES] = bits;
+        team_barrier();
+        int first = threadIdx.x / TEAM * WARPS;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) bits = larger(bits, of_warp[first + w]);
+    }
+    return bits;
+}

@@ -60,6 +60,17 @@ def peers(record: Mapping[str, Any]) -> str:
     return table(("kernel", "eager torch takes, times", "torch.compile takes, times"), rows)
 
 
+def products(record: Mapping[str, Any]) -> str:
+    found: dict[str, dict[str, str]] = {}
+    for name, units in of_script(record, "gemm").items():
+        (kind, product), sizes = name.split(", ")[0].rsplit(" ", 1), name.split(", ")[1]
+        cell = f"{shown(units['TFLOP/s'], 0)} ({shown(units['x bf16'], 2)})"
+        found.setdefault(f"{product}, {sizes}", {})[kind] = cell
+    kinds = list(dict.fromkeys(kind for cells in found.values() for kind in cells))
+    rows = [(product, *(cells.get(kind, "") for kind in kinds)) for product, cells in found.items()]
+    return "TFLOP/s, and times the speed of bf16.\n\n" + table(("product, tokens x inputs x outputs", *kinds), rows)
+
+
 def pipelines(record: Mapping[str, Any]) -> str:
     found: dict[str, dict[str, Mapping[str, Mapping[str, Any]]]] = {}
     for name, units in of_script(record, "pipelines").items():
@@ -107,6 +118,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     made = {
         "casts": ("Kernels", kernels),
         "peers": ("Kernels beside PyTorch, 16384 x 8192", peers),
+        "gemm": ("Matrix products of a linear layer", products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
         "memory": ("Memory", memory),

@@ -17,7 +17,7 @@ from opfuse.kernels import chain_cast_cases
 from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
 from opfuse.kernels.chain_call import Call, Tensors, backward_call, forward_call
 from opfuse.kernels.chain_tiles import CASTS
-from opfuse.kernels.encoding import Encoded, Encoding, Measured, WithOriginal
+from opfuse.kernels.encoding import Encoded, Encoding, Measured, apart, original
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.registry import Launcher, Tolerance, kernel
 
@@ -162,24 +162,15 @@ def forward_chain_encoded(
     x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
 ) -> tuple[list[Encoded], dict[int, Tensor]]:
     """The planes of :func:`forward_chain`'s result, and what is kept, in as few kernels as the encoding allows."""
-    inner, stores = _apart(encode)
+    inner, stores = apart(encode)
     encoded, y, kept = _FORWARD.get(type(inner), forward_then_cast)(x, stages, inner, stores=stores, **options)
-    return [*encoded, *_original(y)], kept
+    return [*encoded, *original(y)], kept
 
 
 def backward_chain_encoded(
     dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Encoding, **options: Any
 ) -> tuple[list[Encoded], Tensors]:
     """The planes of :func:`backward_chain`'s dx, and operand gradients, in as few kernels as the encoding allows."""
-    inner, stores = _apart(encode)
+    inner, stores = apart(encode)
     encoded, dx, grads = _BACKWARD.get(type(inner), backward_then_cast)(dy, stages, saved_inputs, inner, stores=stores, **options)
-    return [*encoded, *_original(dx)], grads
-
-
-def _apart(encode: Encoding) -> tuple[Encoding, bool]:
-    """What is cast, and whether the tensor itself is a plane as well."""
-    return (encode.encode, True) if isinstance(encode, WithOriginal) else (encode, False)
-
-
-def _original(stored: Tensor | None) -> list[Encoded]:
-    return [] if stored is None else [(stored,)]
+    return [*encoded, *original(dx)], grads

@@ -133,6 +133,16 @@ class WithOriginal:
         return [*self.encode(x), (x,)]
 
 
+def apart(encode: Encoding) -> tuple[Encoding, bool]:
+    """What is cast, and whether the tensor itself is a plane as well."""
+    return (encode.encode, True) if isinstance(encode, WithOriginal) else (encode, False)
+
+
+def original(stored: Tensor | None) -> list[Encoded]:
+    """The plane of a tensor that was stored beside its casts, if it was."""
+    return [] if stored is None else [(stored,)]
+
+
 def _matrix(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
     if x.shape == layouts[0].shape:
         return x

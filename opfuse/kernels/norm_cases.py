@@ -11,11 +11,24 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import (
+    COLUMNWISE,
+    E4M3,
+    E5M2,
+    IDENTITY,
+    ROWWISE,
+    USAGES,
+    Element,
+    Usage,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
 from opfuse.kernels import norm as definition
 from opfuse.kernels.cases import hard
 from opfuse.kernels.cast import tensor_amax
-from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled
+from opfuse.kernels.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled, WithOriginal
 from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.layouts import Layout
 from opfuse.kernels.norm import Norm, NormKind
@@ -181,6 +194,12 @@ def _microscaled(rows: int, swizzled: bool, planes: Planes, device: torch.device
     return Microscaled(layouts, rows, "floor" if planes[0][1] % 3 == 0 else "ceil")
 
 
+def _with_original(inner: Callable[[Planes, torch.device], Encoding], planes: Planes, device: torch.device) -> WithOriginal:
+    shape, element, _ = planes
+    encode = inner((shape, element, (ROWWISE,)), device)
+    return WithOriginal((*encode.layouts, Layout(IDENTITY, COLUMNWISE, shape)), encode)
+
+
 _ENCODINGS: dict[str, Callable[[Planes, torch.device], Encoding]] = {
     "recording": _recording,
     "measured": _measured,
@@ -191,6 +210,10 @@ _ENCODINGS: dict[str, Callable[[Planes, torch.device], Encoding]] = {
     "MX": functools.partial(_microscaled, 1, False),
     "MX swizzled": functools.partial(_microscaled, 1, True),
     "MX square": functools.partial(_microscaled, 32, False),
+}
+_ENCODINGS |= {
+    f"{name} with original": functools.partial(_with_original, _ENCODINGS[name])
+    for name in ("recording", "measured", "128x128", "MX swizzled")
 }
 _CAST = (
     Rows("rms_norm", (130, 200)),

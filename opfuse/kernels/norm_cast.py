@@ -3,7 +3,8 @@
 A row's codes need its statistics, which need all of it; so the kernel that has a row casts it by rows. What is cast by columns,
 or in squares, is read twice: for the statistics, then in tiles, where the rest of a normalisation is an elementwise op. Where
 the amax of the result decides its scale, the kernel that finds the statistics finds it, too; it stores the result only where
-reading that back takes fewer bytes.
+reading that back takes fewer bytes. A result that is kept as well, as for a backward pass in high precision, is stored by the
+kernel that casts it by rows, and read by one that casts it in another way.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from opfuse.kernels.cast import mx_bias, new_scale
 from opfuse.kernels.chain_cast import forward_chain_cast
 from opfuse.kernels.chain_tiles import CASTS
 from opfuse.kernels.checks import check_cast, check_number
-from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled
+from opfuse.kernels.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled, apart, original
 from opfuse.kernels.epilogue import Rounding, Stage
 from opfuse.kernels.launch import Variant
 from opfuse.kernels.layouts import Layout, are_known
 from opfuse.kernels.norm import Norm, NormKind, Statistics
-from opfuse.kernels.norm_call import NORM, Call, Form, call_of
+from opfuse.kernels.norm_call import NORM, Call, Form, addresses, call_of
 from opfuse.kernels.norm_rows import norm_forward, run_forward
 from opfuse.kernels.pointwise import OperandKind, Pointwise
 from opfuse.kernels.registry import BITWISE, Launcher, kernel
@@ -55,27 +56,39 @@ def norm_cast(
     call = call_of(x, norm, None, [dtype])
     if call is None:
         return norm_then_cast(x, norm, encode, dtype=dtype)
+    inner, stores = apart(encode)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device) if stores else None
+    return [*_cast(launch, call, inner, dtype, y), *original(y)], call.statistics
+
+
+def _cast(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+    """The planes of what is rounded to ``dtype``; it is stored in ``y``, if that is given."""
     if isinstance(encode, Measured):
-        return _measured(launch, call, encode, dtype)
+        return _measured(launch, call, encode, dtype, y)
     if (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts):
         if type(encode) in _TARGETS and _is_by_rows(encode):
-            return _by_rows(launch, call, encode, dtype), call.statistics
-        if type(encode) in CASTS and _is_whole(call, encode):
+            return _by_rows(launch, call, encode, dtype, y)
+        if type(encode) in CASTS and _is_whole(call, encode) and y is None:
             run_forward(launch, call, None)
-            return _by_tiles(launch, call, encode, dtype), call.statistics
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    run_forward(launch, call, y)
-    return encode(y), call.statistics
+            return _by_tiles(launch, call, encode, dtype)
+    made = _room(call, dtype, y)
+    run_forward(launch, call, made)
+    return encode(made)
 
 
-def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype) -> tuple[list[Encoded], Statistics]:
+def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
     amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
-    if encode.under is not None and call.x.dtype.itemsize <= dtype.itemsize and _is_whole(call, encode):
+    if y is None and encode.under is not None and call.x.dtype.itemsize <= dtype.itemsize and _is_whole(call, encode):
         run_forward(launch, call, None, amax, dtype=dtype)
-        return _by_tiles(launch, call, encode.under(amax), dtype), call.statistics
-    y = torch.empty(call.x.shape, dtype=dtype, device=call.x.device)
-    run_forward(launch, call, y, amax)
-    return encode.given(y, amax), call.statistics
+        return _by_tiles(launch, call, encode.under(amax), dtype)
+    made = _room(call, dtype, y)
+    run_forward(launch, call, made, amax)
+    return encode.given(made, amax)
+
+
+def _room(call: Call, dtype: torch.dtype, y: Tensor | None) -> Tensor:
+    """``y``, or new memory for it."""
+    return torch.empty(call.x.shape, dtype=dtype, device=call.x.device) if y is None else y
 
 
 def _is_whole(call: Call, encode: Encoding) -> bool:
@@ -94,20 +107,23 @@ def _is_by_rows(encode: Encoding) -> bool:
     return len(encode.layouts) == 1 and layout.usage == ROWWISE and rows == 1
 
 
-def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
+def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
     (layout,) = encode.layouts
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
-    parameters, variant = _variant(call.form(data), type(encode), layout, dtype, getattr(encode, "pow2", False))
+    form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
+    parameters, variant = _variant(form, type(encode), layout, dtype, pow2=pow2, stores=y is not None)
     target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
-    fields = (*call.fields(), data.data_ptr(), *target)
+    fields = (*call.fields(), *addresses(data, y), *target)
     launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
     return [(data, scale)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _variant(form: Form, encoding: type, layout: Layout, made: torch.dtype, pow2: bool) -> tuple[struct.Struct, Variant]:
+def _variant(
+    form: Form, encoding: type, layout: Layout, made: torch.dtype, *, pow2: bool, stores: bool
+) -> tuple[struct.Struct, Variant]:
     check_cast(layout.shape, made, [layout], family=_TARGETS[encoding].family, where="norm_cast")
-    parameters = struct.Struct(f"{NORM}P{_TARGETS[encoding].packing}0q")
+    parameters = struct.Struct(f"{NORM}PP{_TARGETS[encoding].packing}0q")
     variant = variant_of(
         "norm_cast.cu",
         parameters,
@@ -117,6 +133,7 @@ def _variant(form: Form, encoding: type, layout: Layout, made: torch.dtype, pow2
         CAST=encoding.__name__,
         SWIZZLED=layout.swizzled,
         POW2=bool(pow2),
+        STORES=stores,
         RESIDENT=form.resident(),
     )
     return parameters, variant

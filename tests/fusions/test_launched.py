@@ -121,6 +121,21 @@ def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain
     assert fused.tensors["saved 3:linear.x"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8"])
+def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_norm(name, launched):
+    torch.manual_seed(0)
+    model, x = to(ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)), torch.bfloat16), randn(ROWS, WIDTH)
+    recipe = recipe_for(name, "high_precision")
+    fused = run(model, x, step=Step(recipe, RULES))
+    (defines,) = of(launched, "norm_cast", "norm_cast")
+    assert "STORES=1" in defines
+    assert not [entry for _, entry, *_ in launched if entry == "norm_forward"]
+    launched.clear()
+    unfused = run(model, x, step=Step(recipe, UNFUSED))
+    assert "norm_cast" not in names(launched)
+    assert differences(unfused.tensors, fused.tensors) == []
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_r4_an_override_that_saves_the_original_measures_it_in_the_chain(name, launched):
     fused = step(ops.GELU, name, RULES, "high_precision")

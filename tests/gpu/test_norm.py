@@ -116,6 +116,17 @@ def test_r4_norm_quantize_launches_one_kernel(norm, name, device, launched):
     assert differences(fused.tensors, unfused.tensors) == []
 
 
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8"])
+def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_norm(name, device, launched):
+    def model():
+        return ops.Sequential(ops.RMSNorm(256), ops.Linear(256, 256))
+
+    recipe = recipe_for(name, "high_precision")
+    unfused, fused = (step(model, rules, recipe, device) for rules in (UNFUSED, RULES))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert any({CASTS[name], "STORES=1"} <= {*each} for each in launched)
+
+
 @pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8"])
 def test_r4_all_rules_around_a_norm(name, device, launched):
     def model():

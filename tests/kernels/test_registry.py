@@ -144,7 +144,7 @@ def test_r18_casts_of_norms_under_a_measured_amax_meet_what_is_not_finite_both_w
     """In two passes that store nothing, and by another cast of what was stored."""
     ways = {False: [], True: []}
     for name, case in norm_cast.cases.items():
-        if "measured" in name:
+        if " measured " in name and "with original" not in name:
             arguments = case(torch.device("cpu"))
             ways[arguments.args[2].under is not None].append(bool(arguments.args[0].isfinite().all()))
     assert ways[False]

@@ -1,6 +1,7 @@
 // norm_cast: a normalisation of the rows of a matrix, cast to FP8 codes by rows, with its statistics, from one read of it.
 //
-// x, codes       [rows, columns] of IN, contiguous, and of OUT; what is cast is rounded to IO first
+// x, codes       [rows, columns] of IN, contiguous, and of OUT
+// y              [rows, columns] of IO, what is cast, which is stored as well if STORES
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
 // CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; RowScaled: as in cast_row.cu with POW2; Blocks: 1 x 128,
 //                as in cast_block.cu with pow2 = POW2; Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the
@@ -152,6 +153,7 @@ struct Microscaled {
 struct Parameters {
     Norm norm;
     u8* codes;
+    IO* y;
     CAST::Target target;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
@@ -177,6 +179,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_cast(const 
 #pragma unroll
         for (int k = 0; k < N; ++k) y[k] = normalised<IO>(p, at, u + k, x[u + k], m);
         cast(codes, y, at, u);
+        if constexpr (STORES)
+#pragma unroll
+            for (int k = 0; k < N; ++k) store_eight(parameters.y + at.row * p.columns, y[k], at, u + k);
 #pragma unroll
         for (int k = 0; k < N; ++k) store_codes(parameters.codes + at.row * p.columns, codes[k], at, u + k);
     });

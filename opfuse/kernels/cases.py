@@ -77,8 +77,11 @@ MATRIX_KINDS: dict[str, Matrix] = {
     "transposed": _transposed,
     "empty": _hard(0, 32),
 }
+_SHARED_ROWS = ((9, 768), (9, 1024), (6, 1032), (7, 2056), (5, 3001), (5, 4096))
+"""Of rows that 32, 64 and 128 threads share, with some of them left without a row."""
 _ROW_KINDS = MATRIX_KINDS | {
     "rows of one word each": _hard(70, 8),
+    **{f"{rows} rows of {columns}": _hard(rows, columns) for rows, columns in _SHARED_ROWS},
     "rows of whole blocks": _hard(5, 8192),
     "rows that are just held": _hard(3, 16376),
     "odd rows that are just held": _hard(3, 16379),

@@ -109,7 +109,7 @@ def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[Chain]]:
     return {kind: (chain(*of[:2]), chain(*of[2:])) for kind, of in zip(kinds, itertools.cycle(_NONFINITE))}
 
 
-class Turn(NamedTuple):
+class Combination(NamedTuple):
     """What is made of the result."""
 
     kind: str
@@ -121,7 +121,7 @@ class Turn(NamedTuple):
         return f"{self.kind}, {self.element.name}, {'+'.join(self.usages)}{', stored' * self.stores}"
 
 
-def call_of(chain: Chain, direction: str, turn: Turn, device: torch.device) -> Arguments:
+def chain_case(chain: Chain, direction: str, turn: Combination, device: torch.device) -> Arguments:
     args, kwargs = getattr(chain, direction)(device)
     shape = chain.stages(device, chain.generator())[0] if direction == "backward" else chain.shape
     kind, matrix = _KINDS[turn.kind], (torch.Size(shape[:-1]).numel(), shape[-1])
@@ -132,8 +132,8 @@ def call_of(chain: Chain, direction: str, turn: Turn, device: torch.device) -> A
 def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, Case]:
     """Every chain with the kinds that it is there for, each with one choice of planes, element and storing in turn."""
     turns = zip(itertools.cycle(_PLANES), itertools.cycle((E4M3, E5M2)), itertools.cycle(_STORES))
-    made = [(chain, Turn(kind, *next(turns))) for kind, of_kind in chains.items() for chain in of_kind]
-    return {f"{chain.name}, {turn}": functools.partial(call_of, chain, direction, turn) for chain, turn in made}
+    made = [(chain, Combination(kind, *next(turns))) for kind, of_kind in chains.items() for chain in of_kind]
+    return {f"{chain.name}, {turn}": functools.partial(chain_case, chain, direction, turn) for chain, turn in made}
 
 
 # -- as the library calls them -----------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ _FORMS = {
 
 def _made(ops: tuple[str, ...], direction: str, kind: str, form: _Form, device: torch.device) -> Arguments:
     element = E5M2 if (direction, kind) == ("backward", "delayed") else E4M3
-    args, kwargs = call_of(Chain(ops, (256, 512)), direction, Turn(kind, form.usages, element, form.stores), device)
+    args, kwargs = chain_case(Chain(ops, (256, 512)), direction, Combination(kind, form.usages, element, form.stores), device)
     keep = _read(ops) if form.keeps else ()
     return Arguments(args, {**kwargs, "keep": keep} if direction == "forward" else kwargs)
 

@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the arrays are what the layout says, contiguous, on 16 bytes (one scale: on any)."""
+        """Whether the arrays are what the layout says, contiguous, on 16 bytes (a scale for all or for each row: on any)."""
         arrays = (self.data, self.layout.data_shape, 16), (self.scale, self.layout.scale_shape, 16 if self.scale.ndim > 1 else 4)
         return all(x.shape == shape and x.is_contiguous() and on_bytes(x, start) for x, shape, start in arrays)
 
@@ -76,7 +76,7 @@ class Rule(NamedTuple):
         return "" if self.holds(got) else f"{self.what}: wants {self.wanted}, got {got}"
 
 
-Turn = Callable[[torch.Tensor], torch.Tensor]
+Given = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Backend(NamedTuple):
@@ -91,7 +91,7 @@ class Backend(NamedTuple):
     rules: tuple[Rule, ...]
     cuda: Version = (0, 0)
     fast: bool = False
-    scales: tuple[Turn, Turn] = (torch.t, torch.t)
+    scales: tuple[Given, Given] = (torch.t, torch.t)
 
 
 def _elements(left: Layout, right: Layout) -> tuple[str, ...]:
@@ -114,21 +114,21 @@ _UNPADDED_SCALES = Rule(
 )
 
 _HOPPER: Any = {"since": (9, 0), "below": (10, 0)}
+_CUBLAS_12_9: Any = {**_HOPPER, "cuda": (12, 9)}
+"""Where scales of lines are the library's own business."""
 
 BACKENDS: Mapping[str, Backend] = {
     "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
     "row": Backend(
         "scaled_mm, per row",
-        **_HOPPER,
-        cuda=(12, 9),
+        **_CUBLAS_12_9,
         fast=True,
         scales=(lambda scale: scale[:, None], lambda scale: scale[None, :]),
         rules=(*_SHAPES, _ONE_E5M2),
     ),
     "block": Backend(
         "scaled_mm, 1x128 and 128x128 blocks of E4M3",
-        **_HOPPER,
-        cuda=(12, 9),
+        **_CUBLAS_12_9,
         rules=(*_SHAPES, _ALL_E4M3, _UNPADDED_SCALES),
     ),
 }
@@ -176,7 +176,7 @@ def _scaled_mm(
     """Scales of blocks go in as their stored arrays transposed: (lines, blocks) for 1x128, (padded blocks, blocks of lines) for
     128x128. Those of rows are a column on the left and a row on the right.
 
-    One scale of a tensor may be an element of a larger array; cuBLASLt wants it on 16 bytes, so it is copied then.
+    The scale of a tensor and those of rows may be a part of a larger array; cuBLASLt wants 16 bytes, so they are copied then.
     """
     backend = BACKENDS[left.layout.format.family]
     a, b = (p.data.view(p.layout.element.dtype) for p in (left, right))

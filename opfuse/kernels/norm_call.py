@@ -44,12 +44,16 @@ class Form(NamedTuple):
         """The eights of tensors of these types that a thread can hold in registers, 0 if they are too many."""
         return rows.held(self.columns, self._widest(*dtypes))
 
-    def resident(self, *dtypes: torch.dtype) -> int:
-        """Blocks of a forward kernel of these types that share a multiprocessor, as its registers allow."""
+    def resident(self, *dtypes: torch.dtype, twice: bool = False) -> int:
+        """Blocks of a forward kernel of these types that share a multiprocessor, as its registers allow.
+
+        twice: whether the kernel makes each value twice, which takes more of them where there is a mean as well.
+        """
         if not self._is_light(*dtypes):
             return 1
-        many = self.kind == "layer_norm" and team(self.columns) < THREADS
-        return 3 if many or self._is_wide(*dtypes) else 4
+        many = self.kind == "layer_norm" and (self.zero_centered or twice or team(self.columns) < THREADS)
+        wide = self._is_wide(*dtypes)
+        return 4 - (many or wide) - (many and wide and twice)
 
     def resident_backward(self, *dtypes: torch.dtype) -> int:
         """The same of a backward kernel."""

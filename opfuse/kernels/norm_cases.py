@@ -219,6 +219,7 @@ _CAST = (
     Rows("rms_norm", (130, 200)),
     Rows("layer_norm", (33, 1024), Types(FP16, FP32)),
     Rows("rms_norm", (5, 8192), zero_centered=True),
+    Rows("layer_norm", (5, 8192), zero_centered=True),
     Rows("layer_norm", (9, 2056), Types(FP32, FP32)),
     Rows("l2_normalization", (259, 67)),
     Rows("rms_norm", (3, 16392), Types(BF16, BF16, FP16)),
@@ -237,8 +238,13 @@ def _cast(rows: Rows, encoding: str, element: Element, usages: tuple[Usage, ...]
 _BOTH = (Rows("rms_norm", (96, 288)), Rows("layer_norm", (64, 1024), Types(FP16, FP16)), Rows("l2_normalization", (32, 2080)))
 # The numbers of encodings, elements and choices of planes share no factor, so that each meets each.
 _TURNS = zip(itertools.product(_CAST, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.cycle((*_PLANES, (ROWWISE,))))
+_NONFINITE = zip(
+    itertools.product((Rows("layer_norm", (9, 768), values="nonfinite"),), _ENCODINGS),
+    itertools.cycle(_ELEMENTS),
+    itertools.repeat(_PLANES[0]),
+)
 _ALL_BOTH = zip(itertools.product(_BOTH, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.repeat(USAGES))
 CAST: dict[str, Case] = {
     f"{rows.name} {encoding} {element.name} {'+'.join(usages)}": functools.partial(_cast, rows, encoding, element, usages)
-    for (rows, encoding), element, usages in (*_TURNS, *_ALL_BOTH)
+    for (rows, encoding), element, usages in (*_TURNS, *_NONFINITE, *_ALL_BOTH)
 }

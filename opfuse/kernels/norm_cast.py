@@ -134,7 +134,7 @@ def _variant(
         SWIZZLED=layout.swizzled,
         POW2=bool(pow2),
         STORES=stores,
-        RESIDENT=form.resident(),
+        RESIDENT=form.resident(twice=_TARGETS[encoding].twice),
     )
     return parameters, variant
 
@@ -162,16 +162,20 @@ def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: 
 
 
 class _RowCast(NamedTuple):
-    """The family of its formats, how the target of a cast by rows is packed, and how its fields are made."""
+    """The family of its formats, how the target of a cast by rows is packed, and how its fields are made.
+
+    twice: whether values are made twice, first for the amax of the row.
+    """
 
     family: str
     packing: str
     fields: Callable[..., Target]
+    twice: bool = False
 
 
 _TARGETS: Mapping[type, _RowCast] = {
     Recording: _RowCast("tensor", "PPP", _recording),
-    RowScaled: _RowCast("row", "PfI", _row_scaled),
+    RowScaled: _RowCast("row", "PfI", _row_scaled, twice=True),
     Blocks: _RowCast("block", "Pqff", _blocks),
     Microscaled: _RowCast("mx", "PII", _microscaled),
 }

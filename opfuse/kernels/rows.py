@@ -20,10 +20,10 @@ def held(columns: int, itemsize: int) -> int:
     return packs(columns) if packs(columns) * itemsize <= MOST_BYTES else 0
 
 
-def defines(columns: int, held: int, *, is_aligned: bool) -> dict[str, int]:
-    """What row.cuh is compiled with, where a thread holds so many eights."""
-    whole = is_aligned and held * EIGHT * team(columns) == columns
-    return {"TEAM": team(columns), "PACKS": held, "ALIGNED": int(is_aligned), "WHOLE": int(whole)}
+def defines(columns: int, eights: int, *, is_aligned: bool) -> dict[str, int]:
+    """What row.cuh is compiled with, where a thread holds so many of them."""
+    whole = is_aligned and eights * EIGHT * team(columns) == columns
+    return {"TEAM": team(columns), "PACKS": eights, "ALIGNED": int(is_aligned), "WHOLE": int(whole)}
 
 
 def grid(rows: int, columns: int) -> Grid:

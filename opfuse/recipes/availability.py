@@ -6,8 +6,9 @@ quantized operands. *Native* means that the hardware has the product and that th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -15,9 +16,10 @@ from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import FP8_ELEMENTS, USAGES, Format, fp8_tensor
 from opfuse.kernels.gemm_native import BACKENDS, Machine, layout_refusal
 from opfuse.kernels.layouts import layout_of
+from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES
-from opfuse.recipes.recipe import QuantizerRole, Recipe
+from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, clash
 
 Arch = tuple[int, int]
@@ -79,7 +81,7 @@ One product of a native kind may still be emulated, for its sizes or elements: `
 
 @dataclass(frozen=True)
 class Support:
-    """How a recipe runs: ``native``, ``emulated``, or ``refused`` (nothing is, today), and why."""
+    """How a recipe runs: ``native``, ``emulated``, or ``refused`` (a custom one whose calls are refused), and why."""
 
     status: Literal["native", "emulated", "refused"]
     reason: str
@@ -136,19 +138,28 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
 
 
 def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
-    """Native if every product is that reads two quantized planes; else the reason of the first that is not."""
+    """Native if every product is that reads two quantized planes; else the reason of the first that is not.
+
+    Refused if calls are: for formats that cannot meet, or for delayed scaling under an override.
+    """
+    try:
+        formats = {role: _formats(recipe, role) for role in TENSOR_TYPES}
+    except RecipeError as error:
+        return Support("refused", str(error))
     native: dict[str, list[str]] = {}
     for name, what in GEMMS.items() if recipe.backward_override is None else [("fprop", GEMMS["fprop"])]:
-        left, right = _format(recipe, what.left, what.left_plane), _format(recipe, what.right, what.right_plane)
-        if left is None or right is None:
+        one, other = formats[what.left], formats[what.right]
+        if one is None or other is None:
             return Support("emulated", f"{name}: the factory refuses a linear layer without a name")
+        left, right = one[what.left_plane], other[what.right_plane]
         if "identity" in (left.family, right.family):
             continue
+        if miss := clash(name, left, right):
+            return Support("emulated" if recipe.allow_mixed_emulation else "refused", miss)
         layouts = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
         machine = Machine(arch, _cuda_version() or _NEWEST)
-        refused = layout_refusal(*layouts, torch.bfloat16, machine)
-        if miss := clash(name, left, right) or (refused and f"{name}: {refused}"):
-            return Support("emulated", miss)
+        if miss := Gate((0, 0)).miss(arch, None) or layout_refusal(*layouts, torch.bfloat16, machine):
+            return Support("emulated", f"{name}: {miss}")
         native.setdefault(BACKENDS[left.family].name, []).append(name)
     found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
     return Support("native", found or "all products are in high precision")
@@ -158,12 +169,14 @@ _USUAL, _NEWEST = (256, 256), (99, 0)
 """A matrix that every back end takes, and the CUDA of a torch without any."""
 
 
-def _format(recipe: CustomRecipe, role: str, plane: str) -> Format | None:
-    """What the operand ``role`` is read in; None if the factory does not say without a name."""
-    answer = recipe.key_extras[f"{role}_quantizer"]
+def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, Format] | None:
+    """What an operand is read in, by plane; None if the factory does not say without a name. RecipeError if it is refused."""
+    role = QuantizerRole(tensor_type=tensor_type)
+    answer = recipe.key_extras[f"{tensor_type}_quantizer"]
     if isinstance(answer, DelayedScalingRequest):
-        return fp8_tensor(FP8_ELEMENTS[answer.recipe.fp8_dtype(QuantizerRole(tensor_type=role))])
-    return None if answer is None else dict(zip(USAGES, answer.formats))[plane]
+        delayed = cast(DelayedScaling, recipe.delayed_scaling(role))
+        return dict.fromkeys(USAGES, fp8_tensor(FP8_ELEMENTS[delayed.fp8_dtype(role)]))
+    return None if answer is None else dict(zip(USAGES, answer.formats))
 
 
 def support_matrix(archs: tuple[Arch, ...] = ARCHS) -> tuple[SupportRow, ...]:

@@ -99,13 +99,13 @@ def clash(name: str, left: Format, right: Format) -> str | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
     High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one of them
-    has scales over 128x128 tiles, and those of dgrad and wgrad are not row-scaled.
+    has scales over 128x128 tiles, and those of dgrad and wgrad have no amax for each row, as row-scaled NVFP4 has.
     """
     if "identity" in (left.family, right.family):
         return None
     cure = "give both roles formats that meet, or IdentityQuantizer to one"
     if name != "fprop" and (left.per_row or right.per_row):
-        wanted = "formats that are not row-scaled, which only fprop reads"
+        wanted = "formats without an amax for each row, which only fprop reads"
         cure = "read another format here through a HybridQuantizer, set a backward_override"
     elif left.family != right.family or left.rht != right.rht:
         wanted = "two formats of one family, both rotated or neither"

@@ -28,7 +28,8 @@ def row_unit(storage: QuantizedStorage) -> int:
 def cut_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStorage | None:
     """Entries [start, stop) of the first dimension of ``storage``, or None where the format cannot be cut there.
 
-    Rowwise data is shared with ``storage``; scales, and data that is stored transposed, are copied.
+    Rowwise data and scales of single rows are shared with ``storage``; scales of blocks, and data that is stored transposed, are
+    copied.
     """
     if start >= stop or not _has_rows(storage):
         return None
@@ -48,7 +49,7 @@ def cut_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStora
 def zero_rows(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStorage | None:
     """A storage like ``storage`` that holds zeros of ``shape``, or None where it cannot have such rows.
 
-    Zero bytes, with the scales that all rows share left as they are, decode to zero in every format.
+    Zero bytes, with the scales that all rows share left as they are, decode to zero in every format, unless such a scale is NaN.
     """
     rows = math.prod(shape[:-1])
     if len(shape) < 2 or shape[-1] != storage.shape[-1] or not _has_rows(storage) or not rows or rows % row_unit(storage):
@@ -113,7 +114,7 @@ def _block_rows(plane: Plane) -> int:
 def _row_fields(plane: Plane) -> list[str]:
     """The fields of ``plane`` that are row parts."""
     by_row = plane.format.per_row and plane.usage == ROWWISE
-    has = {"data": True, "scale": plane.scale is not None and _block_rows(plane), "amax": plane.amax is not None and by_row}
+    has = {"data": True, "scale": plane.scale is not None and _block_rows(plane) > 0, "amax": plane.amax is not None and by_row}
     return [field for field, present in has.items() if present]
 
 

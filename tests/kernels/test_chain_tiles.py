@@ -8,7 +8,7 @@ from opfuse.kernels import launch
 from opfuse.kernels.chain import backward_chain
 from opfuse.kernels.chain_cases import Chain
 from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD, Turn, call_of
+from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD, Combination, chain_case
 from opfuse.kernels.encoding import Blocks
 from opfuse.kernels.epilogue import Stage
 from opfuse.kernels.layouts import Layout
@@ -109,7 +109,7 @@ def test_sums_have_shared_memory_that_every_device_has(biases, cast):
         args, kwargs = chain.backward(CPU)
         backward_chain.run(record, *args, **kwargs)
     else:
-        args, kwargs = call_of(chain, "backward", Turn(cast, USAGES, E4M3, False), CPU)
+        args, kwargs = chain_case(chain, "backward", Combination(cast, USAGES, E4M3, False), CPU)
         backward_chain_cast.run(record, *args, **kwargs)
     assert variants or biases > (12 if cast is None else 3)
     for variant in {*variants}:

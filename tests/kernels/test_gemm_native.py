@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from opfuse.kernels import gemm_native
 from opfuse.kernels.gemm import operand
 from opfuse.kernels.gemm_native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
@@ -137,6 +138,19 @@ def test_r10_contiguous_views_can_be_misaligned(broken, side):
     assert refused(*pair) == ""
     pair[side] = BROKEN[broken](pair[side])
     assert refused(*pair).startswith("arrays: wants contiguous ones of their layout's shape on 16 bytes, got")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shapes"),
+    [(("tensor", "tensor"), ((1,), (1,))), (("row", "row"), ((48, 1), (1, 64))), (("1x128", "128x128"), ((48, 2), (4, 1)))],
+)
+def test_r10_scales_are_given_as_the_library_reads_them(kinds, shapes, monkeypatch):
+    given = []
+    monkeypatch.setattr(gemm_native.F, "scaled_mm", lambda *args, **_: given.extend((args[2], args[4])))
+    left, right = stored(kinds[0], 48, 256), stored(kinds[1], 64, 256)
+    gemm_native._scaled_mm(left, right._replace(scale=shifted(right.scale, 1)), out_dtype=BF16, fast=False)
+    assert tuple(scale.shape for scale in given) == shapes
+    assert all(scale.data_ptr() % 16 == 0 for scale in given)
 
 
 def test_one_scale_may_lie_anywhere():

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from opfuse.errors import RecipeError
+import opfuse
+from opfuse.errors import GemmError, RecipeError
+from opfuse.formats import E4M3, E5M2
 from opfuse.recipes import (
     RECIPES,
     CustomRecipe,
@@ -19,7 +21,7 @@ from opfuse.recipes import (
     zoo,
 )
 from opfuse.recipes.availability import ARCHS, GATES, NativeGemm, Support
-from opfuse.tensors.quantizers import IdentityQuantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer
 
 QUERIES = {
     "fp8_current": is_fp8_available,
@@ -80,6 +82,11 @@ def delayed(role):
     return DelayedScalingRequest()
 
 
+def delayed_gradient(role):
+    wide = role.tensor_type == "weight"
+    return DelayedScalingRequest() if role.is_gradient else Float8CurrentScalingQuantizer((E5M2 if wide else E4M3).dtype)
+
+
 def named_alone(role):
     raise RecipeError(f"no quantizer of {role}")
 
@@ -94,6 +101,9 @@ def mixed(role):
         ({"qfactory": "fp8_row_scaled"}, "native", "fprop, dgrad, wgrad by scaled_mm, per row"),
         ({"qfactory": "fp8_row_scaled", "backward_override": "dequantized"}, "native", "fprop by scaled_mm, per row"),
         ({"qfactory": delayed}, "native", "fprop, dgrad, wgrad by scaled_mm, per tensor"),
+        ({"qfactory": delayed_gradient}, "emulated", "dgrad: elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
+        ({"qfactory": delayed, "backward_override": "dequantized"}, "refused", "CustomRecipe.qfactory("),
+        ({"qfactory": mixed}, "refused", "fprop of input and weight: wants two formats"),
         ({"qfactory": "high_precision_fwd_mxfp8_bwd"}, "emulated", "dgrad: no native product of mx formats"),
         ({"qfactory": named_alone}, "emulated", "fprop: the factory refuses a linear layer without a name"),
         ({"qfactory": mixed, "allow_mixed_emulation": True}, "emulated", "fprop of input and weight: wants two formats"),
@@ -105,6 +115,19 @@ def test_a_custom_recipe_is_native_if_all_of_its_products_are(fields, status, re
     found = support(CustomRecipe(**fields), (9, 0))
     assert found.status == status
     assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("fields", [{"qfactory": delayed, "backward_override": "dequantized"}, {"qfactory": mixed}])
+def test_a_custom_recipe_that_is_refused_refuses_calls(fields):
+    recipe = CustomRecipe(**fields)
+    assert support(recipe).status == "refused"
+    with pytest.raises((RecipeError, GemmError)), opfuse.autocast(recipe=recipe):
+        opfuse.ops.Sequential(opfuse.ops.Linear(32, 32))(torch.ones(32, 32))
+
+
+def test_a_custom_recipe_on_a_cpu_is_emulated():
+    reason = "fprop: the CPU has no product of this format"
+    assert support(CustomRecipe(qfactory="fp8_row_scaled"), (0, 0)) == Support("emulated", reason)
 
 
 def test_a_custom_recipe_asks_for_the_cuda_of_its_products(monkeypatch):

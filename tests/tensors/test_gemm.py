@@ -228,7 +228,7 @@ def test_x06_row_scaled_formats_meet_others_in_fprop_only(name, quantizers):
     if name == "fprop":
         gemm(name, left, right, dtype=BF16)
         return
-    told = rf"{name} of {what.left} and {what.right}: wants .*not row-scaled.*nvfp4 \(row-scaled\).*HybridQuantizer"
+    told = rf"{name} of {what.left} and {what.right}: wants .*without an amax for each row.*nvfp4 \(row-scaled\).*HybridQuantizer"
     with pytest.raises(GemmError, match=told):
         gemm(name, left, right, dtype=BF16)
     exact = left.dequantize(torch.float32, what.left_plane), right.dequantize(torch.float32, what.right_plane)

@@ -1,4 +1,4 @@
-// cast_row: FP8 codes of a matrix with an fp32 scale for each row, from one read of it.
+// cast_row: FP8 codes of a matrix with an fp32 scale for each row, from one read of it where rows are held.
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT
 // scale          [rows], what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two

@@ -1,4 +1,5 @@
-// norm_cast: a normalisation of the rows of a matrix, cast to FP8 codes by rows, with its statistics, from one read of it.
+// norm_cast: a normalisation of the rows of a matrix, cast to FP8 codes by rows, with its statistics, from one read of it where rows
+// are held.
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT
 // y              [rows, columns] of IO, what is cast, which is stored as well if STORES
@@ -6,7 +7,7 @@
 // CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; RowScaled: as in cast_row.cu with POW2; Blocks: 1 x 128,
 //                as in cast_block.cu with pow2 = POW2; Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the
 //                host has set to 0 where padded
-// Grid           a block of 256 threads for each row, or for each eight rows that are a warp's
+// Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/norm_cast.py, norm_then_cast
 #include "norm.cuh"
@@ -41,7 +42,14 @@ OPFUSE_FN bool has_block(const Row& at, int u) {
     return at.exists && (WHOLE || at.column(u) / (SHARING * 8) * (SHARING * 8) < at.columns);
 }
 
-struct Recording {
+// What casts have in common: begin(amax_of_row, at) before the row is cast, and finish() after it, do nothing in most.
+struct Cast {
+    template <class F>
+    OPFUSE_FN void begin(F, const Row&) {}
+    OPFUSE_FN void finish() {}
+};
+
+struct Recording : Cast {
     struct Target {
         const float* scale;
         float *amax, *decode_scale;
@@ -51,8 +59,6 @@ struct Recording {
     u32 best = 0;
 
     OPFUSE_FN Recording(const Target& target, const Norm&) : target(target), scale(*target.scale) {}
-    template <class F>
-    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row&, int) {
@@ -71,7 +77,7 @@ struct Recording {
     }
 };
 
-struct RowScaled {
+struct RowScaled : Cast {
     struct Target {
         float* scale;
         float eps;
@@ -93,10 +99,9 @@ struct RowScaled {
 #pragma unroll
         for (int k = 0; k < N; ++k) codes[k] = encode_eight<OUT>(y[k], [&](int) { return scale; });
     }
-    OPFUSE_FN void finish() {}
 };
 
-struct Blocks {
+struct Blocks : Cast {
     struct Target {
         float* scale;  // [blocks, rows], rows of which are `pitch` long, at most 3 more than are used; the rest becomes 0
         long long pitch;
@@ -106,8 +111,6 @@ struct Blocks {
     long long rows;
 
     OPFUSE_FN Blocks(const Target& target, const Norm& p) : target(target), rows(p.rows) {}
-    template <class F>
-    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
@@ -123,10 +126,9 @@ struct Blocks {
         if (row + 1 == rows)
             for (long long r = rows; r < target.pitch; ++r) stored[r] = 0.0f;
     }
-    OPFUSE_FN void finish() {}
 };
 
-struct Microscaled {
+struct Microscaled : Cast {
     struct Target {
         u8* scale;
         u32 bias, unused;
@@ -135,8 +137,6 @@ struct Microscaled {
     long long columns;
 
     OPFUSE_FN Microscaled(const Target& target, const Norm& p) : target(target), columns(p.columns) {}
-    template <class F>
-    OPFUSE_FN void begin(F, const Row&) {}
 
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
@@ -147,7 +147,6 @@ struct Microscaled {
             return mx_multiplier(code);
         });
     }
-    OPFUSE_FN void finish() {}
 };
 
 struct Parameters {

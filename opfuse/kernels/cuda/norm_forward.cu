@@ -3,7 +3,7 @@
 // x, y           [rows, columns] of IN and of IO, contiguous; y is stored if STORES
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
 // amax           fp32, raised to the largest magnitude of y, as it would be stored, if MEASURES
-// Grid           a block of 256 threads for each row, or for each eight rows that are a warp's
+// Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/norm.py, norm_forward
 #include "norm.cuh"

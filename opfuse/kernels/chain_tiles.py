@@ -20,7 +20,7 @@ from opfuse.kernels.layouts import Layout, are_known
 
 _SIXTEEN = 16  # rows whose codes are one store along a column
 _GROUP = 64  # columns that a warp has beside each other
-_MOST_RESULTS = 64 * 128  # of a tile whose threads have registers for two strands and sums over columns
+_MOST_RESULTS = 64 * 128  # of a tile whose threads have registers for two strands of fp32, or beside sums over columns
 _MOST_SUM_BYTES = 28 << 10  # of shared memory for parts of sums: a kernel has 48 KiB, of which casts hold 20 at most
 _HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
 
@@ -143,12 +143,12 @@ def plain_tile(call: Call) -> Tile | None:
 def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile | None:
     """The tile for results of so many columns; None if there is no kernel for them.
 
-    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, and for a large tile not
-    beside sums over columns. Parts of sums over rows must fit beside what the cast holds.
+    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, in a large tile neither of
+    fp32 nor beside sums over columns. Parts of sums over rows must fit beside what the cast holds.
     """
     tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
     widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []
-    crowded = strands and code.column_sums and tile.rows * tile.columns > _MOST_RESULTS
+    crowded = strands and (code.io == "float" or code.column_sums) and tile.rows * tile.columns > _MOST_RESULTS
     if crowded or strands > 1 or columns >= WIDEST or not tile.holds(len(code.row_sums)):
         return None
     return None if any(width % tile.columns for width in widths) else tile

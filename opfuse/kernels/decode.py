@@ -29,9 +29,9 @@ _WHOLE = 63  # the shift that leaves 0: one scale for all
 
 _SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
 _ROWS = {"tensor": 1, "row": 2, "block": 2, "mx": 2}
-_ROWS_ACROSS = 8
-"""Rows of a thread, by family, and where each column has scales of its own: more share the loads of scales, fewer keep more
-threads in flight."""
+_ROWS_ACROSS = {2: 8, 4: 4}
+"""Rows of a thread: by family, and by the bytes of a result where each column has scales of its own. More share the loads of
+scales, fewer keep more threads in flight."""
 
 
 class _Scales(NamedTuple):
@@ -64,7 +64,7 @@ def dequantize(
     if layout.format.family == "tensor" and not turned:
         rows, columns = 1, rows * columns
     group = VECTOR // dtype.itemsize
-    rows_each = 1 if turned else _ROWS_ACROSS if layout.across else _ROWS[layout.format.family]
+    rows_each = 1 if turned else _ROWS_ACROSS[dtype.itemsize] if layout.across else _ROWS[layout.format.family]
     aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % 8))
     if turned:
         entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)

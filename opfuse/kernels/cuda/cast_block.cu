@@ -36,7 +36,10 @@ OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Til
     }
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, sizeof(IN) == 2 && ALIGNED ? 4 : 2) cast_block(const __grid_constant__ Parameters parameters) {
+// Without conversion instructions, codes take more registers.
+constexpr int RESIDENT = sizeof(IN) == 2 && ALIGNED && __CUDA_ARCH__ >= 890 ? 4 : 2;
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block(const __grid_constant__ Parameters parameters) {
     const Blocks& p = parameters.blocks;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
     Tile tile = tile_of_block(blockIdx.x, p.columns);

@@ -18,6 +18,14 @@ RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Of one script: the records by name, then by unit."""
 
+BYTES = """\
+What stands beside the products is bytes. A under `fp8_current` and `dequantized` moves, in a training step, 0.30 GB for amaxes of
+input and weights, 0.45 for their casts, 0.47 and 0.35 for bias and GELU (the amax and what is kept; the codes), 0.13 for the last
+bias, 0.80 for the operands that are dequantized, and 0.77 for the derivative and the sums of the bias gradients: 3.28 GB. At the
+speed of copy that is 0.78 ms. A profile has 0.81 ms for these kernels and 6.1 ms for the products; from run to run the ratio is
+1.10 to 1.12."""
+"""Why a limit is missed: bytes for 8192 tokens, 4096 wide, 14336 inside; the profile is of an H200."""
+
 LARGE, SMALL = ", 16384x8192 bf16", ", 4096x4096 bf16"
 
 
@@ -80,7 +88,8 @@ def pipelines(record: Mapping[str, Any]) -> str:
         (setting, *(shown(each[what][unit], 2) for what in ("forward", "training") for unit in ("ms", "x products")))
         for setting, each in found.items()
     ]
-    return table(("pipeline, recipe, override", "forward, ms", "x products", "training, ms", "x products (at most)"), rows)
+    head = ("pipeline, recipe, override", "forward, ms", "x products", "training, ms", "x products (at most)")
+    return f"{table(head, rows)}\n\n{BYTES}"
 
 
 def groups(record: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import FP8_ELEMENTS, USAGES, Format, fp8_tensor
 from opfuse.kernels.gemm_native import BACKENDS, Machine, layout_refusal
-from opfuse.kernels.layouts import layout_of
+from opfuse.kernels.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES
@@ -118,7 +118,8 @@ def _cuda_version() -> Arch | None:
 def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine).
 
-    A custom recipe is native if all products that it quantizes are, of a linear layer without a name.
+    A custom recipe is native if all products that it quantizes are, of a linear layer without a name. Of one whose factory
+    refuses such a layer nothing is known: it is told as emulated.
     """
     kind = recipe.kind if isinstance(recipe, Recipe) else recipe
     arch = device_arch() if arch is None else arch
@@ -146,21 +147,23 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
         formats = {role: _formats(recipe, role) for role in TENSOR_TYPES}
     except RecipeError as error:
         return Support("refused", str(error))
-    native: dict[str, list[str]] = {}
+    products: dict[str, tuple[Layout, Layout]] = {}
     for name, what in GEMMS.items() if recipe.backward_override is None else [("fprop", GEMMS["fprop"])]:
         one, other = formats[what.left], formats[what.right]
         if one is None or other is None:
             return Support("emulated", f"{name}: the factory refuses a linear layer without a name")
         left, right = one[what.left_plane], other[what.right_plane]
-        if "identity" in (left.family, right.family):
-            continue
-        if miss := clash(name, left, right):
-            return Support("emulated" if recipe.allow_mixed_emulation else "refused", miss)
-        layouts = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
+        if "identity" not in (left.family, right.family):
+            products[name] = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
+    clashes = [reason for name, pair in products.items() if (reason := clash(name, *(layout.format for layout in pair)))]
+    if clashes:
+        return Support("emulated" if recipe.allow_mixed_emulation else "refused", clashes[0])
+    native: dict[str, list[str]] = {}
+    for name, pair in products.items():
         machine = Machine(arch, _cuda_version() or _NEWEST)
-        if miss := Gate((0, 0)).miss(arch, None) or layout_refusal(*layouts, torch.bfloat16, machine):
+        if miss := Gate((0, 0)).miss(arch, None) or layout_refusal(*pair, torch.bfloat16, machine):
             return Support("emulated", f"{name}: {miss}")
-        native.setdefault(BACKENDS[left.family].name, []).append(name)
+        native.setdefault(BACKENDS[pair[0].format.family].name, []).append(name)
     found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
     return Support("native", found or "all products are in high precision")
 

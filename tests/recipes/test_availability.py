@@ -21,7 +21,7 @@ from opfuse.recipes import (
     zoo,
 )
 from opfuse.recipes.availability import ARCHS, GATES, NativeGemm, Support
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
 
 QUERIES = {
     "fp8_current": is_fp8_available,
@@ -117,12 +117,30 @@ def test_a_custom_recipe_is_native_if_all_of_its_products_are(fields, status, re
     assert found.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("fields", [{"qfactory": delayed, "backward_override": "dequantized"}, {"qfactory": mixed}])
+def mixed_backward(role):
+    return Float8CurrentScalingQuantizer(E5M2.dtype) if role.is_gradient else MXFP8Quantizer()
+
+
+def row_scaled_nvfp4(role):
+    return NVFP4Quantizer(row_scaled_nvfp4=True)
+
+
+REFUSED = [
+    {"qfactory": delayed, "backward_override": "dequantized"},
+    {"qfactory": mixed},
+    {"qfactory": mixed_backward},
+    {"qfactory": row_scaled_nvfp4},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=lambda fields: fields["qfactory"].__name__)
 def test_a_custom_recipe_that_is_refused_refuses_calls(fields):
+    """On every device: what a recipe asks for is not a matter of hardware."""
     recipe = CustomRecipe(**fields)
-    assert support(recipe).status == "refused"
+    assert {support(recipe, arch).status for arch in ARCHS} == {"refused"}
+    x = torch.ones(32, 32, requires_grad=True)
     with pytest.raises((RecipeError, GemmError)), opfuse.autocast(recipe=recipe):
-        opfuse.ops.Sequential(opfuse.ops.Linear(32, 32))(torch.ones(32, 32))
+        opfuse.ops.Sequential(opfuse.ops.Linear(32, 32))(x)
 
 
 def test_a_custom_recipe_on_a_cpu_is_emulated():

@@ -228,6 +228,24 @@ class CastingQuantizer(Quantizer):
         return [zero_plane(layout, device) for layout in self._layouts(shape)]
 
 
+class Float8CastingQuantizer(CastingQuantizer):
+    """One whose both planes are of one format, of the element ``fp8_dtype``. QuantizerError for a dtype that is no FP8 one."""
+
+    fp8_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        require(self.fp8_dtype, FP8_ELEMENTS, f"{type(self).__name__} fp8_dtype")
+
+    @abstractmethod
+    def _format(self, element: Element) -> Format:
+        """The format of ``element``."""
+
+    @functools.cached_property
+    def formats(self) -> tuple[Format, Format]:
+        made = self._format(FP8_ELEMENTS[self.fp8_dtype])
+        return made, made
+
+
 @dataclass(frozen=True, eq=False)
 class _Stored:
     """What the layouts of a quantizer's planes follow from, but for the shape."""
@@ -295,9 +313,3 @@ def require(value: object, known: Collection[object], where: str) -> None:
     if value not in known:
         wanted = "one of " + ", ".join(map(str, known))
         raise QuantizerError(describe(where, wanted=wanted, got=value, cure="pass one of these"))
-
-
-def fp8_element(dtype: torch.dtype, where: str) -> Element:
-    """The element of an FP8 dtype; QuantizerError for any other."""
-    require(dtype, FP8_ELEMENTS, f"{where} fp8_dtype")
-    return FP8_ELEMENTS[dtype]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from opfuse.formats import Format, fp8_block, fp8_row, fp8_tensor
+from opfuse.formats import Element, Format, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.checks import require_number
 from opfuse.kernels.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled
 from opfuse.kernels.layouts import Layout
-from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
+from opfuse.tensors.quantizers.base import Float8CastingQuantizer, reduce_amax, require
 
 
 @dataclass(frozen=True, repr=False)
-class Float8Quantizer(CastingQuantizer):
+class Float8Quantizer(Float8CastingQuantizer):
     """Delayed scaling: casts with a scale found earlier, and records the amax that the next scale will come from.
 
     Args:
@@ -34,14 +34,12 @@ class Float8Quantizer(CastingQuantizer):
     fp8_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        fp8_element(self.fp8_dtype, type(self).__name__)
+        super().__post_init__()
         for name, value in (("scale", self.scale), ("amax", self.amax)):
             require_number(value, self.scale.device, where=f"{type(self).__name__} {name}")
 
-    @cached_property
-    def formats(self) -> tuple[Format, Format]:
-        fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
-        return fmt, fmt
+    def _format(self, element: Element) -> Format:
+        return fp8_tensor(element)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -52,7 +50,7 @@ class Float8Quantizer(CastingQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8CurrentScalingQuantizer(CastingQuantizer):
+class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
     """One scale for the whole tensor, from its own amax.
 
     Args:
@@ -70,13 +68,8 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        fp8_element(self.fp8_dtype, type(self).__name__)
-
-    @cached_property
-    def formats(self) -> tuple[Format, Format]:
-        fmt = fp8_tensor(fp8_element(self.fp8_dtype, type(self).__name__))
-        return fmt, fmt
+    def _format(self, element: Element) -> Format:
+        return fp8_tensor(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Measured:
         return Measured(layouts, partial(self._cast, layouts), partial(self._under, layouts))
@@ -91,10 +84,10 @@ class Float8CurrentScalingQuantizer(CastingQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8RowQuantizer(CastingQuantizer):
+class Float8RowQuantizer(Float8CastingQuantizer):
     """One fp32 scale for each row, from its own amax; in the columnwise plane, for each column.
 
-    No value of one row depends on another row, so rows may be tokens of different sequences.
+    In the rowwise plane no value depends on another row: rows may be tokens of different sequences.
 
     Args:
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
@@ -106,20 +99,15 @@ class Float8RowQuantizer(CastingQuantizer):
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        fp8_element(self.fp8_dtype, type(self).__name__)
-
-    @cached_property
-    def formats(self) -> tuple[Format, Format]:
-        fmt = fp8_row(fp8_element(self.fp8_dtype, type(self).__name__))
-        return fmt, fmt
+    def _format(self, element: Element) -> Format:
+        return fp8_row(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> RowScaled:
         return RowScaled(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
 
 
 @dataclass(frozen=True, repr=False)
-class Float8BlockQuantizer(CastingQuantizer):
+class Float8BlockQuantizer(Float8CastingQuantizer):
     """One fp32 scale for each 128 elements of a line, or for each 128x128 tile; edge blocks are partial.
 
     Args:
@@ -135,13 +123,11 @@ class Float8BlockQuantizer(CastingQuantizer):
     block_scaling_dim: int = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
-        fp8_element(self.fp8_dtype, type(self).__name__)
+        super().__post_init__()
         require(self.block_scaling_dim, (1, 2), "Float8BlockQuantizer block_scaling_dim")
 
-    @cached_property
-    def formats(self) -> tuple[Format, Format]:
-        fmt = fp8_block(fp8_element(self.fp8_dtype, type(self).__name__), self.block_scaling_dim)
-        return fmt, fmt
+    def _format(self, element: Element) -> Format:
+        return fp8_block(element, self.block_scaling_dim)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Blocks:
         return Blocks(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)

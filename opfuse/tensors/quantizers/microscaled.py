@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, NVFP4, Format, mxfp8
+from opfuse.formats import COLUMNWISE, NVFP4, Element, Format, mxfp8
 from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.encoding import Encoded, Measured, Microscaled
 from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
@@ -18,7 +18,7 @@ from opfuse.kernels.layouts import Layout
 from opfuse.kernels.quantize import ErrorMode
 from opfuse.kernels.random import draw_seed
 from opfuse.kernels.scales import Rounding
-from opfuse.tensors.quantizers.base import CastingQuantizer, fp8_element, reduce_amax, require
+from opfuse.tensors.quantizers.base import CastingQuantizer, Float8CastingQuantizer, reduce_amax, require
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -26,7 +26,7 @@ _FOUR_OVER_SIX_MAX = 256  # leaves room above it for the block scales that are 1
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP8Quantizer(CastingQuantizer):
+class MXFP8Quantizer(Float8CastingQuantizer):
     """A power-of-two scale for each 32 elements of a line (OCP Microscaling).
 
     Args:
@@ -40,13 +40,11 @@ class MXFP8Quantizer(CastingQuantizer):
     scale_rounding: Rounding = field(default="ceil", kw_only=True)
 
     def __post_init__(self) -> None:
-        fp8_element(self.fp8_dtype, type(self).__name__)
+        super().__post_init__()
         require(self.scale_rounding, ("ceil", "floor"), "MXFP8Quantizer scale_rounding")
 
-    @cached_property
-    def formats(self) -> tuple[Format, Format]:
-        fmt = mxfp8(fp8_element(self.fp8_dtype, type(self).__name__))
-        return fmt, fmt
+    def _format(self, element: Element) -> Format:
+        return mxfp8(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Microscaled:
         return Microscaled(layouts, rows=_MX_BLOCK if self.with_2d_quantization else 1, rounding=self.scale_rounding)

@@ -27,11 +27,13 @@ class Pipeline(Protocol):
 
 
 def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """Typed errors for what is no strided tensor, parametrized weights and several devices; a warning for module hooks."""
+    """Typed errors for what is no strided tensor, for weights parametrized or complex, for two devices; a warning for hooks."""
     check_tensors(pipeline.label, *extras, what="extra input")
     _check_strided(pipeline.label, x, *extras)
     for op in pipeline.ops:
         _check_parametrized(op)
+        if _is_own(op):
+            _check_dtypes(op)
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 
@@ -71,6 +73,18 @@ def _check_parametrized(op: BasicOperation) -> None:
         raise PipelineError(describe(f"{op.label} parameters", wanted="parameters of its own", got=got, cure=cure))
 
 
+def _is_own(op: BasicOperation) -> bool:
+    """Whether the op is one of opfuse, which knows what it can take; an op of a user's own decides for itself."""
+    return type(op).__module__.startswith("opfuse.")
+
+
+def _check_dtypes(op: BasicOperation) -> None:
+    """DtypeError for a parameter in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it."""
+    for name, parameter in zip(op.parameter_names, op.parameter_values()):
+        if parameter is not None:
+            op.checked_dtype(name, parameter.dtype)
+
+
 def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
     """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides.
 
@@ -78,7 +92,7 @@ def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.T
     """
     named = [(f"{pipeline.label} extra input {i}", extra) for i, extra in enumerate(extras)]
     counts = {id(extra) for extra in extras if not extra.is_floating_point() and extra.device.type == "cpu"}
-    own = list(takewhile(lambda op: type(op).__module__.startswith("opfuse."), pipeline.ops))
+    own = list(takewhile(_is_own, pipeline.ops))
     for op in own:
         named += [(f"{op.label} {name}", p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
     for where, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:

@@ -192,15 +192,17 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     members = [graph.nodes[i] for i in nodes]
     made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
     read = dict.fromkeys(value for node in members for value in node.inputs if value not in made)
-    # A view that an autograd node overwrites must be the node's first input.
+    # A view that an autograd node overwrites must be the node's first input. Of the others those that are read last come first:
+    # so autograd sums gradients of one tensor in the order in which it gets them from ops that are nodes of their own.
     written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
+    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs)}
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
     claimed = any(group.rule is not None or group.opaque is not None for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
     return Segment(
         nodes,
-        tuple(sorted(read, key=lambda value: value not in written)),
+        tuple(sorted(read, key=lambda value: (value not in written, places[value]))),
         tuple(sorted(leaves)),
         tuple(forward),
         tuple(reversed(backward)),

@@ -246,7 +246,7 @@ class Runner:
         self._finish(chain, dx, grads)
 
     def _finish(self, members: Sequence[Node], dx: Value | None, grads: Gradients) -> None:
-        for node in members:
+        for node in reversed(members):  # the order of ops that run alone, in which gradients of one value are summed
             if not node.is_cast:
                 grads.collect(node)
         first = members[0]

@@ -61,7 +61,7 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        ctx.slots = [slot for op in runner.segment.ops for slot in ((op, name) for name in runner.ops[op].parameter_names)]
+        ctx.slots = [(op, name) for op in reversed(runner.segment.ops) for name in runner.ops[op].parameter_names]
         ctx.save_for_backward(*_released(runner))
         ctx.set_materialize_grads(False)
         return tuple(_distinct(outputs))
@@ -178,7 +178,8 @@ def _run_segments(
         runner = Runner(plan, segment, ops, kwargs)
         inputs = [values[value] for value in segment.inputs]
         if segment.requires_grad:
-            params = [p for op in segment.ops for p in ops[op].parameter_values()]
+            # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
+            params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
             outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
         else:
             outputs = _published(runner.forward(inputs), inputs)

@@ -5,6 +5,10 @@ fp32. What an E8M0 or E4M3 block scale multiplies enters the product as one oper
 multiply the sums. On a GPU the operands are bf16 and the sums fp32. The values are the same, since a code has at most 4
 significant bits and an E4M3 scale 4 more, but for one range: E4M3 under E8M0 codes 0-2, E5M2 under codes 0-9. There a value
 may need a place below 2^-133, the last of bf16, and errs by at most 2^-134. At the other end bf16 and fp32 overflow alike.
+
+The two fp32 factors of a result multiply its sum one after the other, left first, each product rounded to 24 bits whatever its
+exponent: a result overflows or vanishes where it must, never because a sum times one factor does. Block scales multiply each
+other first, and then the sum of their block.
 """
 
 from __future__ import annotations
@@ -41,11 +45,27 @@ def multiply(left: Operand, right: Operand) -> torch.Tensor:
     if left.blocks is not None and right.blocks is not None:
         return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
     result = _sums(left.values, right.values)
-    if left.factor is not None:
-        result *= left.factor
-    if right.factor is not None:
-        result *= right.factor.t()
+    if left.factor is not None and right.factor is not None:
+        for factor in balanced(left.factor, right.factor.t()):
+            result *= factor
     return result
+
+
+def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 factors with the powers of two in them shared evenly; those of lines are broadcast against each other.
+
+    A sum times the first, then times the second, has the bits that it has with the given factors, as long as those keep to the
+    normal fp32 range. With these it leaves the range only where the result does: sums of codes lie between 2^-32 and 2^46.
+    """
+    (left, left_power), (right, right_power) = torch.frexp(left), torch.frexp(right)
+    both = left_power + right_power
+    half = both >> 1
+    return left * _power_of_two(half), right * _power_of_two(both - half)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """fp32 2^exponent by its bits, cut off at the normal range: two factors that are further out give 0 in any case."""
+    return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)
 
 
 def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

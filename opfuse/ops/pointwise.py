@@ -219,7 +219,12 @@ def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
-    return ctx.extras[int(source.removeprefix("extra"))] if source.startswith("extra") else op.parameter(source)
+    """The operand that comes from ``source``. DtypeError for an extra input that a conversion to fp32 would change."""
+    if not source.startswith("extra"):
+        return op.parameter(source)
+    extra: torch.Tensor = ctx.extras[int(source.removeprefix("extra"))]
+    op.checked_dtype("extra input", extra.dtype)
+    return extra
 
 
 @dataclass(frozen=True)

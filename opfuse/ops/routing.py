@@ -13,6 +13,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import checked_dtype, checked_sizes
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import pointwise
+from opfuse.tensors.gemm import gemm
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class TokenDispatchSpec:
 class TokenDispatch(BasicOperation):
     """Rows of x (tokens, features) once for each of the ``top_k`` groups that a learned gate chooses for them, group by group.
 
-    p = softmax(x W^T) with ``weight`` W (num_groups, features), in fp32; the largest ``top_k`` of a token are its groups. The
-    output is (tokens * top_k, features), by group, then by token. Extra outputs: split sizes, int64 (num_groups,); the p of each
-    row, in the dtype of x; and the place of each token's rows in the output, int64 (tokens, top_k), for :class:`TokenCombine`.
-    The gradient flows through the rows and through p.
+    p = softmax(x W^T) with ``weight`` W (num_groups, features), in fp32 of x as it came, under torch.autocast too; the largest
+    ``top_k`` of a token are its groups. The output is (tokens * top_k, features), by group, then by token. Extra outputs: split
+    sizes, int64 (num_groups,); the p of each row, in the dtype of the output; and the place of each token's rows in the output,
+    int64 (tokens, top_k), for :class:`TokenCombine`. The gradient flows through the rows and through p.
     """
 
     saves = ("x", "weight", "probabilities", "chosen", "places")
@@ -59,8 +60,9 @@ class TokenDispatch(BasicOperation):
         ctx, weight = basic_op_ctxs[0], self.weight
         _check_rows(self.label, input_, self.features)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype(input_))
-        wide = pointwise.compute_dtype(x.dtype)
-        probabilities = (x.to(wide) @ weight.to(wide).t()).softmax(-1)
+        wide = pointwise.compute_dtype(input_.dtype)
+        # The gate reads the input itself, and a product of its own: torch.autocast would round both.
+        probabilities = gemm("fprop", input_.to(wide), weight.to(wide), dtype=wide).softmax(-1)
         picked, chosen = probabilities.topk(self.top_k)
         # A stable sort keeps the tokens of a group in order.
         order = chosen.flatten().argsort(stable=True)
@@ -68,7 +70,7 @@ class TokenDispatch(BasicOperation):
         splits = torch.nn.functional.one_hot(chosen.flatten(), self.num_groups).sum(0)
         trains, routed = "weight" in ctx.needs, "input" in ctx.needs
         ctx.save(
-            x=x if trains else None,
+            x=input_ if trains else None,
             weight=weight if routed else None,
             probabilities=probabilities if ctx.needs else None,
             chosen=chosen if ctx.needs else None,
@@ -89,9 +91,9 @@ class TokenDispatch(BasicOperation):
             chosen = torch.zeros_like(saved.probabilities).scatter_(1, saved.chosen, d_picked.to(wide)[saved.places])
             p = saved.probabilities
             d_logits = p * (chosen - (p * chosen).sum(-1, keepdim=True))
-            d_weight = d_logits.t() @ saved.x.to(wide) if "weight" in ctx.needs else None
+            d_weight = gemm("wgrad", d_logits, saved.x.to(wide), dtype=wide) if "weight" in ctx.needs else None
             if "input" in ctx.needs:
-                gate = d_logits @ saved.weight.to(wide)
+                gate = gemm("dgrad", d_logits, saved.weight.to(wide), dtype=wide)
                 dx = gate if dx is None else dx + gate
         dx = None if dx is None or "input" not in ctx.needs else dx.to(ctx.input_dtype)
         return dx, [(None if d_weight is None else d_weight.to(self.weight.dtype),)], [()]

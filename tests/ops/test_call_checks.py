@@ -42,6 +42,26 @@ def test_sparse_tensors_and_scalars_are_refused():
             ops.GroupedLinear(1, 8, 8)(torch.tensor(1.0), [1])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("make_op", [ops.AddExtraInput, ops.ScaledSwiGLU], ids=lambda op: op.__name__)
+def test_an_extra_input_that_fp32_does_not_hold(make_op, dtype):
+    """The imaginary part of a complex one was lost."""
+    extra = torch.ones((3, 8) if make_op is ops.AddExtraInput else 3).to(dtype)
+    with raised(errors.DtypeError, TypeError, rf"{make_op.__name__}\(\) extra input: wants a dtype of", f"got {dtype}"):
+        ops.Sequential(ops.Bias(8), make_op())(torch.randn(3, 8), extra)
+
+
+@pytest.mark.parametrize("make_op", [ops.Bias, ops.RMSNorm, ops.LayerNorm], ids=lambda op: op.__name__)
+def test_a_model_that_became_complex(make_op):
+    model, x = ops.Sequential(make_op(8)), torch.randn(3, 8)
+    model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, that complex modules are new
+        model.to(torch.complex64)
+    with raised(errors.DtypeError, TypeError, f"{make_op.__name__}.* (bias|weight): wants a dtype of", "got torch.complex64"):
+        model(x)
+
+
 def test_a_tensor_that_moved_after_a_call_is_refused_as_at_the_first():
     model, x, extra = ops.Sequential(ops.Bias(8), ops.AddExtraInput()), torch.randn(3, 8), torch.randn(3, 8)
     model(x, extra)

@@ -675,6 +675,22 @@ def test_a_mixture_of_experts_is_its_dense_formula():
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_the_gate_computes_in_fp32_under_torch_autocast(dtype):
+    """The groups of every token, their p and the gradient of the gate are those without torch.autocast, p rounded once."""
+    router, x = ops.TokenDispatch(16, K, top_k=2), torch.randn(256, K)
+    found = []
+    for enabled in (False, True):
+        router.zero_grad()
+        given = x.clone().requires_grad_()
+        with torch.autocast(torch.get_default_device().type, dtype, enabled=enabled):
+            rows, splits, p, places = router(given)
+            p.backward(torch.arange(512.0).div(512).to(dtype).to(p.dtype))
+        found.append((splits, places, p.to(dtype), rows.to(dtype), given.grad, router.weight.grad))
+        assert (rows.dtype, p.dtype) == ((dtype, dtype) if enabled else (torch.float32, torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
     model, x = moe(BF16, pad_splits=True), randn(96, K).requires_grad_()

@@ -10,11 +10,13 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import GemmError, MissingPlaneError, ShapeError
+from opfuse.kernels.gemm import balanced
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
@@ -105,6 +107,49 @@ def test_r5_e5m2_gradients():
     weight = quantized(RECIPES["fp8_current"], "weight")
     got = gemm("dgrad", gradient, weight, dtype=torch.float32)
     assert excess("dgrad", got, gradient.dequantize(torch.float32).double(), weight.dequantize(torch.float32).double()) < 1
+
+
+FAR_APART = {
+    "fp8_current": Float8CurrentScalingQuantizer(E4M3),
+    "fp8_row": Float8RowQuantizer(E4M3),
+    "nvfp4": NVFP4Quantizer(),
+    "nvfp4 by rows": NVFP4Quantizer(row_scaled_nvfp4=True),
+}
+
+
+@pytest.mark.parametrize(("left_size", "right_size"), [(1e35, 1e-20), (1e-20, 1e35), (1e-36, 1e12), (1e16, 1e16), (1e30, 1e-36)])
+@pytest.mark.parametrize("name", FAR_APART)
+def test_r5_operands_whose_sizes_are_far_apart(name, left_size, right_size):
+    """A sum of codes times one scale alone overflows, or vanishes: 1e5 times 1e33 in the first of these."""
+    x, weight = (values(role, dtype=torch.float32) * size for role, size in (("input", left_size), ("weight", right_size)))
+    left, right = (FAR_APART[name].quantize(tensor) for tensor in (x, weight))
+    got = gemm("fprop", left, right, dtype=torch.float32)
+    exact = left.dequantize(torch.float32).double(), right.dequantize(torch.float32).double()
+    assert exact[0].isfinite().all()
+    assert got.isfinite().all()
+    assert 0 < excess("fprop", got, *exact) < 1
+
+
+def test_a_row_of_zeros_stays_so_beside_the_largest_values():
+    x, weight = values("input", dtype=torch.float32), values("weight", dtype=torch.float32) * 1e30
+    x[0], x[1:] = 0, x[1:] * 1e30
+    got = gemm("fprop", *(Float8CurrentScalingQuantizer(E4M3).quantize(t) for t in (x, weight)), dtype=torch.float32)
+    assert not got[0].any()
+    assert got[1:].isinf().all()
+
+
+def test_r5_shared_powers_of_two_keep_the_bits():
+    """Where a sum times each factor alone is a normal number, the definition is just that, left factor first."""
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(shape: tuple[int, ...], least: int, most: int) -> torch.Tensor:
+        powers = torch.randint(least, most, shape, generator=generator)
+        return torch.randn(shape, generator=generator) * torch.exp2(powers.float())
+
+    sums, left, right = numbers((400, 300), -18, 30), numbers((400, 1), -40, 40), numbers((1, 300), -40, 40)
+    one, other = balanced(left.abs(), right.abs())
+    assert torch.equal(sums * one * other, sums * left.abs() * right.abs())
+    assert float((one.log2().round() - other.log2().round()).abs().max()) <= 2
 
 
 @pytest.mark.row("B14")

@@ -46,8 +46,16 @@ class SpecError(OpfuseError, AttributeError, ValueError):
     """A hyper-parameter of an op is out of range, or was assigned after construction."""
 
 
+class UnknownArgumentError(SpecError, TypeError):
+    """An op was given a keyword that its constructor does not take."""
+
+
 class PipelineError(OpfuseError, ValueError):
     """Ops, extra tensors or channels do not fit together."""
+
+
+class PipelineIndexError(PipelineError, IndexError):
+    """A module, an extra tensor or a channel was asked for under a number that none has."""
 
 
 class ChannelError(PipelineError, RuntimeError):
@@ -112,6 +120,7 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'gelu'?"`` for the known name closest to ``name``, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    """``"; did you mean 'gelu'?"`` for the known name closest to ``name`` in any case of letters, or an empty string."""
+    folded = {word.casefold(): word for word in known}
+    found = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
+    return f"; did you mean {folded[found[0]]!r}?" if found else ""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.rules import Guard
 from opfuse.config.document import meaning
+from opfuse.config.fields import read
 from opfuse.config.findings import Problem, Refused, shown, similar
-from opfuse.config.operations import NOT_WRITTEN, parameters
-from opfuse.config.recipes import read
 from opfuse.core.signature import Env
+from opfuse.core.spec import domains, spec_of
+from opfuse.domains import BOOLEAN, Domain, domain_of, one_of
 from opfuse.fusions.declared import KINDS
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES
-from opfuse.recipes.settings import Domain, settings_of
-from opfuse.recipes.settings import one_of as choice
+from opfuse.recipes.settings import settings_of
 
 WORDS = {">=": "at_least", "multiple of": "multiple_of", "not": "is_not"}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
@@ -57,33 +57,22 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _plain(kind: type) -> Domain:
-    def check(value: Any) -> Any:
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError
-        return cast(Any, kind)(value)
-
-    return Domain({int: "an integer", float: "a number", bool: "True or False", str: "text"}[kind], check)
-
-
 VERSION = Domain("a compute capability such as 9.0", _version)
 DTYPE = Domain("the name of a torch dtype", _dtype)
 ANYTHING = Domain("a single value", _scalar)
-FLAG, INTEGER, NUMBER, TEXT = _plain(bool), _plain(int), _plain(float), _plain(str)
-_OF_HINT = {bool: FLAG, int: INTEGER, float: NUMBER, str: TEXT}
 
 RECIPE = {
     **{name: rule.domain for cls in RECIPES.values() for name, (_, rule) in settings_of(cls).items() if rule is not None},
-    "kind": choice(*RECIPES),
+    "kind": one_of(*RECIPES),
 }
 ENVIRONMENT = {
-    **{name: _OF_HINT.get(hint, ANYTHING) for name, hint in get_type_hints(Env).items()},
+    **{name: domain_of(hint) or ANYTHING for name, hint in get_type_hints(Env).items()},
     **{name: RECIPE[name] for name in ("backward_override", "rounding")},
     "arch": VERSION,
     "autocast": DTYPE,
 }
-TENSOR = {"dtype": DTYPE, "requires_grad": FLAG}
-CAST = {"role": choice("input", "grad_output")}
+TENSOR = {"dtype": DTYPE, "requires_grad": BOOLEAN}
+CAST = {"role": one_of("input", "grad_output")}
 """What may be read of the recipe, of a call's environment, of a parameter and of a cast."""
 
 Places = Mapping[str, tuple[str, ...]]
@@ -93,12 +82,7 @@ Places = Mapping[str, tuple[str, ...]]
 def _attributes(words: Sequence[str]) -> dict[str, Domain]:
     """What may be read of an op at a place: its hyper-parameters."""
     classes = [cls for cls in OPS.values() for word in words if word in KINDS.get(cls.kind, ())]
-    found = {
-        name: _OF_HINT.get(p.annotation, ANYTHING)
-        for cls in classes
-        for name, p in parameters(cls).items()
-        if name not in NOT_WRITTEN
-    }
+    found = {name: domain for cls in classes for name, domain in domains(spec_of(cls)).items()}
     return {**found, **(CAST if QUANTIZE in words else {})}
 
 
@@ -108,7 +92,7 @@ def _lookup(step: str, known: Mapping[str, Any], of: str) -> Any:
     return known[step]
 
 
-def domain_of(path: str, places: Places) -> Domain:
+def readable_at(path: str, places: Places) -> Domain:
     """What the value at ``path`` can be; Refused if there is nothing to read."""
     root, *steps = path.split(".")
     known: dict[str, Any] = {"env": {**ENVIRONMENT, "recipe": RECIPE}, "recipe": RECIPE}
@@ -123,7 +107,7 @@ def domain_of(path: str, places: Places) -> Domain:
 
 def to_guard(path: str, written: Any, places: Places) -> Guard:
     """The guard that ``path: written`` stands for. Refused if the path or the value cannot be."""
-    domain = domain_of(path, places)
+    domain = readable_at(path, places)
     reads = f"env.{path}" if path.startswith("recipe.") else path
     if isinstance(written, list):
         if not written:
@@ -134,13 +118,13 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
     value = meaning(word[2]) if word else written
     if test == "multiple_of":
         return Guard(reads, test, _divisor(path, domain, value))
-    if test == "at_least" and domain not in (INTEGER, NUMBER, VERSION):
+    if test == "at_least" and not (domain.ordered or domain is VERSION):
         raise Refused(Problem("bad-value", f"{path} has no order, so '>=' cannot be asked of it", "list the values it may have"))
     return Guard(reads, test, read(path, domain, value))
 
 
 def _divisor(path: str, domain: Domain, value: Any) -> int:
-    if domain is not INTEGER or type(value) is not int or value < 1:
+    if domain.schema.get("type") != "integer" or type(value) is not int or value < 1:
         raise Refused(Problem("bad-value", f"{path} wants 'multiple of' an integer of at least 1, got {shown(value)}"))
     return value
 

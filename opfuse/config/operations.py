@@ -1,19 +1,20 @@
-"""The pipeline's ops, derived from the signatures of their constructors."""
+"""The pipeline's ops, derived from their specs: fields, defaults and what each may hold."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
+from opfuse.config.fields import field_type
 from opfuse.config.findings import Problem, Refused, sentence, shown, similar
 from opfuse.config.models import Section
 from opfuse.core.operation import FusibleOperation
+from opfuse.core.spec import argument, domains, spec_of
+from opfuse.domains import keywords
 from opfuse.errors import OpfuseError, PipelineError, describe
 from opfuse.ops import OPS
 
@@ -25,35 +26,17 @@ IN_CODE = {
 }
 """Parameters that only code which calls the op can make use of, and what to say of them in a file."""
 
-NOT_WRITTEN = {"self", "spec", "owner", *PLACEMENT, *IN_CODE}
-
-Size = Annotated[int, Field(ge=-(2**31), le=2**31)]
-"""Integers that torch can take as a size; which of them an op takes is its own affair."""
-
 SPELLINGS = {"normalized_shape": "size"}
 """Parameters that have a shorter name in a file."""
 
 
-def parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Parameters of the constructor by name, with those that ``**options`` passes on to a base class."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        own = inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-        found = {**{name: p for name, p in own.items() if p.kind is not p.VAR_KEYWORD}, **found}
-        if all(p.kind is not p.VAR_KEYWORD for p in own.values()):
-            break
-    return found
-
-
-def _written(hint: Any) -> Any:
-    """The type of a parameter as a file can hold it: lists for every iterable."""
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(map(_written, get_args(hint)))]  # noqa: UP007
-    if get_origin(hint) is not None and issubclass(get_origin(hint), Iterable):
-        return list[_written(get_args(hint)[0])]  # type: ignore[misc]
-    return Size if hint is int else hint
+def written(cls: type[FusibleOperation]) -> dict[str, tuple[Any, Any]]:
+    """What a file may say of an op: type and default by the name of the constructor's argument."""
+    spec = spec_of(cls)
+    defaults = {argument(field.name): ... if field.default is MISSING else field.default for field in fields(spec)}
+    read = {argument(name): domain for name, domain in domains(spec).items()}
+    given = (name for name in defaults if name not in IN_CODE)
+    return {name: (field_type(SPELLINGS.get(name, name), read[name]), defaults[name]) for name in given}
 
 
 def _as_list(value: Any) -> Any:
@@ -73,17 +56,14 @@ def _channel_field(least: int, most: int) -> tuple[Any, Any]:
 
 
 def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
-    fields: dict[str, Any] = {"op": (Literal[key], ...)}
-    for name, parameter in parameters(cls).items():
-        if name not in NOT_WRITTEN:
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[SPELLINGS.get(name, name)] = _written(parameter.annotation), default
+    found: dict[str, Any] = {"op": (Literal[key], ...)}
+    found |= {SPELLINGS.get(name, name): field for name, field in written(cls).items()}
     for side in CHANNELS:
         count = getattr(cls, f"num_{side}s")
         if isinstance(count, int) and count:
-            fields[side] = _channel_field(count, getattr(cls, f"most_{side}s", count))
-    model = create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **fields)
-    model.not_here = {name: help for name, help in IN_CODE.items() if name in parameters(cls)}
+            found[side] = _channel_field(count, getattr(cls, f"most_{side}s", count))
+    model = create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **found)
+    model.not_here = {name: help for name, help in IN_CODE.items() if name in domains(spec_of(cls))}
     return model
 
 
@@ -106,7 +86,7 @@ class Entry:
         """A new op with its channels set; its parameters have ``dtype`` and lie on ``device``."""
         cls = OPS[self.op]
         placement = {"device": device, "dtype": dtype}
-        taken = {name: placement[name] for name in PLACEMENT if name in parameters(cls)}
+        taken = {name: placement[name] for name in PLACEMENT if name in (keywords(cls) or ())}
         op: Any = cls(**dict(self.arguments), **taken)
         if self.extra_input and len(self.extra_input) != op.num_extra_inputs:
             wanted, cure = f"{op.num_extra_inputs} channels", "name one for each"
@@ -118,14 +98,10 @@ class Entry:
         return op
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def to_entry(section: Any) -> Entry:
     """The entry that ``section`` describes, built once to see that the op takes it."""
-    names = {SPELLINGS.get(name, name): name for name in parameters(OPS[section.op])}
-    given = {names[key]: _frozen(getattr(section, key)) for key in sorted(section.model_fields_set & names.keys())}
+    names = {SPELLINGS.get(name, name): name for name in written(OPS[section.op])}
+    given = {names[key]: getattr(section, key) for key in sorted(section.model_fields_set & names.keys())}
     channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
     entry = Entry(section.op, tuple(given.items()), **channels)
     try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
+from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -28,17 +29,17 @@ from opfuse.tensors.quantizers import Quantizer
 Gradients = Iterable[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
-class NoSpec:
-    """Spec of an op that keeps its hyper-parameters to itself; no guard can read them."""
-
-
 class FusibleOperation(nn.Module, ABC):
     """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
 
     kind: ClassVar[str] = ""
+    spec: Any
     run_alone: ClassVar[Callable[..., Any] | None] = None
     """Runs one op as a pipeline of its own; the compiler sets it."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        check_keywords(cls, given)
+        return super().__new__(cls)
 
     @property
     @abstractmethod
@@ -130,10 +131,13 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
-        """spec: frozen hyper-parameters. owner: the module whose parameters this op borrows, where it is a part of another."""
+        """spec: frozen hyper-parameters, checked here. owner: the module whose parameters this op borrows as a part of it.
+
+        SpecError for a value that the type of its field does not allow.
+        """
         super().__init__()
-        self.__dict__["spec"] = spec if spec is not None else NoSpec()
         self.__dict__["owner"] = owner if owner is not None else self
+        self.__dict__["spec"] = NoSpec() if spec is None else checked_spec(spec, type(self.owner).__name__)
         self._init_channels()
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
@@ -157,8 +161,8 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        spec = self.spec
-        return ", ".join(f"{f.name}={getattr(spec, f.name)!r}" for f in fields(spec) if getattr(spec, f.name) != f.default)
+        given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))
+        return ", ".join(f"{argument(f.name)}={value!r}" for f, value in given if value != f.default)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 

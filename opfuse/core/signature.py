@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opfuse.errors import DtypeError, SpecError, describe
+from opfuse.errors import DtypeError, describe, nearest
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import SPLIT
 
@@ -21,16 +20,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def checked_dtype(where: str, dtype: torch.dtype) -> torch.dtype:
     """``dtype`` itself; DtypeError unless ops compute in it."""
     if dtype not in DTYPES:
-        raise DtypeError(describe(where, wanted=f"a dtype of {DTYPES}", got=dtype, cure="cast it to one of these"))
+        word = nearest(dtype, (str(known) for known in DTYPES)) if isinstance(dtype, str) else ""
+        raise DtypeError(describe(where, wanted=f"a dtype of {DTYPES}", got=f"{dtype!r}{word}", cure="cast it to one of these"))
     return dtype
-
-
-def checked_sizes(where: str, sizes: Iterable[object], *, wanted: str, cure: str) -> tuple[int, ...]:
-    """``sizes`` as ints; SpecError unless there are any and each is a whole number above 0."""
-    given = tuple(sizes)
-    if not given or not all(hasattr(size, "__index__") and operator.index(size) > 0 for size in given):  # type: ignore[arg-type]
-        raise SpecError(describe(where, wanted=wanted, got=given, cure=cure))
-    return tuple(map(operator.index, given))  # type: ignore[arg-type]
 
 
 class TensorSig(NamedTuple):

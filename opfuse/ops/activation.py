@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from opfuse.core.context import Context
-from opfuse.errors import SpecError, describe
+from opfuse.core.spec import Positive, Size
 from opfuse.kernels import activations
 from opfuse.kernels.epilogue import Stage
 from opfuse.ops.pointwise import PointwiseOperation
@@ -36,6 +34,7 @@ class Activation(PointwiseOperation):
     dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the forward pass read.
     """
 
+    spec: ActivationSpec
     traits = frozenset(("elementwise", "activation"))
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -89,16 +88,16 @@ class GatedSpec:
     """Hyper-parameters of a gated unit. glu_interleave_size: None, or halves alternate in groups of that many columns."""
 
     cache_quantized_input: bool = False
-    glu_interleave_size: int | None = None
+    glu_interleave_size: Size | None = None
 
 
 class GatedActivation(Activation):
     """y = act(a) * b for x = (a | b) of shape (..., 2n); y has shape (..., n)."""
 
+    spec: GatedSpec  # type: ignore[assignment]
     traits = frozenset(("elementwise", "activation", "gated"))
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        _check_interleave(type(self).__name__, glu_interleave_size)
         PointwiseOperation.__init__(self, GatedSpec(cache_quantized_input, glu_interleave_size))
 
 
@@ -145,16 +144,17 @@ class SwiGLU(GatedActivation):
 class ClampedSwiGLUSpec:
     """Hyper-parameters of a clamped SwiGLU."""
 
-    limit: float = 7.0
+    limit: Positive = 7.0
     alpha: float = 1.702
     glu_linear_offset: float = 1.0
     cache_quantized_input: bool = False
-    glu_interleave_size: int | None = None
+    glu_interleave_size: Size | None = None
 
 
 class ClampedSwiGLU(GatedActivation):
     """a' sigmoid(alpha a') * (clamp(b, -limit, limit) + glu_linear_offset), a' = min(a, limit); no gradient where clamped."""
 
+    spec: ClampedSwiGLUSpec  # type: ignore[assignment]
     kind = "clamped_swiglu"
     math = activations.CLAMPED_SWIGLU
 
@@ -167,8 +167,6 @@ class ClampedSwiGLU(GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        _check_interleave("ClampedSwiGLU", glu_interleave_size)
-        _check_positive("ClampedSwiGLU", limit=limit)
         PointwiseOperation.__init__(
             self, ClampedSwiGLUSpec(limit, alpha, glu_linear_offset, cache_quantized_input, glu_interleave_size)
         )
@@ -178,15 +176,16 @@ class ClampedSwiGLU(GatedActivation):
 class SiTUGLUSpec:
     """Hyper-parameters of SiTUGLU."""
 
-    beta1: float = 4.0
-    beta2: float = 25.0
+    beta1: Positive = 4.0
+    beta2: Positive = 25.0
     cache_quantized_input: bool = False
-    glu_interleave_size: int | None = None
+    glu_interleave_size: Size | None = None
 
 
 class SiTUGLU(GatedActivation):
     """beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)."""
 
+    spec: SiTUGLUSpec  # type: ignore[assignment]
     kind = "situglu"
     math = activations.SITUGLU
 
@@ -198,8 +197,6 @@ class SiTUGLU(GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        _check_interleave("SiTUGLU", glu_interleave_size)
-        _check_positive("SiTUGLU", beta1=beta1, beta2=beta2)
         PointwiseOperation.__init__(self, SiTUGLUSpec(beta1, beta2, cache_quantized_input, glu_interleave_size))
 
 
@@ -240,23 +237,3 @@ class ScaledSReLU(SReLU):
     math = activations.SCALED["scaled_srelu"]
     sources = {"scale": "extra0"}
     num_extra_inputs = 1
-
-
-def _check_interleave(where: str, size: Any) -> None:
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise SpecError(
-            describe(
-                f"{where}.glu_interleave_size",
-                wanted="None or a positive integer",
-                got=repr(size),
-                cure="give the group's columns",
-            )
-        )
-
-
-def _check_positive(where: str, **constants: float) -> None:
-    for name, value in constants.items():
-        if not (math.isfinite(value) and value > 0):
-            raise SpecError(
-                describe(f"{where}.{name}", wanted="a finite number above 0", got=value, cure=f"choose another {name}")
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from torch import nn
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import Mode, numbered
-from opfuse.core.signature import Env, checked_dtype, checked_sizes
+from opfuse.core.signature import Env
+from opfuse.core.spec import Size, checked_spec, new_parameter
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split_rows
 from opfuse.ops.grouped_delay import PutOff, owed
@@ -38,9 +39,9 @@ _SINGLE = ("weight", "bias")
 class GroupedLinearSpec:
     """Hyper-parameters of a grouped linear layer."""
 
-    num_groups: int
-    in_features: int
-    out_features: int
+    num_groups: Size
+    in_features: Size
+    out_features: Size
     use_bias: bool = True
     scale_bias: bool = False
     single_grouped_weight: bool = False
@@ -75,6 +76,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     :meth:`backward_dw`, which computes it later. A configuration file cannot ask for it.
     """
 
+    spec: GroupedLinearSpec
     kind = "grouped_linear"
     traits = frozenset(("gemm", "grouped", "producer"))
     accepts_quantized = True
@@ -97,24 +99,24 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wanted, cure = "positive num_groups, in_features and out_features", "give all three as ints"
-        groups, inputs, outputs = checked_sizes(
-            "GroupedLinear", (num_groups, in_features, out_features), wanted=wanted, cure=cure
-        )
-        scaled = bool(bias and scale_bias)
-        if scaled:
+        where = type(self).__name__
+        single, options = (single_grouped_weight, single_grouped_bias), (pad_splits, delay_wgrad_compute)
+        sizes = num_groups, in_features, out_features
+        spec = checked_spec(GroupedLinearSpec(*sizes, bias, scale_bias, *single, *options), where)
+        if not spec.use_bias:
+            spec = replace(spec, scale_bias=False, single_grouped_bias=False)
+        if spec.scale_bias:
             self.__dict__["num_extra_inputs"] = 2
-        single = bool(single_grouped_weight), bool(bias and single_grouped_bias)
-        options = bool(pad_splits), bool(delay_wgrad_compute)
-        super().__init__(GroupedLinearSpec(groups, inputs, outputs, bool(bias), scaled, *single, *options))
+        super().__init__(spec)
         self.__dict__["_delayed"] = deque()
-        weights, biases = _names("weight", groups, single=single[0]), _names("bias", groups, single=single[1])
-        self.__dict__.update(weight_names=weights, bias_names=biases if bias else ())
-        self.__dict__["saves"] = ("x", *self.weight_names, *self.bias_names, "splits", "scales")
-        made = {"device": device, "dtype": checked_dtype("GroupedLinear", dtype or torch.get_default_dtype())}
-        for names, shape in ((self.weight_names, (outputs, inputs)), (self.bias_names, (outputs,))):
+        groups, shape = spec.num_groups, (spec.out_features, spec.in_features)
+        weights = _names("weight", groups, single=spec.single_grouped_weight)
+        biases = _names("bias", groups, single=spec.single_grouped_bias) if spec.use_bias else ()
+        self.__dict__.update(weight_names=weights, bias_names=biases, saves=("x", *weights, *biases, "splits", "scales"))
+        for names, each in ((weights, shape), (biases, shape[:1])):
             for name in names:
-                setattr(self, name, nn.Parameter(torch.empty((groups, *shape) if name in _SINGLE else shape, **made)))
+                whole = (groups, *each) if name in _SINGLE else each
+                setattr(self, name, new_parameter(where, whole, device=device, dtype=dtype))
         self.reset_parameters()
 
     # -- parameters ------------------------------------------------------------------------------------------------------

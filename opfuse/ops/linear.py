@@ -11,7 +11,8 @@ from torch import nn
 
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.core.signature import Env, checked_dtype, checked_sizes
+from opfuse.core.signature import Env
+from opfuse.core.spec import Size, checked_spec, new_parameter
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
@@ -25,11 +26,11 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class LinearSpec:
+class BasicLinearSpec:
     """Hyper-parameters of a matrix product."""
 
-    in_features: int
-    out_features: int
+    in_features: Size
+    out_features: Size
 
 
 class BasicLinear(QuantizerStateMixin, BasicOperation):
@@ -39,6 +40,7 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     QuantizedTensor. Computes in torch.autocast's dtype if active, else in the weight's.
     """
 
+    spec: BasicLinearSpec
     kind = "linear"
     traits = frozenset(("gemm", "producer"))
     roles = ("weight", "input", "grad_output")
@@ -55,14 +57,9 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         dtype: torch.dtype | None = None,
         owner: nn.Module | None = None,
     ) -> None:
-        in_features, out_features = checked_sizes(
-            "Linear", (in_features, out_features), wanted="positive in_features and out_features", cure="give both sizes as ints"
-        )
-        super().__init__(LinearSpec(in_features, out_features), owner=owner)
-        weight = torch.empty(
-            out_features, in_features, device=device, dtype=checked_dtype("Linear", dtype or torch.get_default_dtype())
-        )
-        self.owner.weight = nn.Parameter(weight)
+        super().__init__(BasicLinearSpec(in_features, out_features), owner=owner)
+        shape = self.spec.out_features, self.spec.in_features
+        self.owner.weight = new_parameter(type(self.owner).__name__, shape, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -149,6 +146,15 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
             )
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """Hyper-parameters of a linear layer."""
+
+    in_features: Size
+    out_features: Size
+    use_bias: bool = True
+
+
 class Linear(QuantizerStateMixin, FusibleOperation):
     """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
 
@@ -156,6 +162,7 @@ class Linear(QuantizerStateMixin, FusibleOperation):
     te.ops load as well.
     """
 
+    spec: LinearSpec
     kind = "linear"
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -164,13 +171,14 @@ class Linear(QuantizerStateMixin, FusibleOperation):
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        parts: list[BasicOperation] = [BasicLinear(in_features, out_features, device=device, dtype=dtype, owner=self)]
-        if bias:
-            parts.append(Bias(out_features, device=device, dtype=dtype, owner=self))
+        spec = checked_spec(LinearSpec(in_features, out_features, bias), type(self).__name__)
+        parts: list[BasicOperation] = [BasicLinear(spec.in_features, spec.out_features, device=device, dtype=dtype, owner=self)]
+        if spec.use_bias:
+            parts.append(Bias(spec.out_features, device=device, dtype=dtype, owner=self))
         else:
             self.register_parameter("bias", None)
         self.__dict__["parts"] = tuple(parts)
-        self.__dict__["spec"] = self._product.spec
+        self.__dict__["spec"] = spec
         self._reset_bias()
 
     @property

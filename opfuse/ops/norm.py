@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from torch import nn
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
-from opfuse.core.signature import checked_sizes
-from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.core.spec import NonNegative, Sizes, new_parameter
+from opfuse.errors import ShapeError, describe
 from opfuse.kernels.epilogue import Rounding
 from opfuse.kernels.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
 from opfuse.kernels.norm_cast import norm_cast
@@ -92,16 +91,20 @@ def _statistics(ctx: Context) -> Statistics:
 class NormSpec:
     """Hyper-parameters of a normalisation with parameters."""
 
-    normalized_shape: tuple[int, ...]
-    eps: float = 1e-5
+    normalized_shape: Sizes
+    eps: NonNegative = 1e-5
     zero_centered_gamma: bool = False
 
 
 class _Norm(_Normalization):
     """A normalisation with a weight.
 
-    It is saved, too, where dx reads it, so that autograd notices a change before the backward pass.
+    It is saved, too, where dx reads it, so that autograd notices a change before the backward pass. learned: the parameters,
+    gamma first.
     """
+
+    spec: NormSpec
+    learned: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(
         self,
@@ -112,16 +115,15 @@ class _Norm(_Normalization):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
-        shape = checked_sizes(type(self).__name__, sizes, wanted="positive sizes", cure="give the trailing dimensions as ints")
-        _check_eps(type(self).__name__, eps)
-        super().__init__(NormSpec(shape, float(eps), zero_centered_gamma))
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        super().__init__(NormSpec(normalized_shape, eps, zero_centered_gamma))  # type: ignore[arg-type]
+        for name in self.learned:
+            setattr(self, name, new_parameter(type(self).__name__, self.spec.normalized_shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma 1 (0 if zero-centered)."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        """gamma 1 (0 if zero-centered), beta 0."""
+        for name, value in zip(self.learned, (0.0 if self.spec.zero_centered_gamma else 1.0, 0.0)):
+            nn.init.constant_(self.parameter(name), value)
 
     def _norm(self, ctx: Context | None = None) -> Norm:
         """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
@@ -158,16 +160,7 @@ class LayerNorm(_Norm):
 
     kind = "layer_norm"
     saves = ("x", "weight", "mean", "rstd")
-
-    def __init__(self, normalized_shape: int | Iterable[int], **options: Any) -> None:
-        super().__init__(normalized_shape, **options)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight))
-
-    def reset_parameters(self) -> None:
-        """gamma 1 (0 if zero-centered), beta 0."""
-        super().reset_parameters()
-        if "bias" in self._parameters:
-            nn.init.zeros_(self.bias)
+    learned = ("weight", "bias")
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
         if ctx.saved.x is None:
@@ -179,23 +172,18 @@ class LayerNorm(_Norm):
 class L2NormalizationSpec:
     """Hyper-parameters of an L2 normalisation."""
 
-    eps: float = 1e-6
+    eps: NonNegative = 1e-6
 
 
 class L2Normalization(_Normalization):
     """y = x * rsqrt(sum(x^2) + eps) over the last dimension."""
 
+    spec: L2NormalizationSpec
     kind = "l2_normalization"
     saves = ("x", "rstd")
 
     def __init__(self, *, eps: float = 1e-6) -> None:
-        _check_eps("L2Normalization", eps)
-        super().__init__(L2NormalizationSpec(float(eps)))
+        super().__init__(L2NormalizationSpec(eps))
 
     def _norm(self, ctx: Context | None = None) -> Norm:
         return Norm(self.kind, eps=self.eps)
-
-
-def _check_eps(where: str, eps: float) -> None:
-    if not (math.isfinite(eps) and eps >= 0):
-        raise SpecError(describe(f"{where}.eps", wanted="a finite number not below 0", got=eps, cure="choose another eps"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from torch import nn
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, plain_or_none
 from opfuse.core.operation import BasicOperation
-from opfuse.core.signature import checked_sizes
-from opfuse.errors import PipelineError, ShapeError, SpecError, describe
+from opfuse.core.spec import Size, new_parameter
+from opfuse.domains import numbers
+from opfuse.errors import PipelineError, ShapeError, describe
 from opfuse.kernels import activations
 from opfuse.kernels.chain import backward_chain, forward_chain
 from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
@@ -231,21 +232,22 @@ def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
 class BiasSpec:
     """Hyper-parameters of a bias."""
 
-    size: int
+    size: Size
 
 
 class Bias(PointwiseOperation):
     """y = x + b for x (..., size); db is summed over all leading dimensions in fp32. bias: (size,), initially 0."""
 
+    spec: BiasSpec
     math = activations.BIAS
     sources = {"bias": "bias"}
 
     def __init__(
         self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
     ) -> None:
-        (size,) = checked_sizes("Bias", (size,), wanted="a positive size", cure="give the number of columns")
         super().__init__(BiasSpec(size), owner=owner)
-        self.owner.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self.owner.bias = new_parameter(type(self.owner).__name__, (self.spec.size,), device=device, dtype=dtype)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Zeros."""
@@ -278,10 +280,11 @@ class ConstantScaleSpec:
 class ConstantScale(PointwiseOperation):
     """y = scale * x."""
 
+    spec: ConstantScaleSpec
     math = activations.CONSTANT_SCALE
 
     def __init__(self, scale: float) -> None:
-        super().__init__(ConstantScaleSpec(float(scale)))
+        super().__init__(ConstantScaleSpec(scale))
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,7 @@ class AddExtraInput(PointwiseOperation):
     wants a gradient is refused. What comes through a channel is never written, since other ops may read it.
     """
 
+    spec: InPlaceSpec
     math = activations.ADD
     sources = {"residual": "extra0"}
     num_extra_inputs = 1
@@ -333,22 +337,24 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
     return extra
 
 
+PROBABILITY = numbers("a probability, 0 <= p < 1", minimum=0, exclusiveMaximum=1)
+
+
 @dataclass(frozen=True)
 class DropoutSpec:
     """Hyper-parameters of dropout."""
 
-    p: float
+    p: Annotated[float, PROBABILITY]
 
 
 class Dropout(PointwiseOperation):
     """In training y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) from torch's generator; in evaluation y = x."""
 
+    spec: DropoutSpec
     math = activations.DROPOUT
 
     def __init__(self, p: float) -> None:
-        if not 0 <= p < 1:
-            raise SpecError(describe("Dropout", wanted="0 <= p < 1", got=p, cure="give the probability of a zero"))
-        super().__init__(DropoutSpec(float(p)))
+        super().__init__(DropoutSpec(p))
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if not self.training:

@@ -10,7 +10,7 @@ from torch import nn
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
-from opfuse.core.signature import checked_dtype, checked_sizes
+from opfuse.core.spec import Size, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.kernels import pointwise
 from opfuse.tensors.gemm import gemm
@@ -20,9 +20,9 @@ from opfuse.tensors.gemm import gemm
 class TokenDispatchSpec:
     """Hyper-parameters of a router."""
 
-    num_groups: int
-    features: int
-    top_k: int = 1
+    num_groups: Size
+    features: Size
+    top_k: Size = 1
 
 
 class TokenDispatch(BasicOperation):
@@ -34,6 +34,7 @@ class TokenDispatch(BasicOperation):
     int64 (tokens, top_k), for :class:`TokenCombine`. The gradient flows through the rows and through p.
     """
 
+    spec: TokenDispatchSpec
     saves = ("x", "weight", "probabilities", "chosen", "places")
     forward_kwargs = ()
     num_extra_outputs = 3
@@ -41,14 +42,12 @@ class TokenDispatch(BasicOperation):
     def __init__(
         self, num_groups: int, features: int, *, top_k: int = 1, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
-        wanted, cure = "positive num_groups, features and top_k", "give all three as ints"
-        groups, size, top = checked_sizes("TokenDispatch", (num_groups, features, top_k), wanted=wanted, cure=cure)
+        super().__init__(TokenDispatchSpec(num_groups, features, top_k))
+        groups, size, top = self.spec.num_groups, self.spec.features, self.spec.top_k
         if top > groups:
             cure = "choose as many groups as there are, or fewer"
-            raise SpecError(describe("TokenDispatch top_k", wanted=f"at most num_groups={groups}", got=top, cure=cure))
-        super().__init__(TokenDispatchSpec(groups, size, top))
-        dtype = checked_dtype("TokenDispatch", dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(torch.empty(groups, size, device=device, dtype=dtype))
+            raise SpecError(describe("TokenDispatch.top_k", wanted=f"at most num_groups={groups}", got=top, cure=cure))
+        self.weight = new_parameter("TokenDispatch", (groups, size), device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -99,11 +98,6 @@ class TokenDispatch(BasicOperation):
         return dx, [(None if d_weight is None else d_weight.to(self.weight.dtype),)], [()]
 
 
-@dataclass(frozen=True)
-class TokenCombineSpec:
-    """Hyper-parameters of a sum over groups: none."""
-
-
 class TokenCombine(BasicOperation):
     """y (tokens, features): the sum of the rows that belong to each token, in fp32, rounded once.
 
@@ -113,9 +107,6 @@ class TokenCombine(BasicOperation):
     saves = ("places",)
     forward_kwargs = ()
     num_extra_inputs = 1
-
-    def __init__(self) -> None:
-        super().__init__(TokenCombineSpec())
 
     def fuser_forward(
         self, basic_op_ctxs: list[Context], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any

@@ -10,6 +10,7 @@ import torch
 
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
+from opfuse.core.spec import Shape
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.pointwise import InPlaceSpec
 from opfuse.ops.state import QuantizerStateMixin
@@ -36,18 +37,19 @@ class Identity(BasicOperation):
 class ReshapeSpec:
     """Hyper-parameters of a reshape."""
 
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class Reshape(BasicOperation):
     """y = x.reshape(shape); one dimension may be -1."""
 
+    spec: ReshapeSpec
     traits = frozenset(("view",))
     saves = ()
     forward_kwargs = ()
 
     def __init__(self, shape: Iterable[int]) -> None:
-        super().__init__(ReshapeSpec(tuple(shape)))
+        super().__init__(ReshapeSpec(shape))  # type: ignore[arg-type]
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         ctx.input_shape = input_.shape
@@ -76,6 +78,7 @@ class MakeExtraOutput(BasicOperation):
     Both outputs lie in the memory of x. Where gradients are recorded, autograd lets nobody change either in place; clone it.
     """
 
+    spec: InPlaceSpec
     traits = frozenset(("transparent",))
     saves = ()
     forward_kwargs = ()
@@ -113,6 +116,7 @@ class Quantize(QuantizerStateMixin, Identity):
     what they made; only Identity and MakeExtraOutput pass quantized data on. Under a backward override gradients are left alone.
     """
 
+    spec: QuantizeSpec
     is_cast = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
+from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
-from opfuse.recipes.settings import BOOLEAN, INTEGER, NON_NEGATIVE, Domain, at_least, one_of, setting
+from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -28,12 +29,17 @@ Row = TypeVar("Row")
 
 def _trainable_format(value: Any) -> Format:
     found = Format.__members__.get(value) if isinstance(value, str) else value
-    if not isinstance(found, Format) or found is Format.E5M2:
+    if not isinstance(found, Format) or found.name not in _TRAINABLE:
         raise ValueError
     return found
 
 
-FP8_FORMAT = Domain("Format.E4M3 or Format.HYBRID (E5M2 is for gradients only)", _trainable_format)
+_TRAINABLE = ("E4M3", "HYBRID")
+FP8_FORMAT = Domain(
+    "Format.E4M3 or Format.HYBRID (E5M2 is for gradients only)",
+    _trainable_format,
+    schema={"enum": list(_TRAINABLE)},
+)
 _HYBRID, _E4M3 = setting(Format.HYBRID, FP8_FORMAT), setting(Format.E4M3, FP8_FORMAT)
 
 SCOPE = one_of(None, "weights", "activations", "all", renamed={"none": None})
@@ -62,6 +68,10 @@ class _Float8Recipe(Recipe):
         return _row(self, role, dict.fromkeys(TENSOR_TYPES, self.fp8_format.element(role).dtype))
 
 
+MARGIN = integers("an integer from -126 to 126, so that fp32 holds 2^-margin", minimum=-126, maximum=126)
+HISTORY = integers("a number of steps from 1 to 2**20", minimum=1, maximum=2**20)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedScaling(_Float8Recipe):
     """One scale per tensor, computed from the amaxes of earlier steps (see :mod:`opfuse.recipes.delayed`).
@@ -74,8 +84,8 @@ class DelayedScaling(_Float8Recipe):
     kind: ClassVar[str] = "delayed"
     takes_backward_override: ClassVar[bool] = False
 
-    margin: int = setting(0, INTEGER)
-    amax_history_len: int = setting(1024, at_least(1))
+    margin: int = setting(0, MARGIN)
+    amax_history_len: int = setting(1024, HISTORY)
     amax_compute_algo: Literal["max", "most_recent"] = setting("max", one_of("max", "most_recent"))
     reduce_amax: bool = setting(True, BOOLEAN)
 

@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
+from opfuse.domains import Domain
 from opfuse.errors import RecipeError, describe
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
-from opfuse.recipes.settings import Domain, setting
+from opfuse.recipes.settings import setting
 from opfuse.recipes.zoo import PRESETS
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.quantizers.composite import QuantizerRequest
@@ -54,7 +55,11 @@ def _factory(value: Any) -> QFactory:
 
 
 QFACTORY = Domain(
-    "a function of a QuantizerRole, or the name of a preset of opfuse.recipes.zoo", _factory, text=PRESETS, names=PRESETS
+    "a function of a QuantizerRole, or the name of a preset of opfuse.recipes.zoo",
+    _factory,
+    text=PRESETS,
+    names=PRESETS,
+    schema={"enum": list(PRESETS)},
 )
 
 _REQUIRED = setting(cast(QFactory, None), QFACTORY)

@@ -18,18 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from opfuse import formats, keys
+from opfuse.domains import BOOLEAN, keywords, one_of
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
-from opfuse.recipes.settings import (
-    BOOLEAN,
-    Resolved,
-    Setting,
-    UnknownFieldError,
-    environment_value,
-    one_of,
-    resolve,
-    setting,
-    settings_of,
-)
+from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, resolve, setting, settings_of
 from opfuse.tensors.quantizers import Quantizer
 
 if TYPE_CHECKING:
@@ -94,14 +85,6 @@ _HINTS = {  # keywords of other interfaces
 }
 
 
-@functools.cache
-def _keywords(cls: type) -> frozenset[str] | None:
-    """Keywords the constructor takes; None when it takes any."""
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return None if takes_any else frozenset(parameters) - {"self"}
-
-
 def _refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:
     if unknown := set(given).difference(known):
         name = min(unknown)
@@ -150,7 +133,7 @@ class Recipe(ABC):
     split_accumulator: Literal["backward", "all", "none"] = setting("backward", one_of("backward", "all", "none"))
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        if (known := _keywords(cls)) is not None:
+        if (known := keywords(cls)) is not None:
             _refuse_unknown(cls.__name__, given, known)
         return super().__new__(cls)
 

@@ -67,7 +67,7 @@ def outcomes(found, recipe=None):
         ("env.rounding: single", Guard("env.rounding", "is", "single")),
         ("producer.in_features: '>= 128'", Guard("producer.in_features", "at_least", 128)),
         ("producer.weight.dtype: bfloat16", Guard("producer.weight.dtype", "is", torch.bfloat16)),
-        ("chain.p: 1", Guard("chain.p", "is", 1.0)),
+        ("chain.p: 0", Guard("chain.p", "is", 0.0)),
         ("quantize.role: input", Guard("quantize.role", "is", "input")),
     ],
 )
@@ -95,7 +95,8 @@ def test_guards_as_written(written, guard):
         ("env.rows_class: multiple of 0", "bad-value", "multiple of 0"),
         ("env.arch: multiple of 2", "bad-value", "multiple of 2"),
         ("env.autocast: _inductor", "bad-value", "_inductor"),
-        ("producer.normalized_shape: [[1]]", "bad-value", "[[1]]"),
+        ("producer.normalized_shape: [[x]]", "bad-value", "[[x]]"),
+        ("producer.in_features: 0", "bad-value", "0"),
     ],
 )
 def test_guards_that_cannot_be(written, code, under):

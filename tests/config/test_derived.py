@@ -1,9 +1,14 @@
 """Models derived from recipes and ops: every field, no second list."""
 
+import dataclasses
+import inspect
+from dataclasses import MISSING
+
 import pytest
 import torch
 
 from opfuse.config import loads, operations, recipes
+from opfuse.core.spec import argument, domains, spec_of
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES, Format, MXFP8BlockScaling
 from opfuse.recipes.settings import settings_of
@@ -37,15 +42,24 @@ def test_a_written_field_wins_over_the_environment_and_an_absent_one_does_not(mo
     assert recipe.sources["backward_override"] == "environment OPFUSE_BACKWARD_OVERRIDE"
 
 
+def constructor(cls):
+    """Defaults of what a caller may give, by argument."""
+    ours = ("spec", "owner", *operations.PLACEMENT)
+    parameters = inspect.signature(cls).parameters.items()
+    return {name: MISSING if p.default is p.empty else p.default for name, p in parameters if name not in ours}
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_has_the_parameters_of_its_constructor(name):
     written = {key for key in operations.MODELS[name].model_fields if key not in ("op", *operations.CHANNELS)}
-    taken = {operations.SPELLINGS.get(p, p) for p in operations.parameters(OPS[name]) if p not in operations.NOT_WRITTEN}
-    assert written == taken
+    assert written == {operations.SPELLINGS.get(p, p) for p in constructor(OPS[name]).keys() - operations.IN_CODE.keys()}
 
 
-def test_options_that_a_constructor_passes_on_are_seen():
-    assert set(operations.parameters(OPS["layer_norm"])) >= {"normalized_shape", "eps", "zero_centered_gamma"}
+@pytest.mark.parametrize("name", OPS)
+def test_a_spec_and_a_constructor_have_the_same_arguments_and_defaults(name):
+    spec = spec_of(OPS[name])
+    assert constructor(OPS[name]) == {argument(field.name): field.default for field in dataclasses.fields(spec)}
+    assert domains(spec).keys() == {field.name for field in dataclasses.fields(spec)}, "a field that nothing checks"
 
 
 def test_ops_are_built_as_written_and_anew_each_time():

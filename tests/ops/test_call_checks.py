@@ -164,7 +164,7 @@ def test_an_input_that_another_pipeline_quantized_for_the_forward_only():
 
 SIZES = {
     "Linear(64.5, 10)": (lambda: ops.Linear(64.5, 10), "64.5"),
-    "RMSNorm('64')": (lambda: ops.RMSNorm("64"), "'6'"),
+    "RMSNorm('64')": (lambda: ops.RMSNorm("64"), "'64'"),
     "RMSNorm(64.5)": (lambda: ops.RMSNorm(64.5), "64.5"),
     "LayerNorm((8, 2.0))": (lambda: ops.LayerNorm((8, 2.0)), "2.0"),
     "Bias('8')": (lambda: ops.Bias("8"), "'8'"),

@@ -129,15 +129,15 @@ def test_unknown_keyword_arguments(name):
 
 NAN, INF = math.nan, math.inf
 WRONG_SPECS = {
-    **{f"Linear{sizes}": (lambda sizes=sizes: ops.Linear(*sizes), str(sizes[0])) for sizes in [(0, 4), (4, 0), (-1, 4)]},
-    "BasicLinear": (lambda: ops.BasicLinear(0, 1), "positive in_features and out_features"),
-    "Bias": (lambda: ops.Bias(0), "a positive size"),
+    **{f"Linear{sizes}": (lambda sizes=sizes: ops.Linear(*sizes), f"got {min(sizes)}") for sizes in [(0, 4), (4, 0), (-1, 4)]},
+    "BasicLinear": (lambda: ops.BasicLinear(0, 1), r"BasicLinear\.in_features: wants a positive integer"),
+    "Bias": (lambda: ops.Bias(0), r"Bias\.size: wants a positive integer"),
     **{f"Dropout({p})": (lambda p=p: ops.Dropout(p), r"0 <= p < 1") for p in (-0.1, 1.0, 1.5, NAN)},
     **{f"RMSNorm eps {e}": (lambda e=e: ops.RMSNorm(8, eps=e), r"RMSNorm\.eps") for e in (-1.0, NAN, INF)},
     "LayerNorm eps": (lambda: ops.LayerNorm(8, eps=-1e-5), r"LayerNorm\.eps"),
     "L2Normalization eps": (lambda: ops.L2Normalization(eps=NAN), r"L2Normalization\.eps"),
-    "RMSNorm sizes": (lambda: ops.RMSNorm(()), "positive sizes"),
-    "LayerNorm sizes": (lambda: ops.LayerNorm((8, 0)), "positive sizes"),
+    "RMSNorm sizes": (lambda: ops.RMSNorm(()), "a positive integer or a list of them"),
+    "LayerNorm sizes": (lambda: ops.LayerNorm((8, 0)), "a positive integer or a list of them"),
     **{f"SiTUGLU beta1 {b}": (lambda b=b: ops.SiTUGLU(beta1=b), r"SiTUGLU\.beta1") for b in (0.0, -1.0, NAN, INF)},
     **{f"SiTUGLU beta2 {b}": (lambda b=b: ops.SiTUGLU(beta2=b), r"SiTUGLU\.beta2") for b in (0.0, -1.0, NAN, INF)},
     "ScaledSiTUGLU": (lambda: ops.ScaledSiTUGLU(beta1=0.0), "beta1"),

@@ -1,0 +1,109 @@
+"""The spec of an op: its hyper-parameters as a frozen dataclass, whose field types say what each may hold.
+
+A constructor passes on what it was given; what is checked, turned into its normal form, told in errors, printed by ``repr`` and
+written in configuration files follows from the fields and their domains (see :mod:`opfuse.domains`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import torch
+from torch import nn
+
+from opfuse.core.signature import checked_dtype
+from opfuse.domains import NON_NEGATIVE, POSITIVE, SHAPE, SIZE, SIZES, Domain, domain_of, keywords
+from opfuse.errors import SpecError, UnknownArgumentError, UnsupportedError, describe, nearest
+
+Size = Annotated[int, SIZE]
+Sizes = Annotated[tuple[int, ...], SIZES]
+Shape = Annotated[tuple[int, ...], SHAPE]
+Positive = Annotated[float, POSITIVE]
+NonNegative = Annotated[float, NON_NEGATIVE]
+"""Types of fields that hold less than all integers, tuples or floats."""
+
+AnySpec = TypeVar("AnySpec")
+
+
+@dataclass(frozen=True)
+class NoSpec:
+    """Spec of an op that keeps its hyper-parameters to itself; no guard can read them."""
+
+
+_ARGUMENTS = {"use_bias": "bias"}
+
+
+def argument(field: str) -> str:
+    """The argument of a constructor that a field of the spec holds; other names where the op has a parameter of that name."""
+    return _ARGUMENTS.get(field, field)
+
+
+def spec_of(op: type) -> type:
+    """The spec that an op's class declares by the annotation ``spec``; NoSpec where there is none."""
+    declared = (_hints(base).get("spec") for base in op.__mro__ if "spec" in vars(base).get("__annotations__", {}))
+    return next((spec for spec in declared if is_dataclass(spec)), NoSpec)  # type: ignore[return-value]
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a class as types; none where a name in them leads nowhere, as that of a class in a function."""
+    try:
+        return get_type_hints(cls, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+@functools.cache
+def domains(spec: type) -> dict[str, Domain]:
+    """What each field of a spec may hold; a field whose type says nothing of it is left out."""
+    hints = _hints(spec)
+    found = {field.name: domain_of(hints.get(field.name)) for field in fields(spec)}  # type: ignore[arg-type]
+    return {name: domain for name, domain in found.items() if domain is not None}
+
+
+def checked_spec(spec: AnySpec, where: str) -> AnySpec:
+    """``spec`` with every field in its normal form; SpecError, which speaks of ``where``, for a value outside of its domain."""
+    cls: type = type(spec)
+    if not is_dataclass(cls):
+        cure = "pass an instance of a class under @dataclass(frozen=True)"
+        raise SpecError(describe(f"{where} spec", wanted="a frozen dataclass", got=repr(spec), cure=cure))
+    given = ((name, domain, getattr(spec, name)) for name, domain in domains(cls).items())
+    read = {name: (value, domain.checked(f"{where}.{argument(name)}", value, SpecError)) for name, domain, value in given}
+    changed = {name: normal for name, (value, normal) in read.items() if normal is not value}
+    return replace(spec, **changed) if changed else spec  # type: ignore[type-var]
+
+
+def check_keywords(cls: type, given: Iterable[str]) -> None:
+    """UnknownArgumentError for the first keyword that the constructor of ``cls`` does not take."""
+    known = keywords(cls)
+    unknown = () if known is None else [name for name in given if name not in known]
+    if unknown:
+        got = f"{unknown[0]!r}{nearest(unknown[0], known or ())}"
+        cure = f"name one of {', '.join(sorted(known or ()))}" if known else f"write {cls.__name__}()"
+        raise UnknownArgumentError(describe(cls.__name__, wanted="arguments that it has", got=got, cure=cure))
+
+
+def new_parameter(where: str, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    """An uninitialised parameter of ``shape``. dtype: torch's default where it is None.
+
+    DtypeError for a dtype that ops do not compute in, SpecError for what names no device, UnsupportedError for a device that is
+    not here or cannot hold it.
+    """
+    dtype = checked_dtype(where, torch.get_default_dtype() if dtype is None else dtype)
+    try:
+        placed = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        got = f"{device!r}{nearest(str(device), ('cpu', 'cuda', 'meta'))}"
+        cure = "pass 'cpu', 'cuda', 'cuda:1' or a torch.device"
+        raise SpecError(describe(f"{where}.device", wanted="a device of torch", got=got, cure=cure)) from error
+    try:
+        return nn.Parameter(torch.empty(shape, device=placed, dtype=dtype))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled for CUDA
+        wanted = f"a device that holds a parameter of shape {shape}"
+        got = f"{placed or torch.get_default_device()}: {str(error).partition(chr(10))[0]}"
+        cure = "pass device='cpu', or smaller sizes"
+        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure)) from error

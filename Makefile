@@ -7,7 +7,7 @@ GPU_LARGE_JOBS ?= 2
 ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions tests/ops
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow gpu gpu-suite sanitize install clean
+.PHONY: demo test check slow fuzz gpu gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -22,6 +22,10 @@ check: install
 
 slow: install
 	$(BIN)/pytest -n $(JOBS) -m slow
+
+# 5000 random graphs, fused against op by op against plain torch: half an hour on two cores.
+fuzz: install
+	$(BIN)/pytest -n $(JOBS) -m slow tests/compiler/test_graphs.py
 
 # On a machine with a GPU, in an environment that has torch and CuPy already. `gpu` takes ten minutes at most: parity, then timings
 # and the record, named after the device, then what needs tens of GB or many processes.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import Cast
@@ -37,6 +37,8 @@ class Segment:
 
     inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
     an autograd node; without a gradient to compute it has none, nor where torch follows all it does: views, one by one.
+    again: inputs that several of its nodes read, once for each further reader: autograd gets the gradient of each reader by
+    itself and sums them, in the order in which it gets them from ops that are nodes of their own.
     """
 
     nodes: range
@@ -46,6 +48,7 @@ class Segment:
     backward: tuple[Group, ...]
     ops: tuple[int, ...]
     requires_grad: bool
+    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,22 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
     claimed = any(group.rule is not None or group.opaque is not None for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
+    inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
     return Segment(
         nodes,
-        tuple(sorted(read, key=lambda value: (value not in written, places[value]))),
+        inputs,
         tuple(sorted(leaves)),
         tuple(forward),
         tuple(reversed(backward)),
         tuple(dict.fromkeys(node.op for node in members)),
         trains and not viewed,
+        tuple(value for value in inputs for _ in range(_readers(graph, members, value) - 1)),
     )
+
+
+def _readers(graph: Graph, members: Sequence[Node], value: int) -> int:
+    """How many of ``members`` give ``value`` a gradient; one where their sum is cast."""
+    recast = any(node.directions == {BACKWARD} and graph.gradient_of(node.outputs[0]) == value for node in members)
+    if value not in graph.grads or recast:
+        return 1
+    return sum(graph.gradient_of(each) == value for node in members if not node.is_cast for each in node.inputs)

@@ -161,7 +161,7 @@ class Runner:
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
         """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""
         contexts = {index: context.restored(tensors) for index, context in self.contexts.items()}
-        grads = Gradients(self.plan, contexts)
+        grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
         nodes = self.plan.graph.nodes
@@ -258,11 +258,15 @@ class Runner:
 
 
 class Gradients:
-    """Gradients by value number, and of parameters by node and name."""
+    """Gradients by value number, and of parameters by node and name.
 
-    def __init__(self, plan: Plan, contexts: Mapping[int, Context]) -> None:
+    apart: values whose gradients are not summed here, but taken one by one, in the order in which they came.
+    """
+
+    def __init__(self, plan: Plan, contexts: Mapping[int, Context], apart: Sequence[int] = ()) -> None:
         self.graph = plan.graph
         self.contexts = contexts
+        self.apart: dict[int, list[Value]] = {value: [] for value in apart}
         self.values: dict[int, Value] = {}
         self.params: dict[tuple[int, str], torch.Tensor | None] = {}
 
@@ -271,6 +275,9 @@ class Gradients:
         if grad is None or value not in self.graph.grads:
             return
         root = self.graph.gradient_of(value)
+        if root in self.apart:
+            self.apart[root].append(grad)
+            return
         earlier = self.values.get(root)
         self.values[root] = grad if earlier is None else plain(earlier) + plain(grad)
 
@@ -280,8 +287,11 @@ class Gradients:
             self.values[self.graph.gradient_of(value)] = grad
 
     def take(self, value: int) -> Value | None:
-        """Remove and return the gradient of ``value``."""
-        return self.values.pop(self.graph.gradient_of(value), None)
+        """Remove and return the gradient of ``value``, or the next one of it."""
+        root = self.graph.gradient_of(value)
+        if waiting := self.apart.get(root):
+            return waiting.pop(0)
+        return self.values.pop(root, None)
 
     def has(self, outputs: Sequence[int]) -> bool:
         """Whether any of these values received a gradient."""

@@ -85,7 +85,8 @@ class _SegmentFunction(torch.autograd.Function):
                 received[value] = earlier
         grads = ctx.runner.backward(received, _handed_over(ctx))
         inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
-        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots))
+        again = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.again]
+        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots), *again)
 
 
 def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
@@ -180,7 +181,8 @@ def _run_segments(
         if segment.requires_grad:
             # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
             params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
-            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params)  # type: ignore[no-untyped-call]
+            again = [values[value] for value in segment.again]
+            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
         else:
             outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))

@@ -106,7 +106,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
         outputs = model(x, *(leaf.clone() for leaf in leaves))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": plain(output) for i, output in enumerate(outputs)}
-    backward = [(y, _gradient(y, i)) for i, y in enumerate(outputs) if y.requires_grad and i not in step.silent]
+    backward = [(y, gradient(y, i)) for i, y in enumerate(outputs) if y.requires_grad and i not in step.silent]
     if backward:
         torch.autograd.backward(*map(list, zip(*backward)))
     tensors["grad of input"] = x.grad
@@ -116,7 +116,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
     return Result(tensors, plans)
 
 
-def _gradient(output: torch.Tensor, index: int) -> torch.Tensor:
+def gradient(output: torch.Tensor, index: int) -> torch.Tensor:
     return randn(*output.shape, seed=100 + index, dtype=output.dtype).to(output.device)
 
 

@@ -45,6 +45,11 @@ def channel_with_three_readers() -> list[torch.nn.Module]:
     return [tap, ops.Linear(SIZE, SIZE, dtype=BF16), readers[0], ops.GELU(), readers[1], ops.SiLU(), readers[2], ops.GELU()]
 
 
+def channel_read_twice_in_a_chain_and_once_behind_it() -> list[torch.nn.Module]:
+    *before, last, gelu = channel_with_three_readers()
+    return [*before, ops.Linear(SIZE, SIZE, dtype=BF16), last, gelu]
+
+
 def three_extra_inputs() -> list[torch.nn.Module]:
     adds = [module for _ in range(3) for module in (ops.AddExtraInput(), ops.GELU())]
     return [ops.Linear(SIZE, SIZE, dtype=BF16), *adds]
@@ -54,6 +59,7 @@ CASES: dict[str, tuple[Callable[[], list[torch.nn.Module]], int]] = {
     "an op three times": (shared_ops, 0),
     "three ops with one weight": (tied_parameters, 0),
     "a channel with three readers": (channel_with_three_readers, 0),
+    "a channel with two readers in one chain": (channel_read_twice_in_a_chain_and_once_behind_it, 0),
     "the input as an extra input too": (three_extra_inputs, 3),
 }
 

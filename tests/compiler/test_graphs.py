@@ -1,0 +1,126 @@
+"""A fuzz of random graphs: fused against op by op, bit for bit, and both against plain torch in fp64.
+
+300 graphs run with every change, 5 000 by ``make fuzz``. A graph is its seed: ``graphs.graph(seed)`` makes the one of a failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from opfuse import ops
+from opfuse.fusions import RULES
+from tests.compiler.graphs import Graph, graph
+from tests.compiler.harness import CASES, UNFUSED, Result, Step, differences, gradient, randn, recipe_for, run, to, train
+
+RELATIVE = 1e-10
+"""Of the largest value of a tensor; what some tens of fp64 operations lose is a millionth of that."""
+LARGE = {"unit": 64, "rows": (32,)}
+"""Sizes that every format takes, in both directions."""
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def step_of(made: Graph, **fields: object) -> Step:
+    return Step(input_grad=made.input_grad, silent=made.silent, **fields)
+
+
+def ours(made: Graph, step: Step) -> Result:
+    return train(made.model, made.x, *made.extras, step=step)
+
+
+def theirs(made: Graph, step: Step) -> dict[str, torch.Tensor | None]:
+    """What plain torch makes of the formula, under the names of ``harness.train``."""
+    torch.manual_seed(step.seed)
+    params = {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in made.model.parameters()}
+    x = made.x.detach().clone().requires_grad_(made.input_grad)
+    extras = [extra.detach().clone().requires_grad_() for extra in made.extras]
+    outputs = made.formula(x, params, *extras)
+    backward = [(y, gradient(y, i)) for i, y in enumerate(outputs) if y.requires_grad and i not in step.silent]
+    if backward:
+        torch.autograd.backward(*map(list, zip(*backward)))
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)} | {"grad of input": x.grad}
+    found |= {f"grad of extra {i}": extra.grad for i, extra in enumerate(extras)}
+    return found | {f"grad of {name}": params[id(p)].grad for name, p in made.model.named_parameters()}
+
+
+def far(got: torch.Tensor | None, want: torch.Tensor | None) -> bool:
+    """Whether two tensors differ by more than rounding; no gradient is one of zeros."""
+    if got is None or want is None:
+        other = got if want is None else want
+        return other is not None and bool(other.count_nonzero())
+    return got.shape != want.shape or not bool(((got - want).abs() <= RELATIVE * want.abs().max().clamp_min(1e-3)).all())
+
+
+def exact(seed: int) -> list[str]:
+    """What differs in fp64: fused, op by op, plain torch."""
+    fused, unfused = (ours(made := graph(seed), step_of(made, rules=rules)) for rules in (RULES, UNFUSED))
+    want = theirs(made := graph(seed), step_of(made))
+    found = [f"fused, op by op: {name}" for name in differences(fused.tensors, unfused.tensors)]
+    return found + [f"fused, torch: {name}" for name, tensor in want.items() if far(fused.tensors[name], tensor)]
+
+
+def quantized(seed: int) -> list[str]:
+    """What differs in fewer bits, under a recipe that the seed chooses: fused, op by op."""
+    case, dtype = CASES[seed % len(CASES)], DTYPES[seed // len(CASES) % 2]
+    fused, unfused = (
+        ours(made := graph(seed, dtype, **LARGE), step_of(made, rules=rules, recipe=recipe_for(*case, dtype=dtype)))
+        for rules in (RULES, UNFUSED)
+    )
+    return [f"{case}, {dtype}: {name}" for name in differences(fused.tensors, unfused.tensors)]
+
+
+def failures(seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        found += [f"seed {seed}: {each}" for check in (exact, quantized) for each in check(seed)]
+    return found
+
+
+@pytest.mark.row("R04")
+@pytest.mark.parametrize("start", range(0, 300, 50))
+def test_r4_300_random_graphs(start: int) -> None:
+    assert failures(range(start, start + 50)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.row("R04")
+@pytest.mark.parametrize("start", range(0, 5000, 100))
+def test_r4_5000_random_graphs(start: int) -> None:
+    assert failures(range(start, start + 100)) == []
+
+
+def test_graphs_have_what_they_promise() -> None:
+    """Among 300: ops used two and three times, pipelines inside, channels, frozen parameters; and rules fire on them."""
+    kinds: Counter[str] = Counter()
+    uses: Counter[int] = Counter()
+    fired: set[str] = set()
+    for seed in range(300):
+        made = graph(seed)
+        modules = list(every(made.model))
+        kinds.update(type(module).__name__ for module in modules)
+        uses.update(Counter(map(id, modules)).values())
+        kinds["frozen"] += any(not p.requires_grad for p in made.model.parameters())
+        kinds["channel"] += any(c.name for m in modules for c in getattr(m, "extra_input_channels", ()))
+        if seed < 100:
+            fired |= {name for plan in ours(made, step_of(made, rules=RULES)).plans for name in plan.fusions}
+    assert not {"Sequential", "Tanh", "ScaledSwiGLU", "AddExtraInput", "Dropout", "frozen", "channel"} - kinds.keys()
+    assert min(kinds[name] for name in ("Sequential", "frozen", "channel")) >= 30
+    assert min(uses[2], uses[3]) > 50
+    assert fired >= {"epilogue", "linear_add", "backward_add_rms_norm", "backward_linear_add"}
+
+
+def every(model: ops.Sequential) -> list[torch.nn.Module]:
+    """Modules as often as they stand in a model, those of pipelines inside as well."""
+    return [each for module in model for each in ([module, *every(module)] if isinstance(module, ops.Sequential) else [module])]
+
+
+@pytest.mark.row("R04")
+def test_r4_an_op_used_three_times_sums_its_gradients_in_one_order() -> None:
+    """Two uses in one fused chain and a third behind it: autograd adds the last use's first, whatever shares a node."""
+    bias = ops.Bias(64)
+    model = to(ops.Sequential(bias, ops.GELU(), bias, ops.SiLU(), ops.Linear(64, 64), bias), torch.float32)
+    fused, unfused = (run(model, randn(64, 64, dtype=torch.float32), step=Step(rules=rules)) for rules in (RULES, UNFUSED))
+    assert any(len(segment.ops) > 3 for segment in fused.plans[0].segments)
+    assert differences(fused.tensors, unfused.tensors) == []

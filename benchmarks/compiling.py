@@ -44,7 +44,6 @@ def layouts(fmt, x):
 
 x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 library = timed(lambda: compile_text("__global__ void nothing() {}", launch.architecture(0)))
-timed(lambda: launch._cupy())
 scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 calls = {
     "MXFP8, row + col": lambda x: cast.cast_mx(x, layouts(mxfp8(E4M3), x)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -60,11 +59,10 @@ def table(arch: str) -> list[dict[str, Any]]:
         return _rows(listed, arch, lambda variant: {})
     found = cache.find(key, FACTS)
     if found is not None:
-        kept: list[dict[str, Any]] = json.loads(found.read_bytes())
+        kept: list[dict[str, Any]] = json.loads(found)
         return kept
     rows = _rows(listed, arch, lambda variant: resources(variant, arch, cache))
-    with contextlib.suppress(OSError):
-        cache.store(key, json.dumps(rows).encode(), FACTS)
+    cache.store(key, json.dumps(rows).encode(), FACTS)
     return rows
 
 

@@ -1,12 +1,14 @@
-"""Compiled kernels on disk: a directory that nobody else can write, files that are read only if they are what was written.
+"""Compiled kernels on disk: a directory that nobody else can write or replace, files that hold what was written.
 
 A file is ``<key>-<sha256 of the file>.<kind>``, where the key names all that it was made from. So one rename publishes it, a
 truncated or altered file is seen at once, and processes that compile the same kernel at the same time do not disturb each other.
+What the directory cannot hold, or should not, is kept in memory for as long as the process runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -15,11 +17,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
+from opfuse.environment import variable
 from opfuse.errors import OpfuseWarning, describe
 
 ENVIRONMENT = "OPFUSE_CACHE_DIR"
@@ -28,32 +32,65 @@ CUBIN, FACTS = "cubin", "json"
 
 _STALE = 3600.0  # seconds, for which no process writes one file
 _VERSION = "v2"  # of the directory's contents: another one starts empty
+_MOST_LINKS = 40  # on the way to a directory, as in the kernel
 
 
 @dataclass(frozen=True)
 class CubinCache:
-    """The cubins in ``directory``, which :func:`unsafe` has nothing to say about."""
+    """Compiled kernels by key: in ``directory`` as long as it is :func:`private`, else in ``memory``.
+
+    Asked at every use, since others may get to write in a directory above. The first refusal is told, by a warning.
+    """
 
     directory: Path
+    memory: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
-    def find(self, key: str, kind: str = CUBIN) -> Path | None:
-        """The intact file of ``key``; files of that key that are not intact are removed."""
+    def find(self, key: str, kind: str = CUBIN) -> bytes | None:
+        """What was stored under ``key``; files of that key that are not intact are removed."""
+        if (kept := self.memory.get(f"{key}.{kind}")) is not None:
+            return kept
+        if not self._is_private():
+            return None
         for path in sorted(self.directory.glob(f"{key}-*.{kind}")):
-            if digest(_read(path)) == path.stem.partition("-")[2]:
-                return path
+            content = _read(path)
+            if digest(content) == path.stem.partition("-")[2]:
+                return content
             with contextlib.suppress(OSError):
-                path.unlink()
+                _remove(path)
         return None
 
-    def store(self, key: str, content: bytes, kind: str = CUBIN) -> Path:
-        """Publish a file. OSError if that cannot be done."""
-        return self._publish(f"{key}-{digest(content)}.{kind}", content)
+    def store(self, key: str, content: bytes, kind: str = CUBIN) -> None:
+        """Keep ``content`` for every process of this user that asks for ``key``; for this one where nothing can be written."""
+        if not self._publish(f"{key}-{digest(content)}.{kind}", content):
+            self.memory[f"{key}.{kind}"] = content
 
-    def store_source(self, key: str, source: str) -> Path:
-        """Publish, for reading alone, the text that a cubin was compiled from. OSError if that cannot be done."""
-        return self._publish(f"{key}.cu", source.encode())
+    def store_source(self, key: str, source: str) -> None:
+        """Keep, for reading alone, the text that a cubin was compiled from; nowhere if the directory cannot hold it."""
+        self._publish(f"{key}.cu", source.encode())
 
-    def _publish(self, name: str, content: bytes) -> Path:
+    def files(self) -> Iterator[Path]:
+        """Everything in the directory: cubins, their facts and sources, what a crash left."""
+        return (path for path in sorted(self.directory.iterdir()) if path.is_file() or path.is_symlink())
+
+    def _is_private(self) -> bool:
+        fault = private(self.directory)
+        if fault is not None:
+            _tell(self.directory, fault)
+        return fault is None
+
+    def _publish(self, name: str, content: bytes) -> bool:
+        """Write a file; whether that was possible and allowed."""
+        try:
+            if self._is_private():
+                make(self.directory)
+                if self._is_private():
+                    self._write(name, content)
+                    return True
+        except OSError as error:
+            _tell(self.directory, _fault(error))
+        return False
+
+    def _write(self, name: str, content: bytes) -> None:
         """Write ``content`` as a whole or not at all: readers never see a part, a crash leaves only a temporary file.
 
         What crashes left goes at a later write.
@@ -70,7 +107,6 @@ class CubinCache:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        return self.directory / name
 
     def _remove_stale(self) -> None:
         for path in self.directory.glob(".*.tmp"):
@@ -78,9 +114,11 @@ class CubinCache:
                 if time.time() - path.lstat().st_mtime > _STALE:
                     path.unlink()
 
-    def files(self) -> Iterator[Path]:
-        """Everything in the directory: cubins, their facts and sources, what a crash left."""
-        return (path for path in sorted(self.directory.iterdir()) if path.is_file() or path.is_symlink())
+
+@functools.cache
+def cubin_cache(directory: Path) -> CubinCache:
+    """The one cache of this process in ``directory``, which need not be there."""
+    return CubinCache(directory)
 
 
 def digest(content: bytes) -> str:
@@ -88,59 +126,134 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def root() -> Path:
+    """``$OPFUSE_CACHE_DIR``, where ``~`` is the home directory; if it is not set, the user's cache directory."""
+    named = variable(ENVIRONMENT)
+    return Path(os.path.expanduser(named)) if named else platformdirs.user_cache_path("opfuse")
+
+
 def location() -> Path:
-    """Where cubins are kept: ``$OPFUSE_CACHE_DIR``, or the user's cache directory."""
-    root = os.environ.get(ENVIRONMENT)
-    return (Path(root) if root else platformdirs.user_cache_path("opfuse")) / f"kernels-{_VERSION}"
+    """Where cubins are kept."""
+    return root() / f"kernels-{_VERSION}"
 
 
-@functools.cache
-def cubin_cache(directory: Path) -> CubinCache:
-    """The cache in ``directory``, made if it is not there.
+# -- whose directory it is ---------------------------------------------------------------------------------------------------
 
-    Code from a directory that others can write must not run on the device. So one that is unsafe, or cannot be made, is left
-    alone, with one warning, and the process keeps what it compiles in a private directory that goes when the process ends.
+
+class Fault(NamedTuple):
+    """What is wrong with a directory, and what mends it."""
+
+    got: str
+    cure: str
+
+
+def private(directory: Path) -> Fault | None:
+    """Why ``directory`` holds, or could come to hold, what somebody else wrote; None if it could not.
+
+    Code from such a directory must not run on the device. The directory itself, if it is there, is a directory of this user and
+    of nobody else. All on the way to it belongs to this user or to root, and is writable by its owner alone; or it is sticky, as
+    /tmp is, so that nobody renames what others have in it.
     """
+    if directory.parts[:1] and directory.parts[0].startswith("~"):
+        return Fault("a home directory that is not known", "set HOME")
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = unsafe(directory)
+        for place, state in _way(directory):
+            if fault := _fault_on_the_way(place, state):
+                return fault
+        state = os.lstat(directory)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        reason = f"{type(error).__name__}: {error.strerror}"
-    return CubinCache(directory) if reason is None else private_cache(directory, reason)
+        return _fault(error)
+    return _fault_of_the_end(directory, state)
 
 
-@functools.cache
-def private_cache(directory: Path, reason: str) -> CubinCache:
-    """A cache of this process alone in place of ``directory``; says so once."""
-    cure = f"remove it, or name another directory in {ENVIRONMENT}; until then kernels are compiled anew in each process"
-    text = describe(f"kernel cache {directory}", wanted="a directory of your own with mode 0700", got=reason, cure=cure)
-    warnings.warn(text, OpfuseWarning, stacklevel=2)
-    return CubinCache(Path(_private_directory().name))
+def _way(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every directory and every link above ``directory``, from the root down, with its state, links not followed."""
+    here, ahead, links = Path("/"), [*reversed(directory.absolute().parts)][:-1], 0
+    yield here, os.lstat(here)
+    while len(ahead) > 1:
+        step = ahead.pop()
+        if step == "..":
+            here = here.parent
+            continue
+        there = here / step
+        state = os.lstat(there)
+        yield there, state
+        if not stat.S_ISLNK(state.st_mode):
+            here = there
+            continue
+        if (links := links + 1) > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = Path(os.readlink(there))
+        ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        here = Path("/") if target.is_absolute() else here
 
 
-@functools.cache
-def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    """Kept for as long as the process runs: its removal goes with the object."""
-    return tempfile.TemporaryDirectory(prefix="opfuse-")
-
-
-def unsafe(directory: Path) -> str | None:
-    """Why ``directory`` could hold what somebody else wrote; None if it could not."""
-    state = os.lstat(directory)
+def _fault_on_the_way(place: Path, state: os.stat_result) -> Fault | None:
+    if state.st_uid not in (0, os.geteuid()):
+        return Fault(f"{place}, which belongs to user {state.st_uid}", "use a directory of your own")
+    if stat.S_ISLNK(state.st_mode):
+        return None
     if not stat.S_ISDIR(state.st_mode):
-        return "a symbolic link" if stat.S_ISLNK(state.st_mode) else "a file"
-    if state.st_uid != os.geteuid():
-        return f"the owner {state.st_uid}"
-    if state.st_mode & 0o077:
-        return f"the mode {stat.S_IMODE(state.st_mode):04o}"
+        return Fault(f"{place}, which is no directory", "write the path of one")
+    if state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX:
+        return Fault(f"{place} with the mode {stat.S_IMODE(state.st_mode):04o}, in which others can write", f"chmod go-w {place}")
     return None
 
 
+def _fault_of_the_end(directory: Path, state: os.stat_result) -> Fault | None:
+    if not stat.S_ISDIR(state.st_mode):
+        return Fault("a symbolic link" if stat.S_ISLNK(state.st_mode) else "a file", f"rm {directory}")
+    if state.st_uid != os.geteuid():
+        return Fault(f"the owner {state.st_uid}", "use a directory of your own")
+    if state.st_mode & 0o077:
+        return Fault(f"the mode {stat.S_IMODE(state.st_mode):04o}", f"rm -r {directory}, since others may have written there")
+    return None
+
+
+def _fault(error: OSError) -> Fault:
+    return Fault(f"{type(error).__name__}: {error.strerror}", "make it writable")
+
+
+def make(directory: Path) -> None:
+    """Make ``directory``, and what is missing above it, for this user alone. OSError if that cannot be done."""
+    if not directory.exists():
+        make(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+
+
+@functools.cache
+def _tell(directory: Path, fault: Fault) -> None:
+    """One warning for each fault in a process."""
+    cure = f"{fault.cure}, or name another directory in {ENVIRONMENT}; until then each process compiles its kernels anew"
+    wanted = "a directory of mode 0700 that only you can write or replace"
+    text = describe(f"kernel cache {directory}", wanted=wanted, got=fault.got, cure=cure)
+    warnings.warn(text, OpfuseWarning, stacklevel=2)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------
+
+
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file; none of anything else, a symbolic link included."""
+    """The bytes of a regular file; none of anything else: a symbolic link, a directory, a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return b""
-    with os.fdopen(handle, "rb") as file:
-        return file.read() if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return b""
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or an empty directory in its place. OSError if it is neither."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink()

@@ -2,18 +2,21 @@
 
 The text that is compiled holds everything: the definitions, the headers and the kernel. NVRTC is called with flags of our own,
 since CuPy's own compilation always flushes subnormals, which E8M0 scales need. Compiling needs no GPU. This is the only module
-that imports CuPy, and it does so at the first use.
+that imports CuPy, and it does so at the first use: its bindings of NVRTC, the driver and the runtime are all that is used of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib
 import json
+import os
 import re
 import struct
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -25,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.errors import KernelError, OpfuseWarning, PlanMissError, UnsupportedError, describe
-from opfuse.kernels.cubins import CUBIN, FACTS, CubinCache, cubin_cache, location, private_cache
+from opfuse.kernels.cubins import CUBIN, FACTS, CubinCache, cubin_cache, location, make, private, root
 from opfuse.kernels.rungs import rungs
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -50,6 +53,7 @@ _ENTRY = re.compile(
 )
 _SHARED = re.compile(r"(\d+) bytes smem")
 _GENERATED = "generated.cuh"
+_CUPY_CACHE = "CUPY_CACHE_DIR"
 _DEFAULT_MAJOR = "13"  # the CUDA of torch's own wheels; named in advice where torch has none
 
 
@@ -157,14 +161,14 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     return min(tried, key=lambda made: made.spills)
 
 
-def cubin_path(variant: Variant, arch: str, cache: CubinCache) -> Path:
-    """The file of the variant's cubin, compiled if the cache does not have it."""
-    return _file(variant, arch, cache, CUBIN)
+def cubin(variant: Variant, arch: str, cache: CubinCache) -> bytes:
+    """The variant's cubin, compiled if the cache does not have it."""
+    return _made(variant, arch, cache, CUBIN)
 
 
 def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resources]:
     """What each kernel of the variant uses, by entry; compiled if the cache does not know."""
-    found = json.loads(_file(variant, arch, cache, FACTS).read_bytes())
+    found = json.loads(_made(variant, arch, cache, FACTS))
     return {entry: Resources(**used) for entry, used in found.items()}
 
 
@@ -173,23 +177,18 @@ def cache_key(*parts: str) -> str:
     return hashlib.sha256("\0".join([*parts, *FLAGS, *map(str, _nvrtc().getVersion())]).encode()).hexdigest()
 
 
-def _file(variant: Variant, arch: str, cache: CubinCache, kind: str) -> Path:
+def _made(variant: Variant, arch: str, cache: CubinCache, kind: str) -> bytes:
     key = cache_key(assemble(variant), arch, *map(" ".join, rungs(variant.defines)))
     found = cache.find(key, kind)
     if found is not None:
         return found
     made = compile_variant(variant, arch)
     facts = {entry: used._asdict() for entry, used in made.entries.items()}
-    files = {FACTS: json.dumps(facts).encode(), CUBIN: made.cubin}
-
-    def store(cache: CubinCache) -> Path:
-        cache.store_source(key, made.text)
-        return {kind: cache.store(key, content, kind) for kind, content in files.items()}[kind]
-
-    try:
-        return store(cache)
-    except OSError as error:
-        return store(private_cache(cache.directory, f"{type(error).__name__}: {error.strerror}"))
+    contents = {FACTS: json.dumps(facts).encode(), CUBIN: made.cubin}
+    cache.store_source(key, made.text)
+    for each, content in contents.items():
+        cache.store(key, content, each)
+    return contents[kind]
 
 
 def architecture(device: int) -> str:
@@ -201,14 +200,8 @@ def architecture(device: int) -> str:
 # -- launching ---------------------------------------------------------------------------------------------------------------
 
 
-class Function(NamedTuple):
-    """A kernel on one device: the CuPy kernel, and the driver's handle of it."""
-
-    kernel: Any
-    handle: int
-
-
-_functions: dict[tuple[Variant, str, int], Function] = {}
+_functions: dict[tuple[Variant, str, int], int] = {}
+"""The driver's handles of the kernels that are loaded, which are never unloaded."""
 
 
 def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
@@ -226,23 +219,27 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
     if driver.ctxGetCurrent() == 0:  # a thread that has not used the device yet
         _runtime().setDevice(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    driver.launchKernel(function.handle, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, _parameters.address, 0)
+    driver.launchKernel(function, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, _parameters.address, 0)
 
 
-def load(variant: Variant, entry: str, device: int) -> Function:
-    """The kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
+def load(variant: Variant, entry: str, device: int) -> int:
+    """The driver's handle of kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
     if torch.cuda.is_current_stream_capturing():
         where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture, with the same sizes"
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
     require_same_cuda()
     arch, cache = architecture(device), cubin_cache(location())
-    path = cubin_path(variant, arch, cache)
+    image = cubin(variant, arch, cache)
     tell_of_spills(variant, arch, resources(variant, arch, cache))
-    kernel = _cupy().RawModule(path=str(path)).get_function(entry)
+    driver = _driver()
+    if driver.ctxGetCurrent() == 0:  # a thread that has not used the device yet
+        _runtime().setDevice(device)
+    handle: int = driver.moduleGetFunction(driver.moduleLoadData(image), entry)
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes
-    function = _functions[variant, entry, device] = Function(kernel, kernel.kernel.ptr)
-    return function
+    static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
+    driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static)
+    _functions[variant, entry, device] = handle
+    return handle
 
 
 def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:
@@ -287,14 +284,37 @@ def _cure() -> str:
 
 
 def _import(name: str) -> ModuleType:
+    """A module of CuPy. UnsupportedError if there is none, or if it cannot be imported here."""
+    _give_cupy_a_directory()
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(describe("CUDA kernels", wanted="CuPy", got=str(error), cure=_cure())) from None
+    except OSError as error:
+        wanted, cure = "a directory that CuPy can make", f"set {_CUPY_CACHE} to a directory of yours"
+        raise UnsupportedError(describe("import of CuPy", wanted=wanted, got=str(error), cure=cure)) from None
+
+
+@functools.cache
+def _give_cupy_a_directory() -> None:
+    """See that CuPy can make its cache directory, without which it cannot be imported; nothing of ours is kept there.
+
+    Where neither the caller nor the home directory has one for it, it gets one beside our own, or one that is there already and
+    can be trusted as the code in it is.
+    """
+    if os.environ.get(_CUPY_CACHE) or "cupy" in sys.modules:
+        return
+    with contextlib.suppress(OSError):
+        return make(Path(os.path.expanduser("~/.cupy/kernel_cache")))
+    directory = root() / "cupy"
+    with contextlib.suppress(OSError):
+        make(directory)
+    os.environ[_CUPY_CACHE] = str(SOURCES if private(directory) or not directory.is_dir() else directory)
 
 
 @functools.cache
 def _nvrtc() -> Any:
+    _import("cupy")  # which the bindings import at their first use, with whatever is wrong with it
     nvrtc = _import("cupy_backends.cuda.libs.nvrtc")
     try:
         nvrtc.getVersion()
@@ -314,8 +334,3 @@ def _driver() -> Any:
 @functools.cache
 def _runtime() -> Any:
     return _import("cupy_backends.cuda.api.runtime")
-
-
-@functools.cache
-def _cupy() -> Any:
-    return _import("cupy")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, T
 
 import torch
 
+from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
 from opfuse.kernels.launch import SOURCES, Grid, Variant, launch
 
@@ -146,7 +146,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
 @functools.cache
 def _enabled(device: int) -> bool:
     """Asked once for each device: the environment counts as it is at the first launch."""
-    wanted = os.environ.get("OPFUSE_REFERENCE", "0") in ("", "0") and torch.version.cuda is not None
+    wanted = variable("OPFUSE_REFERENCE") in ("", "0") and torch.version.cuda is not None
     return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import MISSING, dataclass, fields
 from typing import NamedTuple, TypeVar, cast
 
 from opfuse.domains import Domain
+from opfuse.environment import variable
 from opfuse.errors import RecipeError
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def settings_of(cls: type) -> dict[str, tuple[object, Setting | None]]:
 
 def environment_value(rule: Setting) -> tuple[str, str] | None:
     """The first of the setting's variables that is set and not empty, with its text."""
-    return next(((name, text) for name in rule.environment if (text := os.environ.get(name, "").strip())), None)
+    return next(((name, text) for name in rule.environment if (text := variable(name))), None)
 
 
 def resolve(where: str, value: object, declared: tuple[object, Setting | None]) -> Resolved:

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from opfuse.errors import KernelError, OpfuseWarning, PlanMissError, UnsupportedError
-from opfuse.kernels import cubins, launch
+from opfuse.errors import KernelError, PlanMissError
+from opfuse.kernels import launch
 from opfuse.kernels.catalogue import kernels
 from opfuse.kernels.launch import ARCHITECTURES, SOURCES, Variant
 
@@ -152,125 +152,6 @@ def test_one_text_holds_each_header_once_and_knows_its_lines():
     broken = text.replace("constexpr int THREADS = 256, PACKS = 2;", "constexpr int THREADS = nothing;")
     with pytest.raises(KernelError, match=rf"cast_tensor\.cu\({line}\).*nothing"):
         launch.compile_text(broken, "sm_90a", "cast_tensor.cu")
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path):
-    directory = tmp_path / "kernels"
-    directory.mkdir(mode=0o700)
-    return cubins.CubinCache(directory)
-
-
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """A variant of a small source."""
-    (tmp_path / "small.cu").write_text(SMALL)
-    monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    launch.assemble.cache_clear()
-    yield Variant("small.cu")
-    launch.assemble.cache_clear()
-
-
-def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
-    path = launch.cubin_path(small, "sm_90a", cache)
-    assert path.read_bytes() == compiled(small, "sm_90a").cubin
-    assert [p.read_text() for p in cache.directory.glob("*.cu")] == [launch.assemble(small)]
-    used = compiled(small, "sm_90a").entries
-    monkeypatch.setattr(launch, "compile_text", None)
-    assert launch.cubin_path(small, "sm_90a", cache) == path
-    assert launch.resources(small, "sm_90a", cache) == used
-    assert used["twice"].registers > 0
-
-
-def test_r14_lost_or_damaged_facts_are_found_again(cache, small):
-    used = launch.resources(small, "sm_90a", cache)
-    path = launch.cubin_path(small, "sm_90a", cache)
-    (facts,) = cache.directory.glob("*.json")
-    facts.write_text(facts.read_text()[:-1])
-    assert launch.resources(small, "sm_90a", cache) == used
-    facts.unlink()
-    assert launch.resources(small, "sm_90a", cache) == used
-    assert launch.cubin_path(small, "sm_90a", cache) == path
-
-
-@pytest.mark.parametrize("what", ["text", "architecture", "flags", "compiler"])
-def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, monkeypatch):
-    first, arch = launch.cubin_path(small, "sm_90a", cache), "sm_90a"
-    match what:
-        case "text":
-            small = Variant("small.cu", ("UNUSED=1",))
-        case "architecture":
-            arch = "sm_90"
-        case "flags":
-            monkeypatch.setattr(launch, "FLAGS", (*launch.FLAGS, "--extra-device-vectorization"))
-        case "compiler":
-            monkeypatch.setattr(launch._nvrtc(), "getVersion", lambda: (99, 0), raising=False)
-    assert launch.cubin_path(small, arch, cache).name[:64] != first.name[:64]
-
-
-def test_r14_a_damaged_cubin_is_compiled_again(cache, small):
-    path = launch.cubin_path(small, "sm_90a", cache)
-    good = path.read_bytes()
-    path.write_bytes(good[: len(good) // 2])
-    assert launch.cubin_path(small, "sm_90a", cache).read_bytes() == good
-
-
-def test_r14_a_directory_that_vanishes_or_fills_up_costs_one_warning(cache, small):
-    cache.directory.rmdir()
-    with pytest.warns(OpfuseWarning, match="compiled anew"):
-        path = launch.cubin_path(small, "sm_90a", cache)
-    assert path.read_bytes().startswith(b"\x7fELF")
-    assert path == launch.cubin_path(small, "sm_90a", cache)
-
-
-# -- what can be missing -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh():
-    """The bindings of CuPy, imported anew."""
-    imports = (launch._nvrtc, launch._driver, launch._cupy)
-    yield [each.cache_clear() for each in imports]
-    for each in imports:
-        each.cache_clear()
-
-
-@pytest.mark.parametrize(("cuda", "package"), [("13.0", "cupy-cuda13x"), ("12.8", "cupy-cuda12x"), (None, "cupy-cuda13x")])
-def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monkeypatch):
-    def refuse(name):
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(launch.importlib, "import_module", refuse)
-    with pytest.raises(
-        UnsupportedError, match=rf"wants CuPy, got No module named .*pip install '{package}>=14.2'.*OPFUSE_REFERENCE=1"
-    ):
-        launch.compile_text(SMALL, "sm_90a")
-
-
-def test_without_nvrtc_the_error_says_what_to_install(fresh, monkeypatch):
-    def refuse():
-        raise RuntimeError("Failed to find libnvrtc\nand more")
-
-    monkeypatch.setattr(launch._nvrtc(), "getVersion", refuse, raising=False)
-    launch._nvrtc.cache_clear()
-    with pytest.raises(
-        UnsupportedError, match=r"wants NVRTC, got Failed to find libnvrtc\. Cure: pip install 'nvidia-cuda-nvrtc"
-    ):
-        launch.compile_text(SMALL, "sm_90a")
-
-
-def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(
-        UnsupportedError, match=r"CuPy: wants a build for CUDA 12\.8, .*got CUDA 13\. Cure: pip install 'cupy-cuda12x"
-    ):
-        launch.require_same_cuda()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    launch.require_same_cuda()
 
 
 def test_r12_nothing_is_loaded_during_capture(monkeypatch):

@@ -1,0 +1,44 @@
+"""The environment variables of opfuse: one table, and a word about names that are nearly in it.
+
+Variables of TransformerEngine, which stand in for fields of recipes, are named where those fields are declared.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+from opfuse.errors import OpfuseWarning, describe, nearest
+
+PREFIX = "OPFUSE_"
+
+VARIABLES = {
+    "OPFUSE_BACKWARD_OVERRIDE": "the backward_override of recipes that are given none: high_precision, dequantized or none",
+    "OPFUSE_CACHE_DIR": "where compiled kernels are kept, instead of the user's cache directory",
+    "OPFUSE_DEBUG": "1: an error of the command line shows where it came from",
+    "OPFUSE_REFERENCE": "1: the definitions in torch compute everything, in place of CUDA kernels",
+}
+"""Every variable that is read here, and what it says."""
+
+
+def variable(name: str) -> str:
+    """The text of a variable without spaces around it; empty if it is not set.
+
+    The first call of a process warns of variables that begin like those of opfuse and that nothing reads.
+    """
+    _warn_of_unknown()
+    return os.environ.get(name, "").strip()
+
+
+def unknown() -> dict[str, str]:
+    """Variables that are set, begin with ``OPFUSE_`` and are read by nothing, each with what to do about it."""
+    found = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
+    return {name: f"unset it, or use one of {', '.join(VARIABLES)}{nearest(name, VARIABLES)}" for name in found}
+
+
+@functools.cache
+def _warn_of_unknown() -> None:
+    for name, cure in unknown().items():
+        text = describe("environment", wanted="variables that opfuse reads", got=f"{name}, which nothing reads", cure=cure)
+        warnings.warn(text, OpfuseWarning, stacklevel=3)

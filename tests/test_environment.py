@@ -1,0 +1,39 @@
+"""Environment variables: one table holds all that is read, and names that are nearly in it are told."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import opfuse
+from opfuse import environment
+from opfuse.errors import OpfuseWarning
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """A process that has read no variable yet."""
+    yield environment._warn_of_unknown.cache_clear()
+    environment._warn_of_unknown.cache_clear()
+
+
+def test_every_variable_that_the_package_names_is_in_the_table():
+    package = Path(opfuse.__file__).parent
+    texts = [path.read_text() for path in package.rglob("*.py") if path.name != "environment.py"]
+    named = {name for text in texts for name in re.findall(r"""["'](OPFUSE_[A-Z_]+)["']""", text)}
+    assert named == set(environment.VARIABLES)
+
+
+def test_a_mistyped_variable_is_told_once_with_the_nearest(monkeypatch):
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERIDE", "dequantized")
+    with pytest.warns(OpfuseWarning, match="got OPFUSE_BACKWARD_OVERIDE, which nothing reads.*mean 'OPFUSE_BACKWARD_OVERRIDE'"):
+        recipe = opfuse.recipes.MXFP8BlockScaling()
+    assert recipe.backward_override is None
+    opfuse.recipes.MXFP8BlockScaling()  # where warnings are errors
+
+
+def test_known_variables_and_those_of_others_are_not_told(monkeypatch):
+    for name in (*environment.VARIABLES, "OTHER_OPFUSE_X", "NVTE_NO_SUCH"):
+        monkeypatch.setenv(name, "1")
+    assert environment.unknown() == {}
+    assert environment.variable("OPFUSE_DEBUG") == "1"

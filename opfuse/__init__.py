@@ -23,6 +23,7 @@ _NAMES = {
     "support": "opfuse.recipes",
     "support_matrix": "opfuse.recipes",
     "QuantizedTensor": "opfuse.tensors",
+    "master_weights": "opfuse.tensors.masters",
     "Fusion": "opfuse.compiler.rules",
     "fusion": "opfuse.compiler.rules",
     "RuleSet": "opfuse.compiler.registry",

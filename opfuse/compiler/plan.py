@@ -55,8 +55,7 @@ class Segment:
 class Plan:
     """Graph, groups, segments, and what became of every rule.
 
-    opaque: some groups come from functions, not from rules. name, ops: labels of the pipeline and of its basic ops. stored: ops
-    and roles of quantized parameters that are multiplied as they are, where gradients are recorded under a recipe.
+    opaque: some groups come from functions, not from rules. name, ops: labels of the pipeline and of its basic ops.
     """
 
     key: PlanKey
@@ -67,7 +66,6 @@ class Plan:
     casts: dict[int, Cast] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
-    stored: tuple[tuple[int, str], ...] = ()
 
     @cached_property
     def reads_sizes(self) -> bool:
@@ -106,20 +104,7 @@ def compile_plan(
     verify(graph, backward, BACKWARD)
     segments = partition(graph, forward, backward)
     labels = tuple(op.label for op in ops)
-    casts, stored = live_casts(graph, ops, key.env), _stored(graph, ops, key.env)
-    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, name, labels, stored)
-
-
-def _stored(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> tuple[tuple[int, str], ...]:
-    if env.recipe is None or not env.grad:
-        return ()
-    return tuple(
-        (node.op, role)
-        for node in graph.nodes
-        for role, signature in node.params
-        if signature is not None and signature.quantized is not None
-        if role in ops[node.op].quantized_roles() and role not in dict(node.operands)
-    )
+    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, live_casts(graph, ops, key.env), name, labels)
 
 
 def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> dict[int, Cast]:

@@ -39,9 +39,8 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
         return {}
     read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.traits else frozenset(stored.usages)
     found: dict[str, Format] = {usage: _format(op, role, stored.storage, usage) for usage in USAGES if usage in read}
-    with op.quantizer_states.kept():
-        quantizer, _ = op.make_quantizer(role, recipe)
-    wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, quantizer.formats) if usage in found}
+    formats = op.stored_quantizer(role, recipe).formats
+    wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
     if found == wanted or recipe.on_recipe_change == "keep":
         return found
     if recipe.on_recipe_change == "dequantize":

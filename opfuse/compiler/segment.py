@@ -13,9 +13,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.run import Kwargs, Runner
 from opfuse.core.context import Value, plain_or_none
 from opfuse.core.operation import BasicOperation
-from opfuse.core.stored import touch_stored
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
-from opfuse.recipes import Recipe
 from opfuse.tensors.grouped import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -172,8 +170,6 @@ def _run_segments(
     plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
 ) -> list[torch.Tensor]:
     graph = plan.graph
-    for op, role in plan.stored:
-        touch_stored(ops[op], role, cast(Recipe, plan.key.env.recipe))
     values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
     for segment in plan.segments:
         runner = Runner(plan, segment, ops, kwargs)

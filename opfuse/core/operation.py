@@ -24,6 +24,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
+from opfuse.tensors.conversion import converted
 from opfuse.tensors.quantizers import Quantizer
 
 Gradients = Iterable[torch.Tensor | None]
@@ -87,6 +88,10 @@ class FusibleOperation(nn.Module, ABC):
                 describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse")
             )
         return FusibleOperation.run_alone(self, x, *extra_inputs, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        with converted(self._parameters, fn):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load also what plain modules save, which have no extra state, and te.ops, which pickles one for every op."""

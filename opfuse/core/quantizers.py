@@ -11,14 +11,14 @@ import torch
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
-from opfuse.recipes.delayed import (
-    DelayedScalingState,
-    DelayedScalingStates,
-    begin_forward,
-    touch_backward,
-    touch_forward,
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.tensors.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    Quantizer,
 )
-from opfuse.tensors.quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 Mode = Literal["forward", "backward"]
@@ -132,20 +132,15 @@ class QuantizerSlotsMixin:
         state = self.quantizer_states.get(slot or role, length=delayed.amax_history_len, device=device)
         return recipe.quantizer(role, state=state), state
 
-    def state_slots(self, role: str) -> tuple[QuantizerRole, ...]:
-        """Where the states of an operand are kept: one, or one for each group that is cast apart."""
-        return (self.quantizer_role(role),)
+    def stored_quantizer(self, role: str, recipe: Recipe) -> Quantizer:
+        """The recipe's quantizer for a parameter that lives quantized.
 
-    def initial_quantizer(
-        self, role: str, values: torch.Tensor, recipe: Recipe, *, slot: QuantizerRole | None = None
-    ) -> Quantizer:
-        """The recipe's quantizer for a parameter that is stored; a delayed scale begins with the amax of these first values."""
+        Such a parameter is cast when it is written, by an optimizer or by anyone else. All its values are there, so its scale
+        comes from them, also under delayed scaling: the scale of an earlier write would clip what has grown since.
+        """
         asked = self.quantizer_role(role)
-        quantizer, state = self.quantizer_of(asked, recipe, slot=slot)
-        if state is not None:
-            quantizer.check(values.shape, values.dtype, where=f"{self.label} {role}")
-            begin_forward(state, values, cast(DelayedScaling, recipe.delayed_scaling(asked)))
-        return quantizer
+        delayed = recipe.delayed_scaling(asked)
+        return recipe.quantizer(asked) if delayed is None else Float8CurrentScalingQuantizer(delayed.fp8_dtype(asked))
 
     def _declared(self, mode: str) -> tuple[str, ...]:
         if mode not in SLOTS:

@@ -22,14 +22,14 @@ from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.state import QuantizerStateMixin
-from opfuse.recipes import QuantizerRole, Recipe, current_model_init
+from opfuse.ops.weights import new_weight, reset_weight
+from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
-from opfuse.tensors.tensor import QuantizedTensor
 
 _SINGLE = ("weight", "bias")
 """Parameters that hold those of all groups."""
@@ -113,42 +113,23 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         weights = _names("weight", groups, single=spec.single_grouped_weight)
         biases = _names("bias", groups, single=spec.single_grouped_bias) if spec.use_bias else ()
         self.__dict__.update(weight_names=weights, bias_names=biases, saves=("x", *weights, *biases, "splits", "scales"))
-        for names, each in ((weights, shape), (biases, shape[:1])):
-            for name in names:
-                whole = (groups, *each) if name in _SINGLE else each
-                setattr(self, name, new_parameter(where, whole, device=device, dtype=dtype))
+        made = {"device": device, "dtype": dtype}
+        for name in weights:
+            setattr(self, name, new_weight(self, name, (groups, *shape) if name in _SINGLE else shape, **made))
+        for name in biases:
+            setattr(self, name, new_parameter(where, (groups, *shape[:1]) if name in _SINGLE else shape[:1], **made))
         self.reset_parameters()
 
     # -- parameters ------------------------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """Values as ``nn.Linear`` draws them, group by group, weights first; weights quantized in ``quantized_model_init``."""
-        if self.parameter_values()[0].is_meta:  # type: ignore[union-attr]
-            return
+        """Values as ``nn.Linear`` draws them, group by group, weights first, in place; nothing on the meta device."""
         for name in self.weight_names:
-            self._reset_weight(name)
+            reset_weight(self, name, _draw)
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
             for name in self.bias_names:
                 self.parameter(name).uniform_(-bound, bound)
-
-    def _reset_weight(self, name: str) -> None:
-        old = self.parameter(name)
-        weight = torch.empty(old.shape, dtype=old.dtype, device=old.device)
-        for matrix in weight.view(-1, *weight.shape[-2:]):
-            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
-        init = current_model_init()
-        value = weight if init is None else self._quantized(name, weight, init.recipe)
-        made = nn.Parameter(value, requires_grad=old.requires_grad)
-        if init is not None and init.preserve_high_precision_init_val:
-            made.high_precision_init_val = weight.cpu()  # type: ignore[attr-defined]
-        setattr(self, name, made)
-
-    def _quantized(self, name: str, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-        parts = zip(weight.view(-1, *weight.shape[-2:]), self.state_slots(name))
-        made = [self.initial_quantizer(name, part, recipe, slot=slot) for part, slot in parts]
-        quantizer = GroupedQuantizer(tuple(made)) if self.single_grouped_weight else made[0]
-        return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
 
     def _find_slots(self) -> Any:
         return tuple((name, self._parameters) for name in (*self.weight_names, *self.bias_names))
@@ -177,6 +158,11 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         states = tuple(state for _, state in made if state is not None)
         return made[0][0], states if self.cast_groups(role) else next(iter(states), None)
 
+    def stored_quantizer(self, role: str, recipe: Recipe) -> Quantizer:
+        """A quantizer for each group where one parameter holds the weights of all."""
+        made = super().stored_quantizer(role, recipe)
+        return GroupedQuantizer((made,) * self.num_groups) if self.cast_groups(role) else made
+
     def narrow_quantizer(
         self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
     ) -> Quantizer | None:
@@ -191,7 +177,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         return [self.quantizer_role(name) for name in names] * self.num_groups
 
     def state_slots(self, role: str) -> tuple[QuantizerRole, ...]:
-        """Group by group, as :meth:`get_quantizer` finds them."""
+        """Where the states of an operand are kept, one for each group that is cast apart, as :meth:`get_quantizer` finds them."""
         place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
         groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
         base = self.quantizer_role(role)
@@ -371,6 +357,11 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
 
 def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:
     return (kind,) if single else tuple(f"{kind}{i}" for i in range(groups))
+
+
+def _draw(values: torch.Tensor) -> None:
+    for matrix in values.view(-1, *values.shape[-2:]):
+        nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
 
 
 def _in(operand: Value, dtype: torch.dtype) -> Operand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,17 +13,16 @@ from torch import nn
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
-from opfuse.core.spec import Size, checked_spec, new_parameter
+from opfuse.core.spec import Size, checked_spec
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.state import QuantizerStateMixin
-from opfuse.recipes import Recipe, current_model_init
+from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.storage import QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,12 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     ) -> None:
         super().__init__(BasicLinearSpec(in_features, out_features), owner=owner)
         shape = self.spec.out_features, self.spec.in_features
-        self.owner.weight = new_parameter(type(self.owner).__name__, shape, device=device, dtype=dtype)
+        self.owner.weight = new_weight(self, "weight", shape, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Kaiming-uniform values (a = sqrt 5), quantized if ``quantized_model_init`` is active."""
-        weight = self.owner.weight
-        if weight.is_meta:
-            return
-        if isinstance(weight, QuantizedTensor):
-            weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        with torch.no_grad():
-            nn.init.kaiming_uniform_(weight.detach(), a=math.sqrt(5))
-        weight = weight.detach()
-        init = current_model_init()
-        value = weight if init is None else self._quantized(weight, init.recipe)
-        self.owner.weight = nn.Parameter(value, requires_grad=self.owner.weight.requires_grad)
-        if init is not None and init.preserve_high_precision_init_val:
-            self.owner.weight.high_precision_init_val = weight.cpu()
-
-    def _quantized(self, weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-        quantizer = self.initial_quantizer("weight", weight, recipe)
-        return QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer)
+        """Kaiming-uniform values (a = sqrt 5), written into the weight, plain or quantized; nothing on the meta device."""
+        reset_weight(self, "weight", partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
 
     def _find_slots(self) -> Any:
         return (("weight", self.owner._parameters),)

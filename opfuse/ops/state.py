@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from opfuse.core.stored import follow
 from opfuse.recipes.delayed import DelayedScalingStates
 
 
@@ -17,15 +16,10 @@ class QuantizerStateMixin:
     quantizer_states: DelayedScalingStates
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """States follow the parameters to another device, and those stored under delayed scaling find them there."""
+        """States follow the parameters to another device."""
         for state in self.quantizer_states:
             state.to(fn(state.scale).device)
-        moved = super()._apply(fn, recurse)  # type: ignore[misc]
-        for op in self.basic_ops:  # type: ignore[attr-defined]
-            for role, parameter in zip(op.parameter_names, op.parameter_values()):
-                if parameter is not None:
-                    follow(op, role)
-        return moved
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Every state tensor under ``role/field``."""

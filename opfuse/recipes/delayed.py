@@ -9,8 +9,7 @@ casts with the scale that there is, moves none and counts no amax, so validation
 backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it
 again.
 
-A parameter stored under delayed scaling begins with the scale of its first values' amax. Every write to it casts and counts its
-amax, and every call that records gradients has its state updated, as if it had cast it.
+A parameter that lives quantized has no state: no call casts it. Every write does, with the scale of the amax of what is written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch
 import torch.distributed
 
 from opfuse.errors import QuantizerError, RecipeError, describe
-from opfuse.kernels.cast import tensor_amax
 from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
@@ -288,19 +286,6 @@ def is_recomputing() -> bool:
     """Whether this is a recomputation, which records nothing."""
     active = _SNAPSHOT.get()
     return active is not None and active.replaying
-
-
-def begin_forward(state: DelayedScalingState, values: torch.Tensor, recipe: DelayedScaling) -> None:
-    """Begin ``state`` anew, with the scale of the amax of ``values`` (fp32, bf16, fp16) and an empty history.
-
-    Empty, as ranks may begin with other values: what is cast next is counted in slot 0, which they share.
-    """
-    with torch.no_grad():
-        state.scale.fill_(1.0)
-        state.amax.copy_(tensor_amax(values))
-        use = _Use(recipe, recipe.fp8_format.element(_FORWARD).max, None)
-        delayed_update([state.amax], [state.scale], [use.rule])
-        state.amax_history.zero_()
 
 
 def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:

@@ -232,7 +232,7 @@ class QuantizedTensor(torch.Tensor):
         quantizer = deepcopy(self._quantizer, memo)
         copy = QuantizedTensor(map_tensors(self._storage, torch.clone), quantizer=quantizer, requires_grad=self.requires_grad)
         memo[id(self)] = copy
-        copy.__dict__.update(deepcopy(self._other_attributes(), memo))
+        copy.__dict__.update(deepcopy(self.other_attributes(), memo))
         copy.grad = deepcopy(self.grad, memo)
         return copy
 
@@ -240,9 +240,9 @@ class QuantizedTensor(torch.Tensor):
         """A quantizer that reduces over a process group cannot be saved: what is loaded has none, and takes bytes only."""
         storage = map_tensors(self._storage, torch.Tensor.detach)
         quantizer = None if _process_groups(self._quantizer) else self._quantizer
-        return rebuild, (storage, quantizer, self.requires_grad, self._readonly, self._other_attributes())
+        return rebuild, (storage, quantizer, self.requires_grad, self._readonly, self.other_attributes())
 
-    def _other_attributes(self) -> dict[str, Any]:
+    def other_attributes(self) -> dict[str, Any]:
         """What others have set on this tensor, as nn.Parameter and frameworks do."""
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
@@ -264,11 +264,12 @@ class QuantizedTensor(torch.Tensor):
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, QuantizedTensor):
-            new = self._moved_to(new)
+            new = self.moved_to(new)
         _DATA.__set__(self, new)
         self._storage, self._quantizer, self._readonly = new._storage, new._quantizer or self._quantizer, new._readonly
 
-    def _moved_to(self, values: torch.Tensor) -> QuantizedTensor:
+    def moved_to(self, values: torch.Tensor) -> QuantizedTensor:
+        """A tensor of the same planes where ``values`` are, of their dtype; rewritten if it does not decode to them already."""
         storage = map_tensors(self._storage, lambda plane: plane.to(values.device))
         moved = self.over(replace(storage, dtype=values.dtype), readonly=self._readonly)
         if values.shape != self.shape or not (values.is_meta or torch.equal(moved.dequantize(), values)):

@@ -1,0 +1,63 @@
+"""Weights of ops: made plain or, inside ``quantized_model_init``, quantized; given their initial values in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.operation import BasicOperation
+from opfuse.core.spec import new_parameter
+from opfuse.errors import OpfuseWarning, describe
+from opfuse.recipes import current_model_init
+from opfuse.tensors.masters import stored_in
+from opfuse.tensors.tensor import QuantizedTensor
+
+PRESERVED = "high_precision_init_val"
+"""The attribute of a quantized parameter that holds its initial values; None until it has some."""
+
+
+def new_weight(
+    op: BasicOperation, name: str, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """The parameter ``name`` of ``op``, still without values; inside ``quantized_model_init`` one that lives quantized.
+
+    ShapeError or DtypeError if the format cannot take it; other errors as of :func:`new_parameter`.
+    """
+    plain, init = new_parameter(type(op.owner).__name__, shape, device=device, dtype=dtype), current_model_init()
+    if init is None:
+        return plain
+    quantizer = op.stored_quantizer(name, init.recipe)
+    quantizer.check(shape, plain.dtype, where=f"{op.label} {name}")
+    empty = quantizer.make_empty(shape, dtype=plain.dtype, device=plain.device)
+    made = nn.Parameter(QuantizedTensor(empty, quantizer=quantizer))
+    if init.preserve_high_precision_init_val:
+        setattr(made, PRESERVED, None)
+    return made
+
+
+@torch.no_grad()
+def reset_weight(op: BasicOperation, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
+    """Write what ``draw`` puts into a plain tensor into the parameter ``name``, in place; nothing on the meta device.
+
+    The parameter stays the one that optimizers and hooks know, and stays what it was made as: plain or quantized.
+    """
+    parameter = op.parameter(name)
+    if parameter.is_meta:
+        return
+    if isinstance(stored_in(parameter), QuantizedTensor):
+        values = torch.empty_like(parameter)
+        draw(values)
+        parameter.copy_(values)
+        if PRESERVED in vars(parameter):
+            setattr(parameter, PRESERVED, values.cpu())
+        return
+    if current_model_init() is not None:
+        wanted, got = "a weight that was made inside quantized_model_init", "a plain one, which stays plain"
+        cure = "build the op inside quantized_model_init, on the meta device if its values come later"
+        message = describe(f"{op.label}.reset_parameters() {name}", wanted=wanted, got=got, cure=cure)
+        warnings.warn(message, OpfuseWarning, stacklevel=3)
+    draw(parameter)

@@ -1,0 +1,57 @@
+"""``Module.to``, ``.cuda()``, ``.half()`` and ``.to_empty`` on parameters that live quantized, which stay the objects they are.
+
+torch puts another tensor in the place of a parameter of a tensor subclass, without the attributes and the hooks of the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.tensors.tensor import QuantizedTensor
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def converted(parameters: dict[str, Any], change: Change) -> Iterator[None]:
+    """Apply ``change`` to the quantized ones among ``parameters``, in place; inside the block there is None in their places."""
+    stored = {name: p for name, p in parameters.items() if isinstance(p, QuantizedTensor)}
+    for parameter in stored.values():
+        _convert(parameter, change)
+    parameters.update(dict.fromkeys(stored))
+    try:
+        yield
+    finally:
+        parameters.update(stored)
+
+
+@torch.no_grad()
+def _convert(parameter: QuantizedTensor, change: Change) -> None:
+    new, grad = change(parameter), parameter.grad
+    new_grad = None if grad is None else change(grad)
+    if new is not parameter:
+        parameter.grad = None
+        _replace(parameter, new if isinstance(new, QuantizedTensor) else parameter.moved_to(new))
+    if grad is not None and new_grad is not grad and _fits(grad, new_grad):
+        grad.data = new_grad  # type: ignore[assignment]
+        new_grad = grad
+    parameter.grad = new_grad
+
+
+def _replace(parameter: QuantizedTensor, new: QuantizedTensor) -> None:
+    """Have ``parameter`` hold what ``new`` holds. To and from the meta device its autograd state is a new one, with the hooks."""
+    if _fits(parameter, new):
+        parameter.data = new
+        return
+    others, hooks = parameter.other_attributes(), (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    torch.utils.swap_tensors(parameter, nn.Parameter(new, requires_grad=parameter.requires_grad))
+    parameter.__dict__.update(others)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+_fits: Callable[..., bool] = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]

@@ -1,0 +1,31 @@
+"""High-precision masters of parameters that live quantized, whole or sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from opfuse.tensors.tensor import QuantizedTensor
+
+
+def stored_in(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the values on this rank: that of a DTensor, or ``parameter`` itself."""
+    held: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return held
+
+
+def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """An fp32 master for each of ``parameters`` that lives quantized, by the parameter; none for others.
+
+    A master has the parameter's shape and device and, where ``fully_shard`` made it a DTensor, its placement: an optimizer steps
+    on it, and ``parameter.copy_(master)`` casts it, each rank its own rows. Its values are those that ``quantized_model_init``
+    preserved, else those that the parameter decodes to: always so after ``fully_shard``, which keeps no attributes.
+    """
+    return {p: _master(p) for p in parameters if isinstance(stored_in(p), QuantizedTensor)}
+
+
+@torch.no_grad()
+def _master(parameter: torch.Tensor) -> torch.Tensor:
+    preserved = parameter.get_high_precision_init_val() if isinstance(parameter, QuantizedTensor) else None
+    return torch.empty_like(parameter, dtype=torch.float32).copy_(parameter if preserved is None else preserved)

@@ -20,9 +20,7 @@ PRESERVED = "high_precision_init_val"
 """The attribute of a quantized parameter that holds its initial values; None until it has some."""
 
 
-def new_weight(
-    op: BasicOperation, name: str, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype | None
-) -> nn.Parameter:
+def new_weight(op: BasicOperation, name: str, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
     """The parameter ``name`` of ``op``, still without values; inside ``quantized_model_init`` one that lives quantized.
 
     ShapeError or DtypeError if the format cannot take it; other errors as of :func:`new_parameter`.

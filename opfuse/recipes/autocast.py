@@ -120,9 +120,9 @@ def quantized_model_init(
     at small learning rates. Step on high-precision masters instead, then ``parameter.copy_(master)``:
     :func:`opfuse.master_weights`; README shows how.
 
-    Every write, an optimizer's step among them, casts with a scale of its own, found from what is written: also under delayed
-    scaling, whose scales of earlier steps would clip what has grown since, and whose ``margin`` and history are then not read. On the
-    meta device parameters are quantized as well; ``to_empty`` and ``reset_parameters`` give them bytes and values.
+    Every write, an optimizer's step among them, casts with a scale of its own, found from what is written. So it is under delayed
+    scaling, too, where the scale of an earlier step would clip what has grown since; margin and history are for other tensors.
+    On the meta device parameters are quantized as well; ``to_empty`` and ``reset_parameters`` give them bytes and values.
 
     preserve_high_precision_init_val: keep the initial value in high precision as well, on the CPU, for an optimizer's master
     weights: ``parameter.get_high_precision_init_val()``.

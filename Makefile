@@ -7,7 +7,7 @@ GPU_LARGE_JOBS ?= 2
 ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions tests/ops
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow fuzz gpu gpu-suite sanitize install clean
+.PHONY: demo test check slow fuzz mutants gpu gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -26,6 +26,10 @@ slow: install
 # 5000 random graphs, fused against op by op against plain torch: half an hour on two cores.
 fuzz: install
 	$(BIN)/pytest -n $(JOBS) -m slow tests/compiler/test_graphs.py
+
+# 200 changes of compiler, core and recipes, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
+mutants: install
+	$(BIN)/python -m tests.mutants -j $(JOBS) --count 200
 
 # On a machine with a GPU, in an environment that has torch and CuPy already. `gpu` takes ten minutes at most: parity, then timings
 # and the record, named after the device, then what needs tens of GB or many processes.

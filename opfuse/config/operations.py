@@ -29,6 +29,15 @@ IN_CODE = {
 SPELLINGS = {"normalized_shape": "size"}
 """Parameters that have a shorter name in a file."""
 
+MAX_OPS = 256
+MAX_ELEMENTS = 2**36
+"""Ops of a file; elements of all parameters of one op, or of one tensor between two."""
+
+IN_PYTHON = "build larger ones in Python"
+
+MOST = {"num_groups": 1024}
+"""What a file may ask for at most of things that are made one by one."""
+
 
 def written(cls: type[FusibleOperation]) -> dict[str, tuple[Any, Any]]:
     """What a file may say of an op: type and default by the name of the constructor's argument."""
@@ -82,6 +91,11 @@ class Entry:
     extra_input: tuple[str, ...] = ()
     extra_output: tuple[str, ...] = ()
 
+    @property
+    def groups(self) -> int | None:
+        """How many groups the op has, if it speaks of groups."""
+        return dict(self.arguments).get("num_groups")
+
     def build(self, *, dtype: torch.dtype, device: Any = None) -> FusibleOperation:
         """A new op with its channels set; its parameters have ``dtype`` and lie on ``device``."""
         cls = OPS[self.op]
@@ -104,16 +118,21 @@ def to_entry(section: Any) -> Entry:
     given = {names[key]: getattr(section, key) for key in sorted(section.model_fields_set & names.keys())}
     channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
     entry = Entry(section.op, tuple(given.items()), **channels)
+    for name, most in MOST.items():
+        if given.get(name, 0) > most:
+            raise Refused(Problem("too-large", f"a file has at most {name}: {most}, got {given[name]}", IN_PYTHON, (name,)))
     try:
-        entry.build(dtype=torch.float32, device="meta")
+        built = entry.build(dtype=torch.float32, device="meta")
     except (OpfuseError, RuntimeError) as error:
         message, cure = sentence(str(error))
         raise Refused(Problem("bad-value", f"{section.op} cannot be built: {message}", cure)) from error
+    if (elements := sum(parameter.numel() for parameter in built.parameters())) > MAX_ELEMENTS:
+        raise Refused(Problem("too-large", f"an op of a file has at most {MAX_ELEMENTS} parameters, got {elements}", IN_PYTHON))
     return entry
 
 
 def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Refused unless every channel has one producer, and a consumer after it."""
+    """Refused unless every channel has one producer, and a consumer after it of as many groups."""
     problems: list[Problem] = []
     producers: dict[str, int] = {}
     consumed = {name for entry in entries for name in entry.extra_input}
@@ -122,6 +141,11 @@ def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
             if name not in producers:
                 message = f"no earlier op produces channel {shown(name)}"
                 problems.append(Problem("unknown-channel", message, similar(name, producers), (i, "extra_input")))
+            elif (groups := entries[producers[name]].groups) and entry.groups and groups != entry.groups:
+                message = (
+                    f"op {producers[name]}, which produces channel {shown(name)}, has {groups} groups, this one {entry.groups}"
+                )
+                problems.append(Problem("does-not-fit", message, f"write num_groups: {groups}", (i, "num_groups")))
         for name in entry.extra_output:
             if name in producers:
                 message, help = f"channel {shown(name)} has a producer, op {producers[name]}", "rename one of the two"
@@ -146,4 +170,4 @@ class Pipeline(Section):
     """What is computed. dtype: of parameters and of what travels between ops."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    ops: Annotated[list[OpSection], Field(min_length=1), AfterValidator(check_channels)]
+    ops: Annotated[list[OpSection], Field(min_length=1, max_length=MAX_OPS), AfterValidator(check_channels)]

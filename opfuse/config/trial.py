@@ -1,17 +1,21 @@
-"""A rehearsal: every op once, forward and backward, on tensors without data."""
+"""A rehearsal: every op once, forward and backward, on tensors without data.
+
+Its cost does not depend on the sizes in a file: groups are alike, so that few of them stand for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from opfuse.config.findings import Problem, sentence
+from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import PydocTopics
-from opfuse.config.operations import Entry
+from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, Entry
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe, autocast
@@ -41,6 +45,8 @@ def trial(
     columns = data.columns if data is not None else input_columns(entries)
     if columns is None:
         return None
+    if (problem := _too_large((rows, columns), ("pipeline", "ops", 0) if data is None else ("data",))) is not None:
+        return problem
     last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
     if isinstance(last, Problem) or data is None or last is None or last[-1] == data.classes:
         return last if isinstance(last, Problem) else None
@@ -51,19 +57,40 @@ def trial(
 def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
     channels: dict[str, Tensor] = {}
+    few = _stand_ins(entries)
     for i, entry in enumerate(entries):
-        alone = replace(entry, extra_input=(), extra_output=())
+        alone = _with_groups(replace(entry, extra_input=(), extra_output=()), few)
         try:
             inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
             outputs = _rehearse(alone, inputs, recipe, dtype)
         except (OpfuseError, RuntimeError) as error:
-            message, cure = sentence(str(error))
+            message, cure = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
             return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
         if outputs is None:
             return None
+        for output in outputs:
+            if (problem := _too_large(output.shape, ("pipeline", "ops", i))) is not None:
+                return problem
         shape = outputs[0].shape
         channels |= dict(zip(entry.extra_output, outputs[1:]))
     return shape
+
+
+def _too_large(shape: Sequence[int], place: Loc) -> Problem | None:
+    if (elements := math.prod(shape)) <= MAX_ELEMENTS:
+        return None
+    return Problem("too-large", f"a tensor of a file has at most {MAX_ELEMENTS} elements, got {elements}", IN_PYTHON, place)
+
+
+def _stand_ins(entries: Sequence[Entry]) -> dict[int, int]:
+    """A small number for each number of groups, not below what one token goes to; different ones for different ones."""
+    least = max((dict(entry.arguments).get("top_k", 1) for entry in entries), default=1)
+    return {groups: min(groups, least + i) for i, groups in enumerate(sorted({e.groups for e in entries if e.groups}))}
+
+
+def _with_groups(entry: Entry, few: Mapping[int, int]) -> Entry:
+    found = {"num_groups": few[entry.groups]} if entry.groups else {}
+    return replace(entry, arguments=tuple((dict(entry.arguments) | found).items()))
 
 
 def input_columns(entries: Sequence[Entry]) -> int | None:

@@ -52,6 +52,11 @@ class Group:
     ops: range = range(0)
 
     @property
+    def claimed(self) -> bool:
+        """Whether a rule or a fused op runs it."""
+        return self.rule is not None or self.opaque is not None
+
+    @property
     def name(self) -> str:
         """The rule's name, or the fused op's class."""
         return self.rule.name if self.rule is not None else type(self.opaque).__name__
@@ -80,18 +85,23 @@ class Chain:
             if graph.linked(node, follower, self.direction):
                 self.next[i] = follower
 
+    def takes(self, node: Node) -> bool:
+        """Whether a rule can run ``node``: a forward implementation returns the main output, and no extra ones."""
+        return self.direction == BACKWARD or len(node.outputs) == 1
+
 
 def _runs(chain: Chain, start: int, claimed: Collection[int]) -> Iterator[Node | None]:
     position: int | None = start
-    while position is not None and chain.nodes[position].index not in claimed:
+    while position is not None and chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position]):
         yield chain.nodes[position]
         position = position + 1 if chain.next[position] is not None else None
     while True:
         yield None
 
 
-def match(pattern: Sequence[Term], chain: Chain, start: int, claimed: Collection[int] = ()) -> Binding | Partial:
-    """Bind ``pattern`` greedily from the node at ``start``, up to a claimed node; a Partial says where it stopped."""
+def match(rule: Fusion, chain: Chain, start: int, claimed: Collection[int] = ()) -> Binding | Partial:
+    """Bind the rule's pattern greedily from the node at ``start``, up to a claimed node; a Partial says where it stopped."""
+    pattern = rule.pattern
     nodes = _runs(chain, start, claimed)
     node = next(nodes)
     bound: list[tuple[int, ...]] = []
@@ -103,7 +113,7 @@ def match(pattern: Sequence[Term], chain: Chain, start: int, claimed: Collection
         if len(here) < term.low:
             return Partial(len(bound), node, term, _flat(bound))
         bound.append(tuple(here))
-    if len(_flat(bound)) < 2:
+    if len(_flat(bound)) < 2 and not rule.single:
         return Partial(1, None, pattern[-1], _flat(bound))
     return tuple(bound)
 
@@ -176,7 +186,7 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
     nearest: Partial | None = None
     start = 0
     while start < len(chain.nodes):
-        binding = match(rule.pattern, chain, start, claimed)
+        binding = match(rule, chain, start, claimed)
         if not isinstance(binding, Partial):
             outcome = _judged(rule, graph, env, binding)
             if outcome.status == FUSED:
@@ -184,7 +194,7 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
                 claimed.update(dict.fromkeys(_flat(binding), rule.name))
         else:
             # What a match lost to earlier claims is worth an outcome of its own.
-            binding = match(rule.pattern, chain, start)
+            binding = match(rule, chain, start)
             if isinstance(binding, Partial):
                 nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
                 start += 1

@@ -169,9 +169,7 @@ def _pipeline(plan: Plan) -> dict[str, Any]:
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{
-            f"{side}_groups": [
-                {"fusion": g.name if len(g.nodes) > 1 else None, "nodes": list(g.nodes)} for g in _groups(plan, side)
-            ]
+            f"{side}_groups": [{"fusion": g.name if g.claimed else None, "nodes": list(g.nodes)} for g in _groups(plan, side)]
             for side in SIDES
         },
     }
@@ -184,13 +182,13 @@ def _mermaid(plan: Plan, side: str) -> Iterator[str]:
     shown = set()
     for number, group in enumerate(_groups(plan, side)):
         indent = "  "
-        if len(group.nodes) > 1:
+        if group.claimed:
             yield f'  subgraph f{number}["{group.name}"]'
             indent = "    "
         for i in group.nodes:
             shown.add(i)
             yield f'{indent}n{i}["{nodes[i].name}"]'
-        if len(group.nodes) > 1:
+        if group.claimed:
             yield "  end"
     for source, target in _flow(plan.graph, side, shown):
         yield f"  n{source} --> n{target}"

@@ -186,7 +186,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs)}
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
-    claimed = any(group.rule is not None or group.opaque is not None for group in (*forward, *backward))
+    claimed = any(group.claimed for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
     inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
     return Segment(

@@ -14,8 +14,12 @@ from typing import Any, cast
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.compiler.vocabulary import check_rules
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.keys import digest
+
+DIRECTIONS = (JOINT, FORWARD, BACKWARD)
+LEVELS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class FusionFunction:
 
     def __post_init__(self) -> None:
         where = f"fusion function {self.name!r}"
+        if self.direction not in DIRECTIONS:
+            got = f"{self.direction!r}{nearest(str(self.direction), DIRECTIONS)}"
+            raise FusionError(describe(where, wanted=f"a direction of {DIRECTIONS}", got=got, cure="name one of them"))
         if not callable(self.func):
             cure = "register a function (ops, *, recipe) -> ops"
             raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=cure))
@@ -40,11 +47,24 @@ class FusionFunction:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules in the order in which they claim, registered functions, and the level: 0 none, 1 bitwise-equal only, 2 all."""
+    """Rules in the order in which they claim, registered functions, and the level: 0 none, 1 bitwise-equal only, 2 all.
+
+    FusionError for words of a pattern that no op has, and for guards on what cannot be read; ``vocabulary.py``
+    says which those are.
+    """
 
     rules: tuple[Fusion, ...] = ()
     functions: tuple[FusionFunction, ...] = ()
     level: int = 2
+
+    def __post_init__(self) -> None:
+        for what, held, kind in (("rules", self.rules, Fusion), ("functions", self.functions, FusionFunction)):
+            if not isinstance(held, tuple) or not all(isinstance(each, kind) for each in held):
+                cure = "make rules with fusion(), and register functions with register_forward_fusion() and its sisters"
+                raise FusionError(describe(f"RuleSet.{what}", wanted=f"a tuple of {kind.__name__}", got=repr(held), cure=cure))
+        if type(self.level) is not int or self.level not in LEVELS:
+            raise FusionError(describe("RuleSet.level", wanted=f"one of {LEVELS}", got=repr(self.level), cure="pass level=2"))
+        check_rules(self.rules)
 
     @cached_property
     def digest(self) -> str:
@@ -70,17 +90,17 @@ class RuleSet:
 
     def with_rule(self, rule: Fusion, *, first: bool = False) -> RuleSet:
         """The same set with one more rule, last or first; FusionError if the name is taken."""
-        self._free(rule.name)
+        self._free(rule, Fusion)
         return replace(self, rules=(rule, *self.rules) if first else (*self.rules, rule))
 
     def with_function(self, function: FusionFunction, *, first: bool = False) -> RuleSet:
         """The same set with one more function."""
-        self._free(function.name)
+        self._free(function, FusionFunction)
         return replace(self, functions=(function, *self.functions) if first else (*self.functions, function))
 
     def replaced(self, rule: Fusion) -> RuleSet:
         """The same set with the rule of that name replaced."""
-        self._check((rule.name,))
+        self._check((_typed(rule, Fusion).name,))
         return replace(self, rules=tuple(rule if r.name == rule.name else r for r in self.rules))
 
     @property
@@ -100,7 +120,8 @@ class RuleSet:
                     )
                 )
 
-    def _free(self, name: str) -> None:
+    def _free(self, fusion: object, kind: type) -> None:
+        name = _typed(fusion, kind).name
         if name in self.names:
             raise FusionError(
                 describe(
@@ -110,6 +131,14 @@ class RuleSet:
                     cure="choose another name or unregister the old rule",
                 )
             )
+
+
+def _typed(given: object, kind: type) -> Any:
+    """``given`` itself; FusionError unless it is of ``kind``."""
+    if not isinstance(given, kind):
+        cure = "pass what fusion() returns; functions go to register_forward_fusion() and its sisters"
+        raise FusionError(describe("fusion", wanted=f"a {kind.__name__}", got=repr(given), cure=cure))
+    return given
 
 
 _defaults: RuleSet | None = None
@@ -123,6 +152,13 @@ def default_rules() -> RuleSet:
     return cast(RuleSet, _defaults)
 
 
+def checked_rules(rules: object) -> RuleSet:
+    """``rules`` itself; FusionError unless it is a rule set."""
+    if not isinstance(rules, RuleSet):
+        raise FusionError(describe("rules", wanted="a RuleSet", got=repr(rules), cure="pass RuleSet((rule,))"))
+    return rules
+
+
 def active_rules() -> RuleSet:
     """The rule set that plans are made with here."""
     return _scoped.get() or default_rules()
@@ -131,13 +167,13 @@ def active_rules() -> RuleSet:
 def set_default_rules(rules: RuleSet) -> None:
     """Replace the process-wide rule set."""
     global _defaults  # noqa: PLW0603 - one process-wide table, replaced as a whole
-    _defaults = rules
+    _defaults = checked_rules(rules)
 
 
 @contextmanager
 def use_rules(rules: RuleSet) -> Iterator[RuleSet]:
     """Plan with ``rules`` inside the block."""
-    token = _scoped.set(rules)
+    token = _scoped.set(checked_rules(rules))
     try:
         yield rules
     finally:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Node
-from opfuse.errors import FusionError, KeyValueError, describe
+from opfuse.domains import keywords
+from opfuse.errors import FusionError, KeyValueError, describe, nearest
 from opfuse.keys import digest
 
 JOINT = "joint"
@@ -23,6 +24,17 @@ class Term:
     low: int = 1
     high: int | None = 1
 
+    def __post_init__(self) -> None:
+        worded = isinstance(self.words, tuple) and self.words and all(isinstance(word, str) and word for word in self.words)
+        counted = type(self.low) is int and self.low >= 0 and (self.high is None or _counts(self.high, self.low))
+        if not (worded and counted):
+            wanted, cure = (
+                "at least one word, and a number of nodes",
+                "write 'gelu', ('gelu', 'relu'), maybe('bias') or run('gelu')",
+            )
+            got = f"{self.words!r} from {self.low!r} to {self.high!r}"
+            raise FusionError(describe(f"pattern place {self.name!r}", wanted=wanted, got=got, cure=cure))
+
     def __str__(self) -> str:
         count = {(1, 1): "", (0, 1): "?", (0, None): "*", (1, None): "+"}.get(
             (self.low, self.high), f"{{{self.low},{self.high}}}"
@@ -32,6 +44,10 @@ class Term:
     def accepts(self, node: Node) -> bool:
         """Whether ``node`` can stand here."""
         return not node.words.isdisjoint(self.words)
+
+
+def _counts(high: object, low: int) -> bool:
+    return type(high) is int and high >= max(low, 1)
 
 
 def one(*words: str) -> Term:
@@ -101,6 +117,12 @@ class Guard:
     def __post_init__(self) -> None:
         if isinstance(self.want, list):
             object.__setattr__(self, "want", tuple(self.want))
+        if self.test not in TESTS:
+            got = f"{self.test!r}{nearest(str(self.test), TESTS)}"
+            raise FusionError(describe(f"guard on {self.reads!r}", wanted=f"a test of {tuple(TESTS)}", got=got, cure="name one"))
+        if not isinstance(self.reads, str) or not all(self.reads.split(".")):
+            cure = "write env.arch, or a name of the pattern and what is read of it"
+            raise FusionError(describe("guard", wanted="a dotted path", got=repr(self.reads), cure=cure))
         wanted, takes = _WANTS.get(self.test, _ANY)
         if not takes(self.want):
             where = f"guard {self.test}({self.reads!r})"
@@ -166,6 +188,10 @@ class Fusion:
     gradients in the contexts. A binding is a Context, None (an absent ``maybe``) or a tuple (a ``run``). Both
     implementations make a joint rule, whose saved state is its own affair; a rule with one of them must leave, or read,
     the saved state of the unfused ops.
+
+    A pattern that can only ever match one node gives one op another implementation. Any other takes two nodes at least: a
+    producer alone is no chain, whatever could follow it. Words and paths are looked up when the rule enters a
+    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself.
     """
 
     name: str
@@ -177,36 +203,58 @@ class Fusion:
     doc: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise FusionError(describe("fusion", wanted="a name", got=repr(self.name), cure="pass a text"))
+        self._check_pattern()
+        implementations = [function for function in (self.forward, self.backward) if function is not None]
+        if not implementations:
+            self._refuse("forward=, backward= or both", "neither", "pass an implementation")
+        for implementation in implementations:
+            self._check_implementation(implementation)
+        self._check_guards()
+        if type(self.priority) is not int:
+            self._refuse("an integer as its priority", repr(self.priority), "leave it out, or pass 1")
         digest(self, f"fusion {self.name!r}")
-        for implementation in filter(None, (self.forward, self.backward)):
-            wanted = tuple(term.name for term in self.pattern)
-            got = tuple(name for name, p in inspect.signature(implementation).parameters.items() if p.kind is p.KEYWORD_ONLY)
-            if got != wanted:
-                raise FusionError(
-                    describe(
-                        f"fusion {self.name!r}",
-                        wanted=f"keyword-only parameters {wanted}",
-                        got=got,
-                        cure="name the parameters of the implementation as the places of the pattern",
-                    )
-                )
-        if self.forward is None and self.backward is None:
-            raise FusionError(
-                describe(
-                    f"fusion {self.name!r}", wanted="forward=, backward= or both", got="neither", cure="pass an implementation"
-                )
+
+    def _refuse(self, wanted: str, got: object, cure: str, *, at: str = "") -> NoReturn:
+        raise FusionError(describe(f"fusion {self.name!r}{at}", wanted=wanted, got=got, cure=cure))
+
+    def _check_pattern(self) -> None:
+        if not isinstance(self.pattern, tuple) or not all(isinstance(term, Term) for term in self.pattern):
+            self._refuse("a tuple of terms", repr(self.pattern), "use fusion(), which makes one of a dictionary")
+        names = [term.name for term in self.pattern]
+        if len(set(names)) < len(names) or not all(str.isidentifier(name) and name != "env" for name in names):
+            self._refuse("a name of its own for each place, which a parameter can have", names, "rename the places; env is taken")
+        if not any(term.low for term in self.pattern):
+            got = " ".join(map(str, self.pattern)) or "an empty pattern"
+            self._refuse(
+                "a pattern with a node that must be there", got, "name an op, as in {'act': 'gelu'}, or use run(..., low=1)"
             )
+
+    def _check_implementation(self, implementation: Callable[..., Any]) -> None:
+        wanted = tuple(term.name for term in self.pattern)
+        try:
+            parameters = inspect.signature(implementation).parameters.items()
+        except (TypeError, ValueError):  # no callable, or one of C that does not tell
+            self._refuse("functions as implementations", repr(implementation), "pass a function")
+        got = tuple(name for name, p in parameters if p.kind is p.KEYWORD_ONLY)
+        if got != wanted:
+            cure = "name the parameters of the implementation as the places of the pattern"
+            self._refuse(f"keyword-only parameters {wanted}", got, cure)
+
+    def _check_guards(self) -> None:
+        if not isinstance(self.when, tuple) or not all(isinstance(guard, Guard) for guard in self.when):
+            self._refuse("a tuple of guards as when", repr(self.when), "write when=(is_('env.device', 'cuda'),)")
+        roots = ("env", *(term.name for term in self.pattern))
         for guard in self.when:
-            root = guard.reads.split(".")[0]
-            if guard.test not in TESTS or root not in {"env", *(term.name for term in self.pattern)}:
-                raise FusionError(
-                    describe(
-                        f"fusion {self.name!r} guard {guard.reads!r}",
-                        got=f"{root!r} {guard.test!r}",
-                        wanted=f"env or a name of the pattern, and a test of {tuple(TESTS)}",
-                        cure="mend the path",
-                    )
-                )
+            if (root := guard.reads.split(".")[0]) not in roots:
+                got = f"{root!r}{nearest(root, roots)}"
+                self._refuse("env or a name of the pattern", got, f"begin with one of {roots}", at=f" guard {guard.reads!r}")
+
+    @property
+    def single(self) -> bool:
+        """Whether the pattern can only ever match one node."""
+        return sum(term.high or 2 for term in self.pattern) == 1
 
     @property
     def direction(self) -> str:
@@ -222,10 +270,17 @@ class Fusion:
 
 def fusion(name: str, pattern: Mapping[str, str | tuple[str, ...] | Term], **fields: Any) -> Fusion:
     """A :class:`Fusion` whose pattern is written as a dictionary from places to kinds."""
+    if not isinstance(pattern, Mapping):
+        cure = "write {'linear': 'linear', 'act': 'gelu'}"
+        raise FusionError(describe(f"fusion {name!r}", wanted="a dictionary as pattern", got=repr(pattern), cure=cure))
+    known = keywords(Fusion) or ()
+    if unknown := [field for field in fields if field not in known]:
+        got = f"{unknown[0]!r}{nearest(unknown[0], known)}"
+        raise FusionError(describe(f"fusion {name!r}", wanted=f"fields of {sorted(known)}", got=got, cure="mend the name"))
     return Fusion(name, tuple(_term(place, what) for place, what in pattern.items()), **fields)
 
 
 def _term(name: str, what: str | tuple[str, ...] | Term) -> Term:
     if isinstance(what, Term):
         return replace(what, name=name)
-    return Term(name, (what,) if isinstance(what, str) else tuple(what))
+    return Term(name, tuple(what) if isinstance(what, (tuple, list)) else (what,))

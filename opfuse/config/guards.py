@@ -11,6 +11,7 @@ import torch
 
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.rules import Guard
+from opfuse.compiler.vocabulary import PARAMETERS
 from opfuse.config.document import meaning
 from opfuse.config.fields import read
 from opfuse.config.findings import Problem, Refused, shown, similar
@@ -26,9 +27,6 @@ WORDS = {">=": "at_least", "multiple of": "multiple_of", "not": "is_not"}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
-
-PARAMETERS = ("weight", "bias")
-"""Parameters of the built-in ops; a guard may read their dtype, shape and requires_grad."""
 
 
 def _version(value: Any) -> tuple[int, int]:

@@ -9,21 +9,17 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.rules import Fusion, Guard, fusion, is_
+from opfuse.compiler.vocabulary import declared_traits
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import FusionError, describe
+from opfuse.errors import FusionError, describe, nearest
 from opfuse.fusions.epilogue import epilogue
 from opfuse.ops import OPS
 
 PRODUCER, ELEMENTWISE = "producer", "elementwise"
 
 
-def _traits(cls: type[BasicOperation]) -> frozenset[str]:
-    """The traits of a class; where they depend on the spec, those of the class it derives from."""
-    return next(traits for base in cls.__mro__ if isinstance(traits := vars(base).get("traits"), frozenset))
-
-
-KINDS = {cls.kind: frozenset((cls.kind, *_traits(cls))) for cls in OPS.values() if issubclass(cls, BasicOperation)}
+KINDS = {cls.kind: frozenset((cls.kind, *declared_traits(cls))) for cls in OPS.values() if issubclass(cls, BasicOperation)}
 """Every kind of node that built-in ops become, with the pattern words that mean it."""
 
 WORDS = frozenset().union(*KINDS.values())
@@ -102,19 +98,18 @@ def declared(name: str, kinds: Sequence[str], *, when: Sequence[Guard] = (), emi
     kinds: words of :data:`WORDS`; a Linear is ``linear`` followed by ``bias``. FusionError for an unknown word or emitter,
     and for a pattern that ``emit`` cannot run.
     """
-    if emit not in EMITTERS or not kinds or not WORDS.issuperset(kinds):
-        raise FusionError(
-            describe(
-                f"fusion {name!r}",
-                wanted=f"known words and an emitter of {tuple(EMITTERS)}",
-                got=(*kinds, emit),
-                cure=f"use words of {sorted(WORDS)}",
-            )
-        )
+    where = f"fusion {name!r}"
+    if emit not in EMITTERS:
+        got = f"{emit!r}{nearest(str(emit), EMITTERS)}"
+        raise FusionError(describe(where, wanted=f"an emitter of {tuple(EMITTERS)}", got=got, cure="name one of them"))
+    if isinstance(kinds, str) or not kinds:
+        raise FusionError(describe(where, wanted="a list of words", got=repr(kinds), cure="write ['linear', 'gelu']"))
+    if unknown := [kind for kind in kinds if kind not in WORDS]:
+        got, cure = f"{unknown[0]!r}{nearest(str(unknown[0]), WORDS)}", f"use words of {sorted(WORDS)}"
+        raise FusionError(describe(where, wanted="kinds or traits of built-in ops", got=got, cure=cure))
     if misfit := EMITTERS[emit].misfit(kinds):
-        raise FusionError(
-            describe(f"fusion {name!r}", wanted=f"a pattern that {emit} can run", got=tuple(kinds), cure=misfit.reason)
-        )
+        cure = f"{misfit.reason}: mend place {misfit.place} of the pattern, or write the implementation and use fusion()"
+        raise FusionError(describe(where, wanted=f"a pattern that {emit} can run", got=tuple(kinds), cure=cure))
     places = place_names(kinds)
     forms = [is_(f"{place}.{FORMS[kind][0]}", FORMS[kind][1]) for place, kind in zip(places, kinds) if kind in FORMS]
     return fusion(

@@ -12,7 +12,7 @@ from torch import nn
 
 from opfuse.compiler.fuser import CacheInfo, OperationFuser
 from opfuse.compiler.lower import check_channels
-from opfuse.compiler.registry import RuleSet
+from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.errors import PipelineError, describe
 
@@ -32,7 +32,7 @@ class Sequential(nn.Module):
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
         self.__dict__["_runs"] = None
-        self.__dict__["_rules"] = rules
+        self.__dict__["_rules"] = None if rules is None else checked_rules(rules)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
                 self.add_module(name, module)

@@ -1,0 +1,136 @@
+"""Which words a pattern may use and what a guard may read: what the classes of ops, recipes and keys that exist declare.
+
+A kind is known once its op's class exists. So the words of a rule are checked when it enters a rule set, and a rule for an op of
+one's own is registered after the class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar, cast
+
+from opfuse.compiler.graph import QUANTIZE, QUANTIZE_GROUPS, CastSpec, Node
+from opfuse.compiler.rules import Fusion, Guard, Term
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env, TensorSig
+from opfuse.core.spec import NoSpec, spec_of
+from opfuse.errors import FusionError, describe, nearest
+from opfuse.recipes import Recipe
+from opfuse.recipes.recipe import TENSOR_TYPES
+
+Base = TypeVar("Base")
+
+PARAMETERS = ("weight", "bias")
+"""Parameters of the built-in ops; grouped ones number theirs."""
+
+
+class Kind(NamedTuple):
+    """A kind of node: the words that mean it, and the spec its nodes have (NoSpec: its class declares none)."""
+
+    words: frozenset[str]
+    spec: type
+    parameters: tuple[str, ...] = PARAMETERS
+
+
+def _below(cls: type[Base]) -> Iterator[type[Base]]:
+    """Every class that derives from ``cls``, and itself."""
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _below(child)
+
+
+def declared_traits(cls: type[BasicOperation]) -> frozenset[str]:
+    """The traits of a class; where they depend on the spec, those of the class it derives from."""
+    return next(traits for base in cls.__mro__ if isinstance(traits := vars(base).get("traits"), frozenset))
+
+
+def _kind(cls: type[BasicOperation]) -> Kind:
+    annotations = (entry for base in cls.__mro__ for entry in vars(base).get("__annotations__", {}).items())
+    annotated = (name for name, hint in annotations if "Parameter" in str(hint) and not name.startswith("_"))
+    return Kind(frozenset((cls.kind, *declared_traits(cls))), spec_of(cls), (*PARAMETERS, *annotated))
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind of node that there can be now."""
+    casts = (Kind(frozenset((kind,)), CastSpec) for kind in (QUANTIZE, QUANTIZE_GROUPS))
+    return (*casts, *(_kind(cls) for cls in dict.fromkeys(_below(BasicOperation)) if cls.kind))
+
+
+def check_rules(rules: Iterable[Fusion]) -> None:
+    """FusionError for a rule with a word that no op has, or with a guard on what cannot be read."""
+    known = kinds()
+    for rule in rules:
+        for term in rule.pattern:
+            _check_term(rule, term, known)
+        for guard in rule.when:
+            _check_guard(rule, guard, known)
+
+
+def _check_term(rule: Fusion, term: Term, known: Sequence[Kind]) -> None:
+    words = frozenset().union(*(kind.words for kind in known))
+    if unknown := [word for word in term.words if word not in words]:
+        where, got = f"fusion {rule.name!r} place {term.name!r}", f"{unknown[0]!r}{nearest(unknown[0], words)}"
+        cure = "mend the word, or define (import) the class of your op before its rule is registered"
+        raise FusionError(describe(where, wanted="a kind or a trait of an op", got=got, cure=cure))
+
+
+def _check_guard(rule: Fusion, guard: Guard, known: Sequence[Kind]) -> None:
+    root, *steps = guard.reads.split(".")
+    term = next((term for term in rule.pattern if term.name == root), None)
+    read = _of_env if term is None else _of_node([kind for kind in known if not kind.words.isdisjoint(term.words)])
+    for of, step in zip((root, *steps), steps):
+        found = read(step)
+        if found is None:
+            return
+        names, read = found
+        if step not in names:
+            where, got = f"fusion {rule.name!r} guard {guard.reads!r}", f"{step!r}{nearest(step, names)}"
+            cure = f"read one of {', '.join(sorted(names))}" if names else f"read {of} itself"
+            raise FusionError(describe(where, wanted=f"what {of} has", got=got, cure=cure))
+
+
+Found = tuple[Collection[str], "Reader"] | None
+Reader = Callable[[str], Found]
+"""From a step of a path to the names that it can be, and how to read on; None where anything can be."""
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls) if field.compare) if is_dataclass(cls) else ()
+
+
+def _of_env(step: str) -> Found:
+    names = (*Env._fields, "backward_override", "rounding")
+    return names, _of_recipe if step == "recipe" else _of_value
+
+
+def _of_recipe(step: str) -> Found:
+    """Fields of every recipe that there is, and what a custom one's factory answered."""
+    answers = (f"{tensor}_quantizer" for tensor in TENSOR_TYPES)
+    return {"kind", *answers, *(name for cls in _below(cast(Any, Recipe)) for name in _names(cls))}, _of_anything
+
+
+def _of_node(kinds: Sequence[Kind]) -> Reader:
+    """Of a node: its own fields, those of its spec, its parameters."""
+    own = {name for kind in kinds for name in (*_names(kind.spec), *kind.parameters)} | {*_names(Node)}
+    undeclared = any(kind.spec is NoSpec for kind in kinds)
+
+    def read(step: str) -> Found:
+        if re.sub(r"\d+$", "", step) in PARAMETERS or (undeclared and step not in own):
+            return {step}, _of_tensor
+        return own, _of_anything
+
+    return read
+
+
+def _of_tensor(step: str) -> Found:
+    return TensorSig._fields, _of_value
+
+
+def _of_value(step: str) -> Found:
+    return (), _of_value
+
+
+def _of_anything(step: str) -> Found:
+    return None

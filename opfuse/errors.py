@@ -58,6 +58,10 @@ class PipelineIndexError(PipelineError, IndexError):
     """A module, an extra tensor or a channel was asked for under a number that none has."""
 
 
+class PipelineTypeError(PipelineError, TypeError):
+    """A channel was described by a value of another type."""
+
+
 class ChannelError(PipelineError, RuntimeError):
     """A channel was changed after a pipeline captured it."""
 

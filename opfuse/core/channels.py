@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opfuse.errors import ChannelError, PipelineError, describe
+from opfuse.domains import BOOLEAN, INTEGER
+from opfuse.errors import ChannelError, PipelineError, PipelineIndexError, PipelineTypeError, describe
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,7 @@ class ChannelMixin:
 
     def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
         """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
-        if not isinstance(output_to_caller, bool):
-            raise TypeError(
-                describe(
-                    f"{self.label} extra output {index}",
-                    wanted="a bool for output_to_caller",
-                    got=output_to_caller,
-                    cure="pass True or False",
-                )
-            )
+        BOOLEAN.checked(f"{self.label} output_to_caller", output_to_caller, PipelineTypeError)
         self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
 
     def _channel_name(self, name: str | None) -> str | None:
@@ -72,8 +65,9 @@ class ChannelMixin:
     def _set_channel(self, side: int, index: int, channel: Channel) -> None:
         channels = self._channels[side]
         what = ("input", "output")[side]
+        index = INTEGER.checked(f"{self.label} extra {what} channel", index, PipelineTypeError)
         if not 0 <= index < len(channels):
-            raise IndexError(
+            raise PipelineIndexError(
                 describe(
                     f"{self.label} extra {what} channel",
                     wanted=f"an index below {len(channels)}",

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 
-from opfuse.errors import QuantizerError, describe
+from opfuse.domains import INTEGER
+from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.tensors.quantizers import (
@@ -82,7 +83,7 @@ class QuantizerSlotsMixin:
 
     def get_quantizer(self, mode: Mode, index: int) -> Quantizer | None:
         """The active recipe's quantizer of a slot; None without a recipe. QuantizerError for a slot that there is not."""
-        count = self.num_quantizers(mode)
+        count, index = self.num_quantizers(mode), INTEGER.checked(f"{self.label} {mode} quantizers", index, QuantizerTypeError)
         if not 0 <= index < count:
             where, cure = f"{self.label} {mode} quantizers", "check num_quantizers"
             raise QuantizerError(describe(where, wanted=f"an index below {count}", got=index, cure=cure))

@@ -14,7 +14,7 @@ from opfuse.compiler.fuser import CacheInfo, OperationFuser
 from opfuse.compiler.lower import check_channels
 from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import PipelineError, PipelineIndexError, describe
 
 Run = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
@@ -69,7 +69,7 @@ class Sequential(nn.Module):
     def _name(self, index: SupportsIndex) -> str:
         position = index.__index__()
         if not -len(self) <= position < len(self):
-            raise IndexError(
+            raise PipelineIndexError(
                 describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
             )
         return list(self._modules)[position]

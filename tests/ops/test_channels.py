@@ -9,7 +9,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.fuser import recorded_plans
-from opfuse.errors import ChannelError, PipelineError
+from opfuse.errors import ChannelError, PipelineError, PipelineIndexError, PipelineTypeError, QuantizerTypeError
 
 
 def tap(name, *, to_caller=False, in_place=False):
@@ -39,10 +39,23 @@ def test_names_are_set_and_cleared():
 
 @pytest.mark.parametrize("index", [-1, 1, 7])
 def test_an_index_out_of_range(index):
-    with pytest.raises(IndexError, match="wants an index below 1"):
+    with pytest.raises(PipelineIndexError, match="wants an index below 1"):
         ops.AddExtraInput().set_extra_input_channel(index, "h")
     with pytest.raises(IndexError, match="wants an index below 0"):
         ops.AddExtraInput().set_extra_output_channel(index, "h")
+
+
+@pytest.mark.parametrize("index", ["0", 0.0, True, None, torch.zeros(2)])
+def test_an_index_that_is_none(index):
+    """A TypeError of ours for each; ints of torch and numpy count."""
+    for call in (ops.AddExtraInput().set_extra_input_channel, ops.MakeExtraOutput().set_extra_output_channel):
+        with pytest.raises(PipelineTypeError, match="channel: wants an integer, got "):
+            call(index, "h")
+    with pytest.raises(QuantizerTypeError, match="wants an integer"):
+        ops.BasicLinear(8, 8).get_quantizer("forward", index)
+    op = ops.AddExtraInput()
+    op.set_extra_input_channel(torch.tensor(0), "h")
+    assert op.extra_input_channels[0].name == "h"
 
 
 @pytest.mark.parametrize("name", ["", 3, b"h", ("h",)])
@@ -53,7 +66,7 @@ def test_a_name_that_is_none(name):
 
 
 def test_output_to_caller_is_a_bool():
-    with pytest.raises(TypeError, match="a bool for output_to_caller"):
+    with pytest.raises(TypeError, match="output_to_caller: wants True or False"):
         ops.MakeExtraOutput().set_extra_output_channel(0, "h", output_to_caller=1)
 
 

@@ -1,6 +1,7 @@
 """Recipes as values: fields, errors, identity, where a value came from."""
 
 import copy
+import math
 import os
 import pickle
 import subprocess
@@ -10,9 +11,11 @@ from dataclasses import FrozenInstanceError, dataclass, fields
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from opfuse import keys
+from opfuse import keys, ops
 from opfuse.errors import KeyValueError, OpfuseWarning, RecipeError
 from opfuse.recipes import (
     RECIPES,
@@ -26,8 +29,10 @@ from opfuse.recipes import (
     QuantizerRole,
     Recipe,
     UnknownFieldError,
+    autocast,
     recipe_of,
 )
+from opfuse.recipes.settings import settings_of
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 
 ROOT = Path(__file__).parents[2]
@@ -411,6 +416,82 @@ def test_r11_nvfp4_contradictions_are_refused_at_construction():
     NVFP4BlockScaling(nvfp4_4over6="weights")
     with pytest.raises(RecipeError, match="write None"):
         NVFP4BlockScaling(nvfp4_4over6="none")
+
+
+WRONG = {
+    "BOOLEAN": ("false", 0, 1, 1.0, None, [], object(), torch.tensor(True)),
+    "INTEGER": ("1", 1.5, True, None, [1], math.nan, torch.ones(2), object(), 10**400),
+    "NUMBER": ("0", True, None, [0.0], -1e-9, math.nan, math.inf, 10**400, 1e39, object()),
+    "WORD": ("mx", "MAXX", 0, True, 3, [], {}, None, object()),
+}
+KINDS = {"boolean": "BOOLEAN", "integer": "INTEGER", "number": "NUMBER"}
+FIELDS = [(cls, name) for cls in RECIPES.values() for name in settings_of(cls)]
+
+
+@pytest.mark.parametrize(("cls", "name"), FIELDS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_value_outside_of_a_field_is_refused_with_its_place(cls, name):
+    domain = settings_of(cls)[name][1].domain
+    legal = next(iter(domain.schema.get("enum", ())), None)
+    for wrong in WRONG[KINDS.get(domain.schema.get("type"), "WORD")]:
+        if wrong is None and wrong in domain:
+            continue
+        with pytest.raises(RecipeError, match=rf"{cls.__name__}\.{name}: wants .*Cure: "):
+            build(cls, **{name: wrong})
+        with pytest.raises(RecipeError, match=rf"{cls.__name__}\.{name}: wants .*Cure: "):
+            build(cls).replace(**{name: wrong})
+    if isinstance(legal, str):
+        with pytest.raises(RecipeError, match=f"did you mean {legal!r}|write {legal!r}|pass Format"):
+            build(cls, **{name: legal[:-1] + "_"})
+
+
+@pytest.mark.parametrize("margin", [2000, -2000, 127, -127])
+def test_a_margin_whose_power_of_two_fp32_does_not_hold(margin):
+    with pytest.raises(RecipeError, match=rf"DelayedScaling\.margin: wants an integer from -126 to 126, .* got {margin}\."):
+        DelayedScaling(margin=margin)
+    assert torch.ldexp(torch.ones(()), torch.tensor(-abs(margin) + 1)) < 2.0**-125
+    assert (DelayedScaling(margin=126).margin, DelayedScaling(margin=-126).margin) == (126, -126)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**20 + 1])
+def test_a_history_without_steps_or_with_millions(length):
+    with pytest.raises(RecipeError, match=r"DelayedScaling\.amax_history_len: wants a number of steps from 1 to 2\*\*20"):
+        DelayedScaling(amax_history_len=length)
+
+
+def test_integers_of_numpy_and_torch_are_taken_as_pythons():
+    recipe = DelayedScaling(margin=np.int64(2), amax_history_len=torch.tensor(16))
+    assert recipe == DelayedScaling(margin=2, amax_history_len=16)
+    assert (type(recipe.margin), type(recipe.amax_history_len)) == (int, int)
+    assert Float8CurrentScaling(amax_epsilon=np.float32(0.5)) == Float8CurrentScaling(amax_epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"amax_compute_algo": "most_recnt"}, r"got 'most_recnt'; did you mean 'most_recent'\?"),
+        ({"amax_compute_algo": "MAX"}, r"got 'MAX'; did you mean 'max'\?"),
+        ({"fp8_format": "E5M2"}, "E5M2 is for gradients only"),
+        ({"fp8_format": "e4m3"}, r"Format\.E4M3 or Format\.HYBRID"),
+        ({"fp8_format": 3}, r"Format\.E4M3 or Format\.HYBRID"),
+    ],
+)
+def test_words_of_delayed_scaling(values, text):
+    with pytest.raises(RecipeError, match=text):
+        DelayedScaling(**values)
+    assert DelayedScaling(fp8_format="HYBRID", amax_compute_algo="max") == DelayedScaling()
+
+
+@pytest.mark.row("X06")
+@pytest.mark.parametrize("product", ["wgrad", "dgrad"])
+def test_x06_a_pipeline_under_row_scaled_activations_is_refused_by_the_name_of_the_field(product):
+    """Also where only a product is wanted that reads no activation; without gradients it runs."""
+    recipe = NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)
+    op = ops.Linear(32, 32, bias=False, dtype=torch.bfloat16).requires_grad_(product == "wgrad")
+    model, x = ops.Sequential(op), torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=product == "dgrad")
+    with autocast(recipe=recipe), pytest.raises(RecipeError, match=r"row_scaled_activation=True with backward_override=None"):
+        model(x)
+    with autocast(recipe=recipe), torch.no_grad():
+        assert model(x).isfinite().all()
 
 
 @pytest.mark.row("X06")

@@ -1,0 +1,61 @@
+"""Amaxes over processes: each state is reduced over the group of its forward, and as bits, so that no NaN is lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from opfuse import ops
+from opfuse.recipes import DelayedScaling, QuantizerRole, autocast
+from opfuse.tensors.quantizers.base import reduce_amax
+
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+alone = [dist.new_group([0]), dist.new_group([1])][rank]
+recipe = DelayedScaling(amax_history_len=2)
+
+class Caster(ops.BasicOperation):  # casts its gradient by a quantizer of its own
+    def num_quantizers(self, mode):
+        return 1
+    def op_forward(self, ctx, input_, **_):
+        ctx.grad_quantizer = self.get_quantizer("backward", 0)
+        return input_ * 1
+    def op_backward(self, ctx, grad_output):
+        return ctx.grad_quantizer.quantize(grad_output).dequantize(), ()
+
+def gradient_amax(op, group):
+    x = torch.ones(16, 16, requires_grad=True)
+    with autocast(recipe=recipe, amax_reduction_group=group):
+        y = ops.Sequential(op)(x)
+    y.backward(torch.full_like(y, 2.0 * (1 + rank)))  # outside: the group is that of the forward
+    return 57344.0 / op.quantizer_states.find(QuantizerRole(tensor_type="grad_output")).scale.item()
+
+found = [gradient_amax(op(), group) for op in (lambda: ops.BasicLinear(16, 16), Caster) for group in (alone, None)]
+nan = float("nan")
+for mine in ((nan, 3.0), (3.0, nan), (nan, float("inf"))):
+    found.append(reduce_amax(torch.tensor([mine[rank]]), None).item())
+print(*found)
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_are_reduced_over_the_group_of_their_forward_and_no_nan_is_lost(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = [process.communicate(timeout=120)[0].split() for process in ranks]
+    assert found[0] == ["2.0", "4.0", "2.0", "4.0", *["nan"] * 3]
+    assert found[1] == ["4.0", "4.0", "4.0", "4.0", *["nan"] * 3]

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.signature import is_foreign
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, UnsupportedError, describe
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -27,11 +28,17 @@ class Pipeline(Protocol):
 
 
 def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """Typed errors for what is no strided tensor, for weights parametrized or complex, for two devices; a warning for hooks."""
+    """Typed errors for tensors not strided or not plain, for weights parametrized or complex, for two devices; tells of hooks."""
     check_tensors(pipeline.label, *extras, what="extra input")
     _check_strided(pipeline.label, x, *extras)
+    _check_foreign(f"{pipeline.label} input", x, _LOCAL)
+    for i, extra in enumerate(extras):
+        _check_foreign(f"{pipeline.label} extra input {i}", extra, _LOCAL)
     for op in pipeline.ops:
         _check_parametrized(op)
+        for name, parameter in zip(op.parameter_names, op.parameter_values()):
+            if parameter is not None:
+                _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
         if _is_own(op):
             _check_dtypes(op)
     _check_devices(pipeline, x, extras)
@@ -51,6 +58,17 @@ def _check_strided(label: str, *tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.layout != torch.strided:
             raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
+
+
+_LOCAL = "pass x.to_local() where it is whole on each rank, else x.full_tensor()"
+_GATHERED = "fully_shard the pipeline or the module that is called, not single ops of it; tensor parallelism is not supported"
+
+
+def _check_foreign(where: str, tensor: torch.Tensor, cure: str) -> None:
+    """UnsupportedError for a DTensor and for other subclasses that run their operations themselves."""
+    if is_foreign(tensor):
+        got = f"a {type(tensor).__name__}, which dispatches its own operations"
+        raise UnsupportedError(describe(where, wanted="a plain or a quantized tensor", got=got, cure=cure))
 
 
 def check_transforms(pipeline: Pipeline, tensors: Iterable[torch.Tensor]) -> None:

@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from opfuse.errors import DtypeError, describe, nearest
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import SPLIT
+from opfuse.tensors.copied_view import CopiedView
+from opfuse.tensors.tensor import QuantizedTensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What ops compute in. fp64 is for checks of gradients; no recipe takes it."""
@@ -28,7 +30,8 @@ def checked_dtype(where: str, dtype: torch.dtype) -> torch.dtype:
 class TensorSig(NamedTuple):
     """What a plan knows of a tensor: never its values.
 
-    ``quantized`` is None for a plain tensor, else the formats and usages of its planes.
+    ``quantized`` is None for a plain tensor, else the formats and usages of its planes; of a tensor that :func:`is_foreign` its
+    class, so that it never has the key of another one.
     """
 
     dtype: torch.dtype
@@ -82,9 +85,21 @@ Signature = tuple[torch.dtype, torch.Size | None, bool, torch.device, tuple[str,
 """A :class:`TensorSig` as a plain tuple: equal to it, and made in a fraction of the time."""
 
 
+def is_foreign(x: torch.Tensor) -> bool:
+    """Whether operations on ``x`` are another library's to run: a DTensor or another wrapper, whose memory no kernel can read."""
+    kind = type(x)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, (QuantizedTensor, CopiedView))
+
+
+def _kind(x: torch.Tensor) -> tuple[str, ...] | None:
+    """Of what is no plain Tensor or Parameter: formats and usages of planes, the class of a foreign tensor, else None."""
+    signature: tuple[str, ...] | None = getattr(x, "signature", None)
+    return signature or ((type(x).__qualname__,) if is_foreign(x) else None)
+
+
 def input_signature(x: torch.Tensor) -> Signature:
     """Signature of an input; its shape counts by ``Env.rows_class`` only."""
-    return x.dtype, None, x.requires_grad, x.device, None if type(x) is Tensor else getattr(x, "signature", None)
+    return x.dtype, None, x.requires_grad, x.device, None if type(x) is Tensor else _kind(x)
 
 
 def parameter_signatures(slots: Slots) -> tuple[Signature | None, ...]:
@@ -93,7 +108,7 @@ def parameter_signatures(slots: Slots) -> tuple[Signature | None, ...]:
         [
             None
             if (p := slot[name]) is None
-            else (p.dtype, p.shape, p.requires_grad, p.device, None if type(p) is Parameter else getattr(p, "signature", None))
+            else (p.dtype, p.shape, p.requires_grad, p.device, None if type(p) is Parameter else _kind(p))
             for slot, name in slots
         ]
     )

@@ -1,0 +1,91 @@
+"""DTensors and other tensors that dispatch on their own: refused, since a kernel would read memory that they do not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import UnsupportedError
+from opfuse.tensors import quantizers
+
+RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling()}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """Of one process, where a DTensor holds the very values that a plain tensor would."""
+    device = torch.get_default_device().type
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=0, world_size=1, init_method=f"file://{store}")
+    yield init_device_mesh(device, (1,))
+    dist.destroy_process_group()
+
+
+def called(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    with opfuse.autocast(enabled=kind != "none", recipe=RECIPES[kind]):
+        return model(x)
+
+
+def model() -> ops.Sequential:
+    return ops.Sequential(ops.Linear(64, 64, dtype=torch.bfloat16), ops.GELU())
+
+
+def data() -> torch.Tensor:
+    return torch.randn(32, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("warm", [False, True], ids=["at first", "where a plan stands"])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_dtensors_are_refused_as_inputs_and_as_parameters(mesh, kind, warm, placement):
+    pipeline = model()
+    if warm:
+        called(pipeline, data(), kind)
+    x = distribute_tensor(data(), mesh, [placement])
+    with pytest.raises(UnsupportedError, match=r"(?s)got a DTensor.*to_local\(\)"):
+        called(pipeline, x, kind)
+    added = ops.Sequential(ops.AddExtraInput())
+    with pytest.raises(UnsupportedError, match=r"extra input 0.*got a DTensor"):
+        added(data(), x)
+    distribute_module(pipeline, mesh)
+    assert isinstance(pipeline[0].weight, DTensor)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"(?s)weight.*got a DTensor.*fully_shard the pipeline"):
+            called(pipeline, data(), kind)
+    with pytest.raises(UnsupportedError, match="DTensor"):
+        opfuse.explain(pipeline, data())
+
+
+def test_ops_that_are_sharded_one_by_one_are_refused_and_sharded_pipelines_run(mesh):
+    """A pipeline does not call its ops as modules, so nothing would gather their parameters."""
+    torch.manual_seed(0)
+    pipeline, x = model(), data()
+    want = called(pipeline, x, "mxfp8")
+    fully_shard(pipeline, mesh=mesh)
+    assert torch.equal(called(pipeline, x, "mxfp8"), want)
+    alone = model()
+    fully_shard(alone[0], mesh=mesh)
+    with pytest.raises(UnsupportedError, match="fully_shard the pipeline"):
+        called(alone, x, "mxfp8")
+
+
+def test_other_subclasses_that_dispatch_are_refused_and_those_that_hold_memory_run():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Named(torch.Tensor):
+        """A tensor with a name: memory as any other."""
+
+    x, pipeline = data(), model()
+    want = pipeline(x)
+    with pytest.raises(UnsupportedError, match="got a TwoTensor"):
+        pipeline(TwoTensor(x, x))
+    assert torch.equal(pipeline(x.as_subclass(Named)), want)
+    assert torch.equal(pipeline(nn.Parameter(x)), want)
+    view = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(data().t()).t()  # a copy that refuses writes
+    assert torch.equal(pipeline(view), pipeline(view.clone()))

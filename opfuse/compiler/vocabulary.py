@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from opfuse.compiler.graph import QUANTIZE, QUANTIZE_GROUPS, CastSpec, Node
 from opfuse.compiler.rules import Fusion, Guard, Term
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
-from opfuse.core.spec import NoSpec, spec_of
+from opfuse.core.spec import NoSpec, annotations_of, spec_of
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.recipes import Recipe
 from opfuse.recipes.recipe import TENSOR_TYPES
@@ -47,15 +48,21 @@ def declared_traits(cls: type[BasicOperation]) -> frozenset[str]:
 
 
 def _kind(cls: type[BasicOperation]) -> Kind:
-    annotations = (entry for base in cls.__mro__ for entry in vars(base).get("__annotations__", {}).items())
-    annotated = (name for name, hint in annotations if "Parameter" in str(hint) and not name.startswith("_"))
+    annotated = (name for name, hint in annotations_of(cls).items() if "Parameter" in str(hint))
     return Kind(frozenset((cls.kind, *declared_traits(cls))), spec_of(cls), (*PARAMETERS, *annotated))
+
+
+_declared: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
+"""What each class that lives declares, asked once: rule sets are made often."""
 
 
 def kinds() -> tuple[Kind, ...]:
     """Every kind of node that there can be now."""
     casts = (Kind(frozenset((kind,)), CastSpec) for kind in (QUANTIZE, QUANTIZE_GROUPS))
-    return (*casts, *(_kind(cls) for cls in dict.fromkeys(_below(BasicOperation)) if cls.kind))
+    for cls in _below(BasicOperation):
+        if cls.kind and cls not in _declared:
+            _declared[cls] = _kind(cls)
+    return (*casts, *_declared.values())
 
 
 def check_rules(rules: Iterable[Fusion]) -> None:

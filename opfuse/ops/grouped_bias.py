@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.kernels import pointwise
+from opfuse.kernels import activations, pointwise
+from opfuse.kernels.chain import backward_chain
+from opfuse.kernels.epilogue import Stage
 from opfuse.tensors.grouped import Sizes, offsets
 
 
@@ -19,20 +21,25 @@ def add_biases(y: torch.Tensor, biases: Sequence[torch.Tensor], scales: torch.Te
         y[start:end] = y[start:end].to(wide) + (term if factors is None else factors[start:end] * term)
 
 
-def split_rows(dy: torch.Tensor, sizes: Sizes) -> Sequence[torch.Tensor]:
-    """The rows of each group of ``dy`` (..., N), in the dtype of sums."""
-    wide = pointwise.compute_dtype(dy.dtype)
-    return [piece.to(wide) for piece in dy.reshape(-1, dy.shape[-1]).split(sizes)]
+def bias_gradients(
+    dy: torch.Tensor, biases: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes
+) -> list[torch.Tensor]:
+    """The gradient (N,) of each group's bias, in its dtype: the sum of its rows of ``dy`` (..., N), times their scales.
 
-
-def bias_sums(pieces: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes) -> list[torch.Tensor]:
-    """The gradient (N,) of each group's bias: the sum of its rows of dy, times their scales."""
+    It is the backward pass of the op Bias over the rows of the group: sums have one order, whoever makes them.
+    """
+    rows = dy.reshape(-1, dy.shape[-1])
     if scales is not None:
-        factors = scales.reshape(-1, 1).to(pieces[0].dtype).split(sizes)
-        pieces = [piece * factor for piece, factor in zip(pieces, factors)]
-    return [piece.sum(0) for piece in pieces]
+        wide = pointwise.compute_dtype(dy.dtype)
+        rows = rows.to(wide) * scales.reshape(-1, 1).to(wide)
+    return [
+        backward_chain(piece, [Stage(activations.BIAS, {"bias": bias})], {})[1][0]["bias"]
+        for piece, bias in zip(rows.split(sizes), biases)
+    ]
 
 
-def scale_gradient(pieces: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradient (M,) of the scales: for each row the product of dy and its group's bias."""
-    return torch.cat([(piece * bias.to(piece.dtype)).sum(1) for piece, bias in zip(pieces, biases)])
+def scale_gradient(dy: torch.Tensor, biases: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The gradient (M,) of the scales: for each row the product of ``dy`` (..., N) and its group's bias."""
+    wide = pointwise.compute_dtype(dy.dtype)
+    pieces = dy.reshape(-1, dy.shape[-1]).split(sizes)
+    return torch.cat([(piece.to(wide) * bias.to(wide)).sum(1) for piece, bias in zip(pieces, biases)])

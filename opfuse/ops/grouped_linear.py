@@ -18,7 +18,7 @@ from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env
 from opfuse.core.spec import Size, checked_spec, new_parameter
 from opfuse.errors import ShapeError, describe
-from opfuse.ops.grouped_bias import add_biases, bias_sums, scale_gradient, split_rows
+from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.state import QuantizerStateMixin
@@ -344,15 +344,14 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
         if not dbias and not dscales:
             return biases, None
-        pieces = split_rows(dy, ctx.sizes)
         if dbias:
-            sums = bias_sums(pieces, ctx.saved.scales, ctx.sizes)
-            sums = [torch.stack(sums)] if self.single_grouped_bias else sums
-            biases = [total.to(self.parameter(name).dtype) for total, name in zip(sums, self.bias_names)]
+            held = self._biases([self.parameter(name) for name in self.bias_names])  # of which only the dtype is read
+            sums = bias_gradients(dy, held, ctx.saved.scales, ctx.sizes)
+            biases = [torch.stack(sums)] if self.single_grouped_bias else list(sums)
         if not dscales:
             return biases, None
         held = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
-        return biases, scale_gradient(pieces, held).reshape(dy.shape[:-1]).to(ctx.scales_dtype)
+        return biases, scale_gradient(dy, held, ctx.sizes).reshape(dy.shape[:-1]).to(ctx.scales_dtype)
 
 
 def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:

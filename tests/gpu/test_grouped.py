@@ -157,6 +157,25 @@ def test_b25_every_group_is_a_linear_of_its_own(kind, override, splits, form, de
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_the_gradient_of_a_bias_is_that_of_the_op_bias(dtype, scaled, splits, device):
+    """Sums over rows are added in pieces of 64 rows, also where rows come in groups."""
+    op = ops.GroupedLinear(4, K, N, scale_bias=scaled, dtype=dtype, device=device)
+    x, dy = (tensor.detach().to(dtype) for tensor in tensors(splits, device))
+    scales = torch.rand(sum(splits), device=device, dtype=dtype)
+    for recipe in (None, recipes.Float8CurrentScaling()):
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = op(x, torch.tensor(splits), *([scales] if scaled else []))
+        found = torch.autograd.grad(y, [getattr(op, name) for name in op.bias_names], dy)
+        given = dy.float() * scales.float()[:, None] if scaled else dy
+        for got, piece in zip(found, given.split(splits), strict=True):
+            bias = ops.Bias(N, dtype=dtype, device=device)
+            bias(piece).backward(piece)
+            assert torch.equal(got, bias.bias.grad)
+
+
 @pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8"])
 def test_splits_of_the_host_give_the_bits_of_splits_of_the_device(kind, device):
     op, (x, dy) = grouped(device), tensors(SPLITS[0], device)

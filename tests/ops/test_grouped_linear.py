@@ -15,6 +15,7 @@ import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.graph import BACKWARD
+from opfuse.kernels import epilogue
 from opfuse.recipes import QuantizerRole
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
@@ -117,6 +118,23 @@ def test_b24_b25_every_group_is_a_linear_of_its_own(name, override, splits, form
             op(x, torch.tensor(splits))
         return
     assert different(step(op, x, splits, recipe), linears(op, x, splits, recipe)) == []
+
+
+@pytest.mark.cpu  # kernels have the order of their own
+@every_form
+def test_sums_over_the_rows_of_a_group_have_the_definition_of_all_sums(form, monkeypatch):
+    """Another order of sums in that one definition moves the gradients of both layers alike."""
+    op, x = grouped(4, torch.float32, **form), randn(128, K, dtype=torch.float32)
+    before = step(op, x, EVEN, None)
+
+    def backwards(stage, name, grad, dtype):
+        return grad.flip(0).cumsum(0)[-1] if len(grad) else grad.sum(0)
+
+    monkeypatch.setattr(epilogue, "_reduced", backwards)
+    found = step(op, x, EVEN, None)
+    assert different(found, linears(op, x, EVEN, None)) == []
+    assert all("bias" in name for name in different(found, before))
+    assert different(found, before)
 
 
 @pytest.mark.row("B24")
@@ -485,7 +503,6 @@ def test_a_per_tensor_weight_stored_as_one_derives_its_columnwise_plane():
 # -- dtypes, names, keys -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cpu  # a device adds up the gradient of a group's bias in another order
 @pytest.mark.row("H15")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", ["none", *HAS_OVERRIDE])

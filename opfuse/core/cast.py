@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +11,10 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
+from opfuse.core.sizes import cure_of
 from opfuse.errors import DtypeError, describe
 from opfuse.kernels.encoding import Encoded, Encoding
+from opfuse.kernels.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
@@ -100,7 +102,13 @@ class Cast:
                 cures.append("do without the rotation (disable_rht=True of NVFP4BlockScaling)")
             got = f"{dtype}, the dtype {source}, in which the op computes whatever the input's"
             raise DtypeError(describe(self.where, wanted=", ".join(map(str, taken)), got=got, cure=", or ".join(cures)))
-        quantizer.check(shape, dtype, where=self.where)
+        quantizer.check(shape, dtype, where=self.where, cure=self._cure)
+
+    @functools.cached_property
+    def _cure(self) -> Callable[[Layout], str]:
+        recipe = cast(Recipe, self.env.recipe)
+        overridable = recipe.takes_backward_override and recipe.backward_override is None
+        return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         recipe = self._delayed_scaling

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opfuse.core.operation import BasicOperation
+from opfuse.core.sizes import cure_of
 from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.recipes import current_model_init
@@ -29,7 +30,8 @@ def new_weight(op: BasicOperation, name: str, shape: tuple[int, ...], *, device:
     if init is None:
         return plain
     quantizer = op.stored_quantizer(name, init.recipe)
-    quantizer.check(shape, plain.dtype, where=f"{op.label} {name}")
+    cure = cure_of(op, op.quantizer_role(name).tensor_type, overridable=False)
+    quantizer.check(shape, plain.dtype, where=f"{op.label} {name}", cure=cure)
     empty = quantizer.make_empty(shape, dtype=plain.dtype, device=plain.device)
     made = nn.Parameter(QuantizedTensor(empty, quantizer=quantizer))
     if init.preserve_high_precision_init_val:

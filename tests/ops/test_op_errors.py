@@ -1,6 +1,7 @@
 """Every wrong use: the type, and a sentence that says where, what was wanted, what came, and the cure."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -99,6 +100,39 @@ def test_b27_sizes_that_a_block_does_not_divide(shape, features, where, rules):
     x = torch.randn(shape, requires_grad=True)
     with opfuse.autocast(recipe=MXFP8), raised(errors.ShapeError, ValueError, rf"BasicLinear.*{where}", "32"):
         model(x)
+
+
+@pytest.mark.row("B27")
+@pytest.mark.parametrize("recipe", [MXFP8, recipes.NVFP4BlockScaling(disable_rht=True)], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("shape", "out_features"), [((64, 64), 50257), ((64, 64), 32001), ((64, 65), 64), ((33, 64), 64), ((3, 11, 64), 64)], ids=str
+)
+def test_b27_the_cure_can_be_typed(shape, out_features, recipe):
+    """What the message says to type is evaluated, and the call goes through; so it does under the override that it names."""
+    sizes = {"in_features": shape[-1], "out_features": out_features}
+    x, op = torch.randn(shape, requires_grad=True), ops.Linear(**sizes)
+    with opfuse.autocast(recipe=recipe), pytest.raises(errors.ShapeError) as caught:
+        op(x)
+    told = str(caught.value).partition("Cure: ")[2]
+    for override in re.findall(r"recipe\.replace\(.*?\)", told):
+        with opfuse.autocast(recipe=eval(override, {"recipe": recipe})):
+            op(x).sum().backward()
+    sizes |= {name: int(size) for name, size in re.findall(r"(\w+_features)=(\d+)", told)}
+    for padding in re.findall(r"torch\.nn\.functional\.pad\(.*\(0, .*?\)\)", told):
+        x = eval(padding, {"torch": torch, "x": x})
+    with opfuse.autocast(recipe=recipe):
+        y = ops.Linear(**sizes)(x)
+    for cut in re.findall(r"y\[.*?\]", told):
+        y = eval(cut, {"y": y})
+    y.sum().backward()
+    assert y.numel() == math.prod(shape[:-1]) * out_features
+
+
+@pytest.mark.row("B27")
+def test_b27_a_stored_weight_of_such_a_size_is_refused_by_the_name_of_its_op():
+    with opfuse.quantized_model_init(recipe=MXFP8), raised(errors.ShapeError, ValueError, r"BasicLinear\(.*\) weight") as caught:
+        ops.Linear(64, 50257)
+    assert str(caught.value).endswith("Cure: build the op with out_features=50272 and cut its result, y[..., :50257].")
 
 
 @pytest.mark.parametrize(

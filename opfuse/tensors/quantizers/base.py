@@ -160,18 +160,35 @@ class Quantizer(ABC):
         """The dtypes that a cast takes; None: any."""
         return INPUT_DTYPES
 
-    def check(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, where: str | None = None) -> None:
+    def check(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        where: str | None = None,
+        cure: Callable[[Layout], str] | None = None,
+    ) -> None:
         """ShapeError unless a tensor of ``shape`` has the planes asked for: divisibility is a rule of each plane.
 
-        DtypeError unless it can be of ``dtype``, where one is given. ``where`` begins the message.
+        DtypeError unless it can be of ``dtype``, where one is given. ``where`` begins the message, which ends with what ``cure``
+        says of the plane.
         """
         taken = self.input_dtypes
         if dtype is not None and taken is not None and dtype not in taken:
-            wanted, cure = ", ".join(map(str, taken)), f"cast the input to {taken[0]}" if taken else "use formats that share one"
-            raise DtypeError(describe(where or type(self).__name__, wanted=wanted, got=dtype, cure=cure))
+            wanted, convert = (
+                ", ".join(map(str, taken)),
+                f"cast the input to {taken[0]}" if taken else "use formats that share one",
+            )
+            raise DtypeError(describe(where or type(self).__name__, wanted=wanted, got=dtype, cure=convert))
+        if not shape:
+            scalar = {"wanted": "at least one dimension", "got": "a scalar", "cure": "pass x.reshape(1)"}
+            raise ShapeError(describe(where or type(self).__name__, **scalar))
         misfit = _misfit(self._stored, tuple(shape))
         if misfit is not None:
-            raise ShapeError(describe(where or type(self).__name__, **misfit))
+            size, axis = misfit.lines[1], "last dimension" if misfit.usage == ROWWISE else "product of the leading dimensions"
+            wanted = f"a {axis} divisible by {misfit.format.multiple} for {misfit.usage} {misfit.format} data"
+            got, told = f"{size} of shape {tuple(shape)}", (cure or _padding)(misfit)
+            raise ShapeError(describe(where or type(self).__name__, wanted=wanted, got=got, cure=told))
 
     def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not self.usages:
@@ -268,20 +285,13 @@ def _layouts(stored: _Stored, shape: tuple[int, ...]) -> tuple[Layout, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _misfit(stored: _Stored, shape: tuple[int, ...]) -> dict[str, str] | None:
-    """Why a tensor of ``shape`` cannot have these planes, as :func:`describe` tells it; None if it can."""
-    if not shape:
-        return {"wanted": "at least one dimension", "got": "a scalar", "cure": "pass x.reshape(1)"}
-    for layout in _layouts(stored, shape):
-        usage, fmt, (_, size) = layout.usage, layout.format, layout.lines
-        if size % fmt.multiple:
-            axis = "last dimension" if usage == ROWWISE else "product of the leading dimensions"
-            return {
-                "wanted": f"a {axis} divisible by {fmt.multiple} for {usage} {fmt} data",
-                "got": f"{size} of shape {shape}",
-                "cure": f"pad it to {round_up(size, fmt.multiple)}, or do without the {usage} plane",
-            }
-    return None
+def _misfit(stored: _Stored, shape: tuple[int, ...]) -> Layout | None:
+    """The first layout of these planes whose lines are no whole blocks."""
+    return next((layout for layout in _layouts(stored, shape) if layout.lines[1] % layout.format.multiple), None)
+
+
+def _padding(misfit: Layout) -> str:
+    return f"pad it to {round_up(misfit.lines[1], misfit.format.multiple)}, or do without the {misfit.usage} plane"
 
 
 def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError, ShapeError, describe
 from opfuse.formats import IDENTITY, MULTIPLES, Format
-from opfuse.kernels.layouts import round_up
+from opfuse.kernels.layouts import Layout, round_up
 from opfuse.tensors.grouped import GroupedPlane, Sizes, check_sizes
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.storage import Plane, matrix_shape
@@ -64,14 +64,21 @@ class GroupedQuantizer(Quantizer):
         """What padded groups have a multiple of, in rows."""
         return PADDING if self.padded else 1
 
-    def check(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, where: str | None = None) -> None:
+    def check(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        where: str | None = None,
+        cure: Callable[[Layout], str] | None = None,
+    ) -> None:
         where = where or type(self).__name__
         if not shape:
             raise ShapeError(describe(where, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
         columns = shape[-1]
         multiple = self.multiple
         for i, (quantizer, size) in enumerate(zip(self.quantizers, self._sizes(shape))):
-            quantizer.check((round_up(size, multiple), columns), dtype, where=f"{where}, group {i}")
+            quantizer.check((round_up(size, multiple), columns), dtype, where=f"{where}, group {i}", cure=cure)
 
     def _sizes(self, shape: Sequence[int]) -> Sizes:
         rows, groups = matrix_shape(shape)[0], len(self.quantizers)

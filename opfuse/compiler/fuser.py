@@ -21,11 +21,11 @@ from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.compiler.segment import run_plan
 from opfuse.core.fused import FusedOperation
-from opfuse.core.operation import FusibleOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
 from opfuse.errors import PipelineError, PlanMissError, UnsupportedError, describe
 from opfuse.keys import Cache, Miss, digest, token
-from opfuse.recipes import current_amax_group, current_recipe
+from opfuse.recipes import Recipe, current_amax_group, current_recipe
 
 ROWS = 128
 PLANS = 64
@@ -82,6 +82,30 @@ def _device(device: torch.device) -> tuple[str, tuple[int, int], bool]:
     return device.type, arch, torch.amp.is_autocast_available(device.type)
 
 
+class _Told:
+    """Ops that ask to be told of calls, by overriding a method of the protocol; other ops cost a call nothing."""
+
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        numbered = tuple(enumerate(ops))
+        self.call_listeners = tuple((i, op) for i, op in numbered if _overrides(op, "pre_fuser_forward"))
+        self.recipe_listeners = tuple(op for _, op in numbered if _overrides(op, "reset_recipe_state"))
+        self.recipe: Any = _NONE_YET
+
+    def of_recipe(self, recipe: Recipe | None) -> None:
+        """Tell of a recipe that is not that of the last call."""
+        if recipe is not self.recipe and recipe != self.recipe:
+            self.recipe = recipe
+            for op in self.recipe_listeners:
+                op.reset_recipe_state(recipe=recipe)
+
+
+_NONE_YET = object()
+
+
+def _overrides(op: BasicOperation, method: str) -> bool:
+    return getattr(type(op), method) is not getattr(BasicOperation, method)
+
+
 class OperationFuser:
     """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
 
@@ -108,6 +132,8 @@ class OperationFuser:
         self.exports = frozenset(exports)
         for op in self.ops:
             op.capture()
+            op.pre_first_fuser_forward()
+        self._told = _Told(self.ops)
         self.structure = digest(
             tuple(
                 (type(op), op.spec, tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)))
@@ -251,8 +277,12 @@ class OperationFuser:
             )
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
+        if self._told.recipe_listeners:
+            self._told.of_recipe(current_recipe())
         recording = _recording.get()
         plan = self.plan(x, *extras) if recording is None else self._recorded(recording, x, extras)
+        for i, op in self._told.call_listeners:
+            op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -72,6 +72,11 @@ class Plan:
         """Whether some op may need the host to know the sizes of groups of rows."""
         return any(GROUPED in node.traits for node in self.graph.nodes)
 
+    @cached_property
+    def first_trained(self) -> int:
+        """The first op that the backward pass reaches; their number if it reaches none."""
+        return min((node.op for node in self.graph.nodes if node.needs), default=len(self.ops))
+
     @property
     def fusions(self) -> tuple[str, ...]:
         """Names of what fused, forward first, once for each place."""

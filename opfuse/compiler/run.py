@@ -54,12 +54,27 @@ class Runner:
         op: Any = self.plan.casts[node.index] if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
         if node.inputs and node.inputs[0] in values:
-            context._input_shape = values[node.inputs[0]].shape
+            x = values[node.inputs[0]]
+            context._input_shape, context._input_dtype = x.shape, x.dtype
+        elif node.inputs:
+            self._trace_input(context, node, values)
         context.operands = {name: values[value] for name, value in node.operands if value in values}
         # What comes through a channel from the same fused op is not there yet.
-        context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
+        if len(node.inputs) > 1:
+            context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
+            context.extra_dtypes = [None if extra is None else extra.dtype for extra in context.extras]
         self.contexts[node.index] = context
         return context
+
+    def _trace_input(self, context: Context, node: Node, values: Mapping[int, Value]) -> None:
+        """Inside of a fused op, what is known of an op's input: that of a cast, or the context of the op that makes it."""
+        graph, value = self.plan.graph, node.inputs[0]
+        while value not in values and graph.nodes[graph.producer[value]].is_cast:
+            value = graph.nodes[graph.producer[value]].inputs[0]
+        if value in values:
+            context._input_shape, context._input_dtype = values[value].shape, values[value].dtype
+        else:
+            context._before = self.contexts.get(graph.producer[value])
 
     def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
         cast: Cast = self.plan.casts[node.index]
@@ -323,11 +338,17 @@ def _check_result(where: str, result: object) -> None:
 
 
 def _check_saved(name: str, contexts: Iterable[Context]) -> None:
-    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read."""
+    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
+
+    A context without a node, as that of an explicit Quantize, has no backward pass.
+    """
     for context in contexts:
         saves = context.op.saves if context.requires_grad and isinstance(context.op, BasicOperation) else None
-        if saves is not None and context._saved.keys() != set(saves):
-            cure = "save these names for every op that takes part in the backward pass, or give the fusion a backward of its own"
+        if saves is not None and context._saved.keys() != set(saves) and not context.complete():
+            cure = (
+                f"call ctx.save({', '.join(f'{each}=...' for each in saves)}) on the context of this op, with None for what no "
+            )
+            cure += "gradient reads, or give the fusion a backward of its own"
             where, got = f"{name}: saved state of {context.op.label}", tuple(context._saved)
             raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,10 @@ class Context:
     dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that
     of its output, where ``op_backward`` gets a cast of it in groups.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
+
+    What the backward pass of a built-in op reads beside the saved values is here whoever ran the forward pass: ``input_dtype``,
+    ``input_shape``, ``extra_dtypes`` of what came in, and ``compute_dtype``, the dtype in which the op computes on it, which is
+    ``io_dtype`` and ``dtype`` too. Each may be set; without that it follows from the input (:data:`_DERIVED`).
     """
 
     def __init__(self, op: Any, env: Env, needs: frozenset[str]) -> None:
@@ -52,6 +56,8 @@ class Context:
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
         self._input_shape: torch.Size | None = None
+        self._input_dtype: torch.dtype | None = None
+        self._before: Context | None = None
         self._saved: dict[str, Value | None] = {}
         self._versions: list[int] = []
 
@@ -60,6 +66,14 @@ class Context:
         def __getattr__(self, name: str) -> Any: ...
 
         def __setattr__(self, name: str, value: Any) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            derived = _DERIVED.get(name)
+            if derived is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return derived(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -71,7 +85,7 @@ class Context:
         """The op's frozen hyper-parameters."""
         return self.op.spec
 
-    def dtype(self, x: Value) -> torch.dtype:
+    def dtype_of(self, x: Value) -> torch.dtype:
         """The dtype in which the op computes on ``x``."""
         return self.op.compute_dtype(self.env, x)
 
@@ -114,6 +128,23 @@ class Context:
     def saved_tensors(self) -> tuple[Value | None, ...]:
         """What :meth:`save_for_backward` kept."""
         return tuple(self._saved.values())
+
+    def complete(self) -> bool:
+        """Whether what was saved serves the op's own backward; then under the declared names, of which the others are None.
+
+        Unnamed values have the names that the op declares, in order, if there are as many. What no gradient reads may be left
+        out, and so may a parameter of the op.
+        """
+        op, saved = self.op, self._saved
+        own = [name for name in op.saves if name not in op.parameter_names]
+        if list(saved) == [str(i) for i in range(len(saved))]:
+            names = next((names for names in (op.saves, own) if len(names) == len(saved)), ())
+            saved = dict(zip(names, saved.values())) if names else saved
+        if not saved.keys() <= set(op.saves) or not {*own}.intersection(op.reads_saved(self)) <= saved.keys():
+            return False
+        parameters = dict(zip(op.parameter_names, op.parameter_values()))
+        self._keep({name: saved.get(name, parameters.get(name)) for name in op.saves})
+        return True
 
     def _keep(self, values: dict[str, Value | None]) -> None:
         self._saved = values
@@ -164,6 +195,38 @@ class Context:
         """Let go of the saved values, once the op's backward is over: their memory serves what comes after it."""
         self._saved = {}
 
+
+def _input_dtype(ctx: Context) -> torch.dtype:
+    """Of what came in; inside a fused op, of what the op before makes."""
+    if ctx._input_dtype is not None:
+        return ctx._input_dtype
+    before = _known(ctx, "input_dtype", ctx._before)
+    keeps = not {"view", "transparent"}.isdisjoint(before.op.traits)
+    return before.input_dtype if keeps else before.compute_dtype
+
+
+def _compute_dtype(ctx: Context) -> torch.dtype:
+    return ctx.dtype_of(torch.empty(0, dtype=ctx.input_dtype, device="cpu"))
+
+
+def _known(ctx: Context, name: str, value: Any) -> Any:
+    """``value``; SavedTensorError without one: then only the implementation that ran knows it."""
+    if value is not None:
+        return value
+    where, got = f"{ctx.op.label} {name}", "nothing, where a fused op ran the forward pass"
+    cure = f"set ctx.{name} in the fuser_forward of that op, or give it a fuser_backward"
+    raise SavedTensorError(describe(where, wanted="what the op's own forward pass knows", got=got, cure=cure))
+
+
+_DERIVED: Mapping[str, Callable[[Context], Any]] = {
+    "input_dtype": _input_dtype,
+    "input_shape": lambda ctx: _known(ctx, "input_shape", ctx._input_shape),
+    "compute_dtype": _compute_dtype,
+    "io_dtype": _compute_dtype,
+    "dtype": _compute_dtype,
+    "extra_dtypes": lambda ctx: (ctx.compute_dtype,) * ctx.op.num_extra_inputs,
+}
+"""What follows from the input of the op, by the names under which the forward pass of the op leaves it."""
 
 _RELEASED = torch.empty(0, device="cpu")
 

@@ -235,6 +235,18 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         """``quantizer`` with the planes that will be read; None where the override needs no cast."""
         return cast_quantizer(quantizer, role, override, backward_gemms)
 
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        """Of the names in ``saves`` those that the gradients wanted in this call read; by default all."""
+        return self.saves or ()
+
+    # -- as part of a pipeline ---------------------------------------------------------------------------------------------
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called when a pipeline takes the op in, before it looks for the op's parameters."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward pass of a pipeline. requires_grad: whether its backward pass reaches this op."""
+
     # -- one op, alone ---------------------------------------------------------------------------------------------------
 
     @property

@@ -105,7 +105,7 @@ class QuantizerSlotsMixin:
         return _Delayed(made.scale, made.amax, made.fp8_dtype, slot=state, recipe=delayed, group=current_amax_group())
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
-        """Accepted and ignored: quantizers are derived anew from the recipe of each call, and states outlive recipes."""
+        """Called before a call whose recipe is not that of the last one; quantizers are derived at each call all the same."""
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The quantizer of forward slot 0 under the active recipe, or None."""

@@ -204,7 +204,7 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The output, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
         splits, scales = (*ctx.extras, None)[:2]
-        ctx.input_dtype, ctx.compute_dtype = x.dtype, ctx.dtype(x)
+        ctx.input_dtype, ctx.compute_dtype = x.dtype, ctx.dtype_of(x)
         self._check_call(x, splits, scales)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
         check_forward(ctx, x, "input")
@@ -279,6 +279,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         self, basic_op_ctxs: list[Context], grad_output: Value, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, Any, Any]:
         ctx = basic_op_ctxs[0]
+        if "sizes" not in vars(ctx):  # a fused op ran the forward pass
+            ctx.sizes, ctx.scales_dtype = read_sizes(ctx.saved.splits, matrix_shape(grad_output.shape)[0]), ctx.extra_dtypes[-1]
         plain = cast(torch.Tensor, ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output)
         ctx.grad_output = None
         dy = ctx.cast("grad_output", grad_output, ctx.sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -73,13 +74,16 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         super().compute_dtype(env, x)
         return env.autocast or self.checked_dtype("weight", self.parameter("weight").dtype)
 
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        return [name for name, wanted in (("x", "weight"), ("w", "input")) if wanted in ctx.needs]
+
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
 
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
         weight = self.parameter("weight")
-        dtype, ctx.input_dtype = ctx.dtype(x), x.dtype
+        dtype, ctx.input_dtype = ctx.dtype_of(x), x.dtype
         self._check_input(x)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
         check_forward(ctx, x, "input")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,9 @@ class _Normalization(BasicOperation):
     kind: ClassVar[NormKind]  # type: ignore[misc]
     saves: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        return self.saves if self._reads_input(ctx) else ()
+
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
 
@@ -40,14 +43,14 @@ class _Normalization(BasicOperation):
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
         self._check_input(x)
-        y, statistics = norm_forward(values_of(x), self._norm(), dtype=out_dtype or ctx.dtype(x))
+        y, statistics = norm_forward(values_of(x), self._norm(), dtype=out_dtype or ctx.dtype_of(x))
         self._save(ctx, x, statistics)
         return y
 
     def produce_cast(self, ctx: Context, x: torch.Tensor, cast: Cast) -> QuantizedStorage:
         """The cast of the normalised input, by the kernel that makes it where there is one for the cast."""
         self._check_input(x)
-        dtype = ctx.dtype(x)
+        dtype = ctx.dtype_of(x)
         fused = cast.fused(x.shape, dtype, x.device)
         if fused is None:
             return cast(self.produce(ctx, x))

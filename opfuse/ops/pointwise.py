@@ -49,7 +49,7 @@ class PointwiseOperation(BasicOperation):
 
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
         ctx = basic_op_ctxs[0]
-        y = run_chain(input_, [ctx], dtype=ctx.dtype(input_))
+        y = run_chain(input_, [ctx], dtype=ctx.dtype_of(input_))
         ctx.input_dtype = input_.dtype
         return y, [()]
 
@@ -85,6 +85,10 @@ class PointwiseOperation(BasicOperation):
             wanted += self.math.inputs if "input" in ctx.needs else ()
             self._reads[ctx.needs] = frozenset().union(*(self.math.reads.get(name, ()) for name in wanted))
         return self._reads[ctx.needs]
+
+    def reads_saved(self, ctx: Context) -> frozenset[str]:
+        reads = self.reads(ctx)
+        return reads - {*self.math.inputs} | ({"x"} if not reads.isdisjoint(self.math.inputs) else frozenset())
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""
@@ -355,6 +359,9 @@ class Dropout(PointwiseOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__(DropoutSpec(p))
+
+    def reads_saved(self, ctx: Context) -> frozenset[str]:
+        return super().reads_saved(ctx) if self.training else frozenset()
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if not self.training:

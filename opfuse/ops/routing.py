@@ -58,7 +58,7 @@ class TokenDispatch(BasicOperation):
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
         ctx, weight = basic_op_ctxs[0], self.weight
         _check_rows(self.label, input_, self.features)
-        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype(input_))
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         wide = pointwise.compute_dtype(input_.dtype)
         # The gate reads the input itself, and a product of its own: torch.autocast would round both.
         probabilities = gemm("fprop", input_.to(wide), weight.to(wide), dtype=wide).softmax(-1)
@@ -116,7 +116,7 @@ class TokenCombine(BasicOperation):
         if len(input_) != places.numel():
             wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
-        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype(input_))
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         ctx.save(places=places if "input" in ctx.needs else None)
         return _gathered(x, places, pointwise.compute_dtype(x.dtype)).to(x.dtype), [()]
 

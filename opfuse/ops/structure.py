@@ -52,7 +52,6 @@ class Reshape(BasicOperation):
         super().__init__(ReshapeSpec(shape))  # type: ignore[arg-type]
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        ctx.input_shape = input_.shape
         try:
             return input_.reshape(self.shape)
         except RuntimeError as error:

@@ -313,7 +313,15 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _inner(name: str) -> property:
-    return property(lambda tensor: named_tensors(tensor.storage)[name])
+    """An array by its name; AttributeError for one of a plane that was not made, so that ``hasattr`` tells."""
+
+    def array(tensor: QuantizedTensor) -> torch.Tensor:
+        found = named_tensors(tensor.storage)
+        if name not in found:
+            raise AttributeError(f"this {type(tensor).__name__} has no {name}: it holds {', '.join(found)}")
+        return found[name]
+
+    return property(array)
 
 
 for _name in INNER_NAMES:  # what __tensor_flatten__ names must be attributes

@@ -117,7 +117,7 @@ def test_b13_a_norm_before_a_product_is_held_once(norm, name, override):
 
 def overlapped_forward(x, *, linear, quantize, bias):
     """What stands here for a product that overlaps communication."""
-    return run_chain(linear.op.produce(linear, x), [bias], dtype=linear.dtype(x))
+    return run_chain(linear.op.produce(linear, x), [bias], dtype=linear.dtype_of(x))
 
 
 def overlapped_backward(dy, *, linear, quantize, bias):

@@ -4,6 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 GPU_JOBS ?= 8
 GPU_LARGE_JOBS ?= 2
+GPU_TESTS ?= build/gpu.xml
 ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions tests/ops
 BIN = $(VENV)/bin
 
@@ -34,8 +35,8 @@ mutants: install
 # On a machine with a GPU, in an environment that has torch and CuPy already. `gpu` takes ten minutes at most: parity, then timings
 # and the record, named after the device, then what needs tens of GB or many processes.
 gpu:
-	$(PYTHON) -m pytest tests/gpu -n $(GPU_JOBS)
-	$(PYTHON) -m benchmarks.record
+	$(PYTHON) -m pytest tests/gpu -n $(GPU_JOBS) --junit-xml $(GPU_TESTS)
+	$(PYTHON) -m benchmarks.record --tests $(GPU_TESTS)
 	$(PYTHON) -m pytest tests/gpu -n $(GPU_LARGE_JOBS) -m slow
 
 # The whole suite on a machine with a GPU, as it is and with the tensors of its tests on the GPU.

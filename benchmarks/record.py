@@ -1,7 +1,9 @@
 """Measures on a GPU what the benchmarks can, and writes it down: ``python -m benchmarks.record [--file FILE] [--only SCRIPT …]``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
-With ``--only``, the figures of other scripts stay as they are in FILE, which must be of the same kernels.
+With ``--only``, the figures of other scripts stay as they are in FILE, which must be of the same kernels. ``--tests`` adds what
+became of tests/gpu, from the reports that pytest wrote under ``--junit-xml``; what FILE says of them stays while the package is
+the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from benchmarks import casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
-from benchmarks.stamp import device_file, stamp
+from benchmarks.stamp import device_file, package_digest, stamp
 from opfuse.kernels.registry import sources_digest
 
 Record = dict[str, Any]
@@ -104,14 +107,35 @@ def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
     return [record for record in earlier.get("results", ()) if same and record["script"] not in scripts]
 
 
+def counts(reports: Sequence[Path]) -> dict[str, int]:
+    """How many tests passed, failed or were skipped, by pytest's reports in the form of JUnit. An error counts as a failure."""
+    found = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    for report in reports:
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            tests, failures, errors, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
+            found["passed"] += tests - failures - errors - skipped
+            found["failed"] += failures + errors
+            found["skipped"] += skipped
+    return found
+
+
+def tested(file: Path, reports: Sequence[Path]) -> dict[str, Any]:
+    """``tests``, the counts of tests/gpu: those of ``reports``, else those that ``file`` has of this package, if it has any."""
+    if reports:
+        return {"tests": counts(reports)}
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    return {"tests": earlier["tests"]} if "tests" in earlier and earlier.get("package_digest") == package_digest() else {}
+
+
 def main() -> None:
     """Measure, print what has a limit, write the file after each script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file", type=Path, help="by default named after the device, in benchmarks/results")
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=[name for name in SCRIPTS if name not in sanitizer.TOOLS])
+    parser.add_argument("--tests", nargs="+", type=Path, default=[], metavar="XML", help="pytest's reports of tests/gpu")
     arguments = parser.parse_args()
     file: Path = arguments.file or device_file()
-    found = kept(file, arguments.only)
+    found, outcome = kept(file, arguments.only), tested(file, arguments.tests)
     for script in arguments.only:
         start = time.perf_counter()
         for record in SCRIPTS[script]():
@@ -122,7 +146,7 @@ def main() -> None:
         print(f"{script}: {time.perf_counter() - start:.0f} s", flush=True)
         order = list(SCRIPTS)
         found.sort(key=lambda record: order.index(record["script"]))
-        whole = {**stamp("python -m benchmarks.record"), "results": found}
+        whole = {**stamp("python -m benchmarks.record"), **outcome, "results": found}
         file.write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -1,8 +1,9 @@
-"""What a file of figures says of where they come from: date, machine, packages, kernels, script."""
+"""What a file of figures says of where they come from: date, machine, packages, digests of the code, script."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import platform
 import re
 from importlib.metadata import packages_distributions, version
@@ -24,10 +25,22 @@ def versions() -> dict[str, str]:
     return {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **packages}
 
 
+def package_digest() -> str:
+    """SHA-256 of every file of opfuse: what is measured and tested with the same digest ran the same code."""
+    package = Path(opfuse.__file__).parent
+    files = sorted(path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    digest = hashlib.sha256()
+    for path in files:
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
 def stamp(script: str) -> dict[str, Any]:
     """Everything but the results."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"date": date, "versions": versions(), "kernels_digest": sources_digest(), "script": script}
+    digests = {"kernels_digest": sources_digest(), "package_digest": package_digest()}
+    return {"date": date, "versions": versions(), **digests, "script": script}
 
 
 def device_file() -> Path:

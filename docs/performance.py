@@ -20,6 +20,8 @@ RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Of one script: the records by name, then by unit."""
 
+DIGESTS = {"kernels": "kernels_digest", "package": "package_digest"}
+
 LARGE, SMALL = ", 16384x8192 bf16", ", 4096x4096 bf16"
 
 
@@ -161,13 +163,20 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     return [(heading, text(record)) for script, (heading, text) in made.items() if script in run]
 
 
+def code(record: Mapping[str, Any]) -> str:
+    """Which code was measured, and what became of its tests on the GPU where the record says so."""
+    told = [f"{name} {record[field][:12]}" for name, field in DIGESTS.items() if field in record]
+    tests = [", ".join(f"{count} {state}" for state, count in record["tests"].items())] if "tests" in record else []
+    return "; ".join([", ".join(told), *(f"tests/gpu: {each}" for each in tests)])
+
+
 def document(record: Mapping[str, Any]) -> str:
     """The page of a record."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     head = (
         "# Measured\n\n"
         f"On {record['date']} by `{record['script']}`, each table in one process: {versions}; "
-        f"kernels {record['kernels_digest'][:12]}.\n"
+        f"{code(record)}.\n"
         "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold.\n"
     )
     return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in sections(record))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import grouped, record
+from benchmarks import grouped, record, stamp
 from docs import performance
 
 RECORD = json.loads(performance.RECORD.read_text(encoding="utf-8"))
+LATER = {"package_digest", "tests"}
+"""What records say since they count tests/gpu; those from before keep their form until they are made anew."""
 FIGURES = {(figure["script"], figure["name"], figure["unit"]): figure for figure in RECORD["results"]}
 
 
@@ -18,9 +21,13 @@ def test_the_page_is_the_record() -> None:
 
 
 def test_a_record_says_what_of_which_code_and_machine() -> None:
-    assert RECORD.keys() == {"date", "versions", "kernels_digest", "script", "results"}
+    assert RECORD.keys() - LATER == {"date", "versions", "kernels_digest", "script", "results"}
     assert {"device", "opfuse", "torch", "cupy"} <= RECORD["versions"].keys()
     assert len(RECORD["kernels_digest"]) == 64
+    if "tests" in RECORD:
+        assert len(RECORD["package_digest"]) == 64
+        assert RECORD["tests"]["passed"] > 0
+        assert RECORD["tests"]["failed"] == 0
     for figure in RECORD["results"]:
         assert figure.keys() == {"name", "value", "unit", "limit", "met", "script"}
         assert (figure["limit"] is None) == (figure["met"] is None)
@@ -41,3 +48,44 @@ def test_d10_the_shapes_of_mixtures_of_experts_are_in_the_record_under_every_ove
             for override in grouped.OVERRIDES:
                 for what in grouped.PRODUCTS:
                     assert f"{groups} x {rows // groups} rows, fp8_block, {override}, {what}" in names
+
+
+REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}"/></testsuites>'
+
+
+def test_a_record_counts_the_tests_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several reports together; those of an earlier run as long as no byte of the package has changed."""
+    reports = [tmp_path / "fast.xml", tmp_path / "slow.xml"]
+    for report, numbers in zip(reports, [(100, 1, 2, 4), (10, 0, 0, 0)]):
+        report.write_text(REPORT.format(*numbers))
+    wanted = {"tests": {"passed": 103, "failed": 3, "skipped": 4}}
+    assert record.tested(tmp_path / "none.json", reports) == wanted
+    assert record.tested(tmp_path / "none.json", []) == {}
+    earlier = tmp_path / "device.json"
+    earlier.write_text(json.dumps({"package_digest": stamp.package_digest(), **wanted}))
+    assert record.tested(earlier, []) == wanted
+    monkeypatch.setattr(record, "package_digest", lambda: "another")
+    assert record.tested(earlier, []) == {}
+
+
+def test_the_digest_of_the_package_sees_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels" / "__pycache__").mkdir(parents=True)
+    names = ("__init__.py", "py.typed", "kernels/a.cu", "config.json")
+    for name in names:
+        (tmp_path / name).write_text("x")
+    monkeypatch.setattr(stamp.opfuse, "__file__", str(tmp_path / "__init__.py"))
+    before = stamp.package_digest()
+    (tmp_path / "kernels" / "__pycache__" / "a.pyc").write_text("x")
+    assert stamp.package_digest() == before
+    for name in names:
+        (tmp_path / name).write_text("y")
+        assert stamp.package_digest() != before
+        (tmp_path / name).write_text("x")
+    (tmp_path / "py.typed").rename(tmp_path / "py.type")
+    assert stamp.package_digest() != before
+
+
+def test_the_page_says_which_code_and_what_became_of_its_tests() -> None:
+    said = {"kernels_digest": "a" * 64, "package_digest": "b" * 64, "tests": {"passed": 7, "failed": 0, "skipped": 1}}
+    assert performance.code({"kernels_digest": "a" * 64}) == "kernels aaaaaaaaaaaa"
+    assert performance.code(said) == "kernels aaaaaaaaaaaa, package bbbbbbbbbbbb; tests/gpu: 7 passed, 0 failed, 1 skipped"

@@ -79,6 +79,29 @@ def test_b05_b28_high_precision_gradients_are_those_without_a_recipe(shape, name
         assert not same(overridden.tensors["output 0"], unquantized.tensors["output 0"])
 
 
+@pytest.mark.row("B05", "B23")
+@pytest.mark.parametrize("composed", ["mlp", "swiglu mlp"])
+@pytest.mark.parametrize("name", HAS_OVERRIDE)
+def test_b05_b23_every_gradient_of_a_pipeline_is_that_of_its_ops_without_a_recipe(name, composed):
+    """The values are those of the quantized forward pass; from there on, each op's own backward pass, one after another."""
+    made = COMPOSED[composed]()
+    model, (x,) = made.model(), made.tensors()
+    got = run(model, x, step=Step(recipe_for(name, "high_precision")))
+    assert any(plan.fusions for plan in got.plans)
+    values = [x]
+    for op in model:
+        with torch.no_grad(), opfuse.autocast(recipe=recipe_for(name, "high_precision")):
+            values.append(ops.Sequential(op)(values[-1]))
+    assert same(got.tensors["output 0"], values[-1])
+    gradient = randn(*values[-1].shape, seed=100)
+    for i in reversed(range(len(model))):
+        leaf, parameters = values[i].detach().requires_grad_(), dict(model[i].named_parameters())
+        gradient, *grads = torch.autograd.grad(ops.Sequential(model[i])(leaf), (leaf, *parameters.values()), gradient)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            assert same(got.tensors[f"grad of {i}.{parameter}"], grad)
+    assert same(got.tensors["grad of input"], gradient)
+
+
 @pytest.mark.row("B06", "B22", "B28")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)

@@ -379,6 +379,28 @@ def test_plans_do_not_keep_a_model_alive():
     assert gone() is None
 
 
+@pytest.mark.row("R13")
+def test_r13_threads_train_on_one_model(monkeypatch):
+    """Eight threads run forward and backward at once while plans are made and dropped; each gets the bits of a thread alone."""
+    monkeypatch.setattr(fuser_module, "PLANS", 2)
+    model, inputs = to(mlp(), BF16), [randn(32, 64, seed=seed) for seed in range(3)]
+    names = ("none", "fp8_current", "fp8_block", "mxfp8")
+    work = [(name, i) for name in names for i in range(len(inputs))] * 8
+
+    def step(each: tuple[str, int]) -> tuple[torch.Tensor, ...]:
+        name, i = each
+        recipe, x = recipe_for(name), inputs[i].clone().requires_grad_()
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        return y, *torch.autograd.grad(y, (x, *model.parameters()), randn(*y.shape, seed=i))
+
+    want = {each: step(each) for each in dict.fromkeys(work)}
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(step, work))
+    assert [each for each, tensors in zip(work, got) if not all(map(same, tensors, want[each]))] == []
+    assert len({float(y.detach().double().sum()) for y, *_ in want.values()}) > 6  # inputs and recipes differ
+
+
 def test_r13_threads_share_a_model(monkeypatch):
     """Plans are made, found and dropped by several threads at once; every output is the one that a thread alone gets."""
     monkeypatch.setattr(fuser_module, "PLANS", 2)

@@ -12,9 +12,9 @@ import hashlib
 import math
 import types
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,49 @@ from opfuse.errors import KeyValueError, describe
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _FREEZE = "use @dataclass(frozen=True), a tuple or a plain value"
 _CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+class Digest(str):
+    """A digest that can say what it was made of, so that two of them can be told apart.
+
+    parts: what it was made of, by name, asked for when two differ. told: how it is shown; None: as its digits.
+    """
+
+    parts: Callable[[], Mapping[str, Any]]
+    told: str | None
+
+    def __new__(cls, digits: str, parts: Callable[[], Mapping[str, Any]], told: str | None = None) -> Digest:
+        made = super().__new__(cls, digits)
+        made.parts, made.told = parts, told
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.told is None else self.told
+
+
+class Record(tuple[Any, ...]):
+    """A tuple whose parts have names that need be no identifiers; :func:`record` makes a type of them."""
+
+    _fields: ClassVar[tuple[str, ...]]
+
+
+def record(names: Iterable[str]) -> type[Record]:
+    """The type of records with these names; one that repeats is numbered."""
+    fields: list[str] = []
+    for name in names:
+        fields.append(name if name not in fields else f"{name} ({len(fields)})")
+    return type("Record", (Record,), {"_fields": tuple(fields)})
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
 
 _tokens: dict[int, tuple[weakref.ref[Any], str]] = {}
 _names: dict[str, int] = {}
@@ -69,7 +112,7 @@ def _canonical(value: object, path: str) -> Iterator[str]:
     elif isinstance(value, float):
         yield f"{kind}:{value.hex()};"
     elif isinstance(value, _PLAIN):
-        yield f"{kind}:{value!r};"
+        yield f"{kind}:{str(value) if isinstance(value, Digest) else repr(value)};"
     elif isinstance(value, _CALLABLES):
         yield f"object:{token(value)};"
     elif (parts := key_fields(value)) is not None:
@@ -141,6 +184,10 @@ def _source(owner: object, name: str) -> str | None:
 
 def _paired(old: object, new: object) -> list[tuple[str, object, object]] | None:
     """Parts of two composites that correspond, each with its step on the path; None if one of them is a leaf to the other."""
+    if isinstance(old, Digest) and isinstance(new, Digest):
+        return _by_name(old.parts(), new.parts()) or None
+    if isinstance(old, Record) and isinstance(new, Record):
+        return _by_name(key_fields(old) or {}, key_fields(new) or {})
     old_parts, new_parts = key_fields(old), key_fields(new)
     if old_parts is not None and new_parts is not None and type(old) is type(new):
         return [(f".{name}", old_parts[name], new_parts[name]) for name in old_parts]
@@ -149,12 +196,18 @@ def _paired(old: object, new: object) -> list[tuple[str, object, object]] | None
     return None
 
 
+def _by_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    """What differs of two mappings; nothing where only one has a name."""
+    pairs = ((name, old.get(name, _NOTHING), new.get(name, _NOTHING)) for name in {**old, **new})
+    return [(f".{name}", left, right) for name, left, right in pairs if not _same(left, right)]
+
+
 def diff(old: object, new: object, path: str = "") -> Iterator[Difference]:
     """The leaves in which ``new`` differs from ``old``, with dotted paths.
 
     A part with a mapping ``sources`` from field to origin (a recipe) lends its fields' origins to the differences.
     """
-    if old is new:
+    if old is new or (isinstance(old, Digest) and old == new):
         return
     pairs = _paired(old, new)
     if pairs is None and not _same(old, new):
@@ -175,7 +228,7 @@ def _distance(old: object, new: object) -> int:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a key was not found: the nearest live entry and every field in which it differs (none: the cache was empty)."""
+    """Why a key was not found: the nearest entry and every field in which it differs (none: the cache was empty)."""
 
     key: object
     nearest: object | None
@@ -200,11 +253,13 @@ class _Entry(Generic[V]):
 class Cache(Generic[K, V]):
     """A dictionary of plans, least recently used dropped beyond ``size``, that counts hits and explains misses.
 
-    A key is looked up by itself or by any equal value: a plain tuple finds the entry of a named one.
+    A key is looked up by itself or by any equal value: a plain tuple finds the entry of a named one. before: the last key of a
+    cache that this one replaces; the first miss is told from it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, before: K | None = None) -> None:
         self.size = size
+        self.before = before
         self.hits = 0
         self.misses = 0
         self.last_miss: Miss | None = None
@@ -235,7 +290,7 @@ class Cache(Generic[K, V]):
 
     def why(self, key: K) -> Miss:
         """The nearest live entry to ``key`` and the fields in which it differs."""
-        entries = [other for other, _ in reversed(self.items())]
+        entries = [other for other, _ in reversed(self.items())] or ([] if self.before is None else [self.before])
         if not entries:
             return Miss(key, None, ())
         nearest = min(entries, key=lambda other: _distance(other, key))

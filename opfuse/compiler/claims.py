@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
+from weakref import WeakSet
 
-from opfuse.compiler.cover import DIRECTIONS, FUSED, SHADOWED, Group, Outcome, cover
+from opfuse.compiler.cover import ABSENT_STATUS, DIRECTIONS, FUSED, SHADOWED, Group, Outcome, cover
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.registry import FusionFunction, RuleSet
 from opfuse.compiler.rules import JOINT, Fusion
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
-from opfuse.errors import FusionError, describe
+from opfuse.errors import FusionError, OpfuseWarning, describe
 
 
 def sides_of(direction: str) -> tuple[str, ...]:
@@ -31,20 +34,23 @@ class Claims:
         self.owners: dict[str, dict[int, str]] = {FORWARD: {}, BACKWARD: {}}
         self.outcomes: list[Outcome] = []
 
-    def claim_presets(self, presets: Sequence[FusedOperation], ops: Sequence[BasicOperation]) -> None:
-        """Fused ops that stand in the pipeline itself take their ops in the passes they implement."""
-        position = {id(op): i for i, op in enumerate(ops)}
-        for fused in presets:
+    def claim_presets(self, presets: Sequence[tuple[int, FusedOperation]]) -> None:
+        """Fused ops that stand in the pipeline itself take their ops, from a position on, in the passes they implement."""
+        for start, fused in presets:
             for side, method in ((FORWARD, "fuser_forward"), (BACKWARD, "fuser_backward")):
                 if fused.overrides(method):
-                    self._claim(fused, position[id(fused.basic_ops[0])], side, name=type(fused).__name__)
+                    self._claim(fused, start, side, name=type(fused).__name__)
 
     def claim_functions(self, rules: RuleSet, ops: Sequence[BasicOperation]) -> None:
         """Fusion functions see the live ops and replace runs of them."""
         for direction in DIRECTIONS:
             for function in rules.functions_of(direction, self.env.level):
-                for start, fused in _replaced(function, ops, self.env):
+                found = _replaced(function, ops, self.env)
+                for start, fused in found:
                     self._claim(fused, start, direction, name=function.name)
+                if not found:
+                    self.outcomes.append(Outcome(function.name, direction, ABSENT_STATUS))
+                _tell_idle(function, ops, worked=bool(found))
 
     def claim_rules(self, rules: Sequence[Fusion], direction: str) -> None:
         """Rules of one direction take what is left of it."""
@@ -82,6 +88,24 @@ class Claims:
             if nodes:
                 self.groups[side].append(replace(group, nodes=nodes))
                 self.owners[side].update(dict.fromkeys(nodes, group.name))
+
+
+_known: WeakSet[Callable[..., Any]] = WeakSet()
+"""Functions that replaced ops once, or of which it was told that they did not."""
+
+
+def _tell_idle(function: FusionFunction, ops: Sequence[BasicOperation], *, worked: bool) -> None:
+    """One OpfuseWarning for a registered function that leaves the first pipeline that it sees as it is."""
+    if not worked and function.func not in _known:
+        code = getattr(function.func, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        got = f"none in [{', '.join(op.label for op in ops)}]"
+        cure = "compare its conditions with these basic ops: a Linear is a BasicLinear and a Bias; unregister it if it has no use"
+        message = describe(
+            f"fusion function {function.name!r}{where}", wanted="FusedOperations in place of ops", got=got, cure=cure
+        )
+        warnings.warn(message, OpfuseWarning, stacklevel=2)
+    _known.add(function.func)
 
 
 def _replaced(function: FusionFunction, ops: Sequence[BasicOperation], env: Env) -> list[tuple[int, FusedOperation]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import namedtuple
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from math import gcd
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,10 @@ from opfuse.compiler.segment import run_plan
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
+from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import PipelineError, PlanMissError, UnsupportedError, describe
-from opfuse.keys import Cache, Miss, digest, token
-from opfuse.recipes import Recipe, current_amax_group, current_recipe
+from opfuse.keys import Cache, Digest, Miss, digest, record, token
+from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_quantized
 
 ROWS = 128
 PLANS = 64
@@ -41,6 +42,21 @@ class _Recording(NamedTuple):
 
     plans: list[Plan]
     trial: bool
+
+
+class _Facts(NamedTuple):
+    """What is told of an op of one pipeline that another does not have. revision: how often it was changed in place."""
+
+    op: str
+    parameters: tuple[str, ...]
+    channels: tuple[Any, ...]
+    revision: int
+
+
+class _Around(Env):
+    """An environment that knows where a value came from."""
+
+    sources: Mapping[str, str] = MappingProxyType({})
 
 
 class CacheInfo(NamedTuple):
@@ -106,12 +122,21 @@ def _overrides(op: BasicOperation, method: str) -> bool:
     return getattr(type(op), method) is not getattr(BasicOperation, method)
 
 
+def _rows(x: torch.Tensor) -> int:
+    """How many rows an input has."""
+    shape = x.shape
+    return x.numel() // (shape[-1] or 1) if shape else 1
+
+
 class OperationFuser:
     """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
 
-    imports, exports: channels that come from earlier pipelines, and that later ones read. extra_inputs: for every extra input
-    of a call its channel, None for one without. extra_outputs: the channels of the extra outputs. last_missed: the number of
-    its last miss among the misses of all pipelines, 0 before the first. members: the ops whose module hooks it passes over.
+    names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
+    channels that come from earlier pipelines, and that later ones read. before: the key of a pipeline that it replaces.
+    extra_inputs: for every extra input of a call its channel, None for one without. extra_outputs: the channels of the extra
+    outputs. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the number of its last miss
+    among the misses of all pipelines, 0 before the first. members: the ops whose module hooks it passes over. path: that of its
+    module, once it is known.
     """
 
     def __init__(
@@ -120,45 +145,94 @@ class OperationFuser:
         *,
         rules: RuleSet | None = None,
         name: str = "",
+        names: Sequence[str] | None = None,
+        alone: bool = False,
         imports: Collection[str] = (),
         exports: Collection[str] = (),
+        before: PlanKey | None = None,
     ) -> None:
-        self.presets = tuple(op for op in ops if isinstance(op, FusedOperation))
-        self.ops = tuple(basic for op in ops for basic in op.basic_ops)
-        self.members = tuple(ops)
+        self.given = tuple(ops)
+        self.names = tuple(map(str, range(len(self.given)))) if names is None else tuple(names)
+        self.members = () if alone else self.given
         self.label = name or "pipeline"
+        self.path = ""
         self.rules = rules
-        check_channels(self.ops, imports)
+        self.imports = frozenset(imports)
         self.exports = frozenset(exports)
+        self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
+        self.last_missed = 0
+        for op in (basic for op in self.given for basic in op.basic_ops):
+            op.pre_first_fuser_forward()
+        self._look()
+
+    def _look(self) -> None:
+        """Read everything of the ops that calls do not change."""
+        self._epoch = WatchedModule.epoch
+        counts = [len(op.basic_ops) for op in self.given]
+        starts = list(itertools.accumulate(counts, initial=0))
+        self.starts = dict(zip(self.names, starts))
+        self.presets = tuple((start, op) for start, op in zip(starts, self.given) if isinstance(op, FusedOperation))
+        self.ops = tuple(basic for op in self.given for basic in op.basic_ops)
+        check_channels(self.ops, self.imports)
         for op in self.ops:
             op.capture()
-            op.pre_first_fuser_forward()
         self._told = _Told(self.ops)
-        self.structure = digest(
-            tuple(
-                (type(op), op.spec, tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)))
-                for op in self.ops
-            )
-        )
+        for member in self.given:
+            member.capture(member=bool(self.members))
+        numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
+        self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
+        self.structure = self._structure()
         read = [channel.name for op in self.ops for channel in op.extra_input_channels]
         self.extra_inputs = tuple(
-            name for i, name in enumerate(read) if name is None or (name in imports and name not in read[:i])
+            name for i, name in enumerate(read) if name is None or (name in self.imports and name not in read[:i])
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
-        self.cache: Cache[PlanKey, Plan] = Cache(PLANS)
-        self.last_missed = 0
-        slots = [(i, name, slot) for i, op in enumerate(self.ops) for name, slot in op.parameter_slots()]
-        self._slots = tuple((slot, name.rpartition(".")[2]) for _, name, slot in slots)
-        fields = [f"op{i}_{name.replace('.', '_')}" for i, name, _ in slots]
-        self._params: Callable[..., tuple[TensorSig | None, ...]] = namedtuple("Parameters", fields)  # type: ignore[misc]
+        slots = [(slot, name.rpartition(".")[2]) for op in self.ops for name, slot in op.parameter_slots()]
+        self._slots = tuple(slots)
+        self._parameters = record(self._parameter_names())
+        self._modal = tuple(op for op in self.ops if op.reads_training)
+        self._modes = {
+            len(ops): record(name for name, op in zip(self._op_names, self.ops) if op in ops) for ops in (self._modal, self.ops)
+        }
+        self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
+
+    def _structure(self) -> Digest:
+        channels = [
+            tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)) for op in self.ops
+        ]
+        facts = [_Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
+        made_of = tuple((type(op), op.spec, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels))
+        parts = dict(zip(self._op_names, facts))
+        return Digest(digest(made_of), lambda: parts)
+
+    def _parameter_names(self) -> Iterator[str]:
+        """The names of the parameters in a state dict of the pipeline's modules, in the order of their slots."""
+        for given, name in zip(self.given, self.names):
+            prefixes = {id(module._parameters): prefix for prefix, module in given.named_modules()}
+            for op in given.basic_ops:
+                for own, slot in op.parameter_slots():
+                    yield ".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2])))
+
+    def _look_again(self) -> None:
+        """Notice changes of modules inside of ops, and, by the count of all changes, of ops."""
+        for op, tree in self._trees:
+            if not tree.stands:
+                op.changed()
+        if self._epoch != WatchedModule.epoch:
+            self._look()
+
+    @property
+    def where(self) -> str:
+        """What messages call it, behind the path of its module where that is known."""
+        return f"{self.path} {self.label}".strip()
 
     def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
         """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it."""
+        if self._epoch != WatchedModule.epoch or self._trees:
+            self._look_again()
         device, arch, has_autocast = _device(x.device)
         group = current_amax_group()
-        shape = x.shape
-        rows = x.numel() // (shape[-1] or 1) if shape else 1
         env = (
             current_recipe(),
             None if group is None else token(group),
@@ -166,7 +240,7 @@ class OperationFuser:
             torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
             device,
             arch,
-            gcd(rows, ROWS),
+            gcd(_rows(x), ROWS),
             x.data_ptr() % 16 == 0,
             rules.level,
         )
@@ -174,16 +248,20 @@ class OperationFuser:
             input_signature(x),
             tuple([input_signature(extra) for extra in extras]),
             parameter_signatures(self._slots),
-            tuple([op.training for op in self.ops]),
+            tuple([op.training for op in (self.ops if rules.functions else self._modal)]),
         )
         return self.structure, env, inputs, rules.digest
 
-    def named(self, key: tuple[Any, ...]) -> PlanKey:
-        """A key with the names of its fields."""
+    def named(self, key: tuple[Any, ...], rows: int | None = None) -> PlanKey:
+        """A key with the names of its fields. rows: of the call's input, which is told where plans differ by ``rows_class``."""
         structure, env, (x, extras, params, training), rules = key
-        named_params = self._params(*[None if p is None else TensorSig(*p) for p in params])
-        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, training)
-        return PlanKey(structure, Env(*env), inputs, rules)
+        named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
+        modes = self._modes[len(training)](training)
+        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
+        around = _Around(*env)
+        if rows is not None:
+            around.sources = {"rows_class": f"{rows} rows"}
+        return PlanKey(structure, around, inputs, rules)
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -198,7 +276,9 @@ class OperationFuser:
         plan = self.cache.get(key)
         if plan is None:
             check_call(self, x, extras)
-            plan = self._miss(self.named(key), rules)
+            plan = self._miss(self.named(key, _rows(x)), rules)
+        if key[1][0] is not None and plan.quantizes:
+            note_quantized()
         return plan
 
     def _check_recomputation(self, key: tuple[Any, ...]) -> None:
@@ -223,7 +303,7 @@ class OperationFuser:
         if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             raise PlanMissError(
                 describe(
-                    f"plan of {self.label}",
+                    f"plan of {self.where}",
                     wanted="a plan made before",
                     got=str(self.cache.why(key)),
                     cure="run the call once before graph capture or on_miss('error')",
@@ -233,7 +313,7 @@ class OperationFuser:
         plan = self._compiled(key, rules)
         why = self.cache.put(key, plan)
         self.last_missed = next(_misses)
-        _log.info("plan miss in %s (+%.1f ms): %s", self.label, (time.perf_counter() - start) * 1e3, why)
+        _log.info("plan miss in %s (+%.1f ms): %s", self.where, (time.perf_counter() - start) * 1e3, why)
         return plan
 
     def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
@@ -248,6 +328,8 @@ class OperationFuser:
             check_call(self, x, extras)
             rules = self.rules or active_rules()
             plan = self._compiled(self.named(self.key(x, extras, rules)), rules)
+            if plan.quantizes:
+                note_quantized()
         else:
             plan = self.plan(x, *extras)
         recording.plans.append(plan)
@@ -295,8 +377,7 @@ class OperationFuser:
 def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
     fuser: OperationFuser | None = op.__dict__.get("_fuser")
     if fuser is None:
-        fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label)
-        fuser.members = ()  # the call of the op runs its hooks
+        fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label, names=("",), alone=True)
     return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)] if kwargs else None)
 
 

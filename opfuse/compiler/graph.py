@@ -57,9 +57,10 @@ class CastSpec:
 class Node:
     """One step of the lowered pipeline.
 
-    op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds an operand, such as a
-    weight, and is not on the main chain. directions: the passes in which it does anything. needs: what wants a gradient:
-    "input", parameter names, "extra0" ….
+    kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds
+    an operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
+    takes_quantized: its methods take quantized values. directions: the passes in which it does anything. needs: what wants a
+    gradient: "input", parameter names, "extra0" ….
     """
 
     index: int
@@ -74,6 +75,8 @@ class Node:
     directions: frozenset[str] = BOTH
     needs: frozenset[str] = frozenset()
     side: bool = False
+    casts: tuple[CastSpec, ...] = ()
+    takes_quantized: bool = False
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 from weakref import WeakSet
@@ -120,8 +120,18 @@ def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.T
 
 
 def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
-    """One OpfuseWarning for each op with module hooks: a Sequential runs the op's math and does not call the module."""
-    for op in members:
+    """One OpfuseWarning for each op with module hooks: a Sequential runs the op's math and does not call the module.
+
+    Likewise for a basic op of a fused op with a ``forward`` of its own.
+    """
+    parts: Iterator[FusibleOperation] = (op for member in members for op in dict.fromkeys((member, *member.basic_ops)))
+    for op in parts:
+        if op not in _warned and not op.joins:
+            _warned.add(op)
+            cure = "override op_forward and op_backward, or put the op into the Sequential by itself"
+            got = "a forward of its own, which never runs"
+            message = describe(f"{op.label} in a fused op", wanted="none but protocol methods", got=got, cure=cure)
+            warnings.warn(message, OpfuseWarning, stacklevel=2)
         if op not in _warned and any(getattr(op, hooks, None) for hooks in _HOOKS):
             _warned.add(op)
             cure = "register them on the Sequential, or on an nn.Module around the op"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
 from opfuse.compiler.products import Product, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
-from opfuse.core.operation import BasicOperation
+from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import GemmError, PipelineError, describe
 from opfuse.recipes import Recipe
@@ -38,13 +38,14 @@ class Inputs(NamedTuple):
 class _Builder:
     """The graph so far: the current main value, and which values carry gradients.
 
-    ops: the basic ops. casts: quantized values and the nodes that made them. copies: values that are a copy of another,
-    quantized or not, and share its gradient.
+    ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
+    values that are a copy of another, quantized or not, and share its gradient.
     cast_gradients: values whose gradient is quantized. products: of ops with quantized operands.
     """
 
     env: Env
     ops: Sequence[BasicOperation]
+    known: Sequence[Known]
     nodes: list[Node] = field(default_factory=list)
     values: int = 1
     current: int = 0
@@ -72,31 +73,36 @@ class _Builder:
 
 def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset()) -> Graph:
     """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input."""
-    b = _Builder(env, ops, exports=exports)
+    b = _Builder(env, ops, [op.known for op in ops], exports=exports)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
-    for index, op in enumerate(ops):
+    for index, (op, known) in enumerate(zip(ops, b.known)):
         params = {name: next(signatures) for name in op.parameter_names}
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
         needs = _needs(b, params, extra_values)
         casts = _casts(b, index, op, params, needs)
+        own = tuple(casts.values()) if known.casts_itself else ()
+        if own:
+            casts = {}
         if "input" in casts:
             _cast_input(b, index, casts["input"], extra_values)
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
         # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
-        if not op.is_cast or (GRADIENT in casts and b.current == 0):
+        if not known.is_cast or (GRADIENT in casts and b.current == 0):
             node = b.add(
-                kind="identity" if op.is_cast else op.kind,
+                kind="identity" if known.is_cast else known.word,
                 op=index,
                 spec=op.spec,
-                traits=op.traits,
+                traits=known.traits,
                 params=tuple(params.items()),
                 inputs=(b.current, *extra_values),
                 outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
                 operands=operands,
                 directions=BOTH if needs else frozenset((FORWARD,)),
                 needs=needs,
+                casts=own,
+                takes_quantized=known.accepts_quantized,
             )
             _publish(b, op, node)
         if GRADIENT in casts:
@@ -156,17 +162,17 @@ def _casts(
 def _caster(b: _Builder, index: int, role: str) -> int:
     """The op whose quantizer casts an operand: the op itself, unless an explicit Quantize meets the tensor first."""
     op = b.ops[index]
-    if op.cast_groups(role) or role not in ("input", GRADIENT):
+    if b.known[index].casts_itself or op.cast_groups(role) or role not in ("input", GRADIENT):
         return index
     if role == "input":
         return b.nodes[b.casts[b.current]].op if b.current in b.casts else index
-    after = itertools.takewhile(lambda i: _is_copy(b.ops[i]), range(index + 1, len(b.ops)))
+    after = itertools.takewhile(lambda i: _is_copy(b, i), range(index + 1, len(b.ops)))
     return max((i for i in after if _casts_gradient(b.ops[i], b.env.recipe)), default=index)
 
 
-def _is_copy(op: BasicOperation) -> bool:
-    """Whether the gradient of its input is that of its output: not a sum over two outputs."""
-    return TRANSPARENT in op.traits and not op.num_extra_outputs
+def _is_copy(b: _Builder, index: int) -> bool:
+    """Whether the gradient of the op's input is that of its output: not a sum over two outputs."""
+    return TRANSPARENT in b.known[index].traits and not b.ops[index].num_extra_outputs
 
 
 def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
@@ -178,8 +184,10 @@ def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
 
 def _leaves_cast(b: _Builder, index: int) -> bool:
     """Whether an explicit Quantize leaves the cast to the product after it, which casts groups of rows apart."""
-    after = next((op for op in b.ops[index + 1 :] if not _is_copy(op)), None)
-    return b.ops[index].is_cast and after is not None and after.cast_groups("input") > 0
+    after = next((i for i in range(index + 1, len(b.ops)) if not _is_copy(b, i)), None)
+    if not b.known[index].is_cast or after is None or b.known[after].casts_itself:
+        return False
+    return b.ops[after].cast_groups("input") > 0
 
 
 def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
@@ -218,9 +226,9 @@ def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
 def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
     """Make the node's outputs known: the main one goes on, the extra ones to their channels and to the caller."""
     b.current, *extra_outputs = node.outputs
-    if _is_copy(op):
+    if _is_copy(b, node.op):
         b.copies[b.current] = node.inputs[0]
-    if TRANSPARENT in op.traits and node.inputs[0] in b.casts:
+    if TRANSPARENT in node.traits and node.inputs[0] in b.casts:
         b.casts[b.current] = b.casts[node.inputs[0]]
     for channel, value in zip(op.extra_output_channels, extra_outputs):
         if channel.name is not None:

@@ -55,7 +55,8 @@ class Segment:
 class Plan:
     """Graph, groups, segments, and what became of every rule.
 
-    opaque: some groups come from functions, not from rules. name, ops: labels of the pipeline and of its basic ops.
+    opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
+    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops.
     """
 
     key: PlanKey
@@ -64,6 +65,7 @@ class Plan:
     outcomes: tuple[Outcome, ...]
     opaque: bool = False
     casts: dict[int, Cast] = field(default_factory=dict, compare=False)
+    own_casts: dict[int, dict[str, Cast]] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
 
@@ -77,6 +79,12 @@ class Plan:
         """The first op that the backward pass reaches; their number if it reaches none."""
         return min((node.op for node in self.graph.nodes if node.needs), default=len(self.ops))
 
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether it casts anything, or multiplies what lives quantized."""
+        stored = (sig for node in self.graph.nodes for _, sig in node.params)
+        return bool(self.casts or self.own_casts or any(sig is not None and sig.quantized for sig in stored))
+
     @property
     def fusions(self) -> tuple[str, ...]:
         """Names of what fused, forward first, once for each place."""
@@ -88,18 +96,18 @@ def compile_plan(
     key: PlanKey,
     rules: RuleSet,
     *,
-    presets: Sequence[FusedOperation] = (),
+    presets: Sequence[tuple[int, FusedOperation]] = (),
     name: str = "",
     exports: frozenset[str] = frozenset(),
 ) -> Plan:
     """The plan of ``ops`` under ``key``: lower, let everyone claim nodes, check, cut into segments.
 
-    presets: FusedOperations that the user put into the pipeline. name: of the pipeline, for explanations. exports: channels
-    that later pipelines read.
+    presets: FusedOperations that the user put into the pipeline, each behind the position of its first op. name: of the pipeline,
+    for explanations. exports: channels that later pipelines read.
     """
     graph = lower(ops, key.env, key.inputs, exports)
     claims = Claims(graph, key.env)
-    claims.claim_presets(presets, ops)
+    claims.claim_presets(presets)
     claims.claim_functions(rules, ops)
     opaque = any(claims.groups.values())
     for direction in DIRECTIONS:
@@ -109,17 +117,20 @@ def compile_plan(
     verify(graph, backward, BACKWARD)
     segments = partition(graph, forward, backward)
     labels = tuple(op.label for op in ops)
-    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, live_casts(graph, ops, key.env), name, labels)
+    casts, own = live_casts(graph, ops, key.env)
+    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, own, name, labels)
 
 
-def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> dict[int, Cast]:
-    """What each quantize node runs."""
+def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> tuple[dict[int, Cast], dict[int, dict[str, Cast]]]:
+    """What each quantize node runs, and what the methods of ops that cast by themselves do, by role."""
     group = current_amax_group()
-    casts = {}
+    casts, own = {}, {}
     for node in graph.nodes:
         if node.is_cast:
             casts[node.index] = _live_cast(node.spec, ops[node.op], env, group)
-    return casts
+        if node.casts:
+            own[node.index] = {spec.role: _live_cast(spec, ops[node.op], env, group) for spec in node.casts}
+    return casts, own
 
 
 def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any) -> Cast:

@@ -37,7 +37,7 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     stored = op.parameter(role)
     if not isinstance(stored, QuantizedTensor):
         return {}
-    read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.traits else frozenset(stored.usages)
+    read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
     found: dict[str, Format] = {usage: _format(op, role, stored.storage, usage) for usage in USAGES if usage in read}
     formats = op.stored_quantizer(role, recipe).formats
     wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
@@ -106,7 +106,7 @@ def products_of(
     quantized: Sequence[str],
 ) -> Iterator[Product]:
     """The products ``made`` by the op at ``index``, of which those ``quantized`` read its casts and its stored parameters."""
-    if GEMM not in op.traits:
+    if GEMM not in op.known.traits:
         return
     formats: dict[str, Formats] = {role: dict(zip(USAGES, spec.quantizer.formats)) for role, spec in casts.items()}
     operands = [(op.quantizer_role(role).tensor_type, each) for role, each in (formats | dict(stored)).items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, Fusion
 from opfuse.compiler.vocabulary import check_rules
 from opfuse.errors import FusionError, describe, nearest
-from opfuse.keys import digest
+from opfuse.keys import Digest, digest, key_fields
 
 DIRECTIONS = (JOINT, FORWARD, BACKWARD)
 LEVELS = (0, 1, 2)
@@ -67,9 +67,15 @@ class RuleSet:
         check_rules(self.rules)
 
     @cached_property
-    def digest(self) -> str:
-        """Value identity, for keys."""
-        return digest((self.rules, self.functions, self.level))
+    def digest(self) -> Digest:
+        """Value identity, for keys; its parts are the rules and functions by name."""
+        return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})")
+
+    def _parts(self) -> Mapping[str, Digest]:
+        def told(rule: Fusion | FusionFunction) -> Digest:
+            return Digest(digest(rule), lambda: key_fields(rule) or {}, "registered")
+
+        return {rule.name: told(rule) for rule in self.rules} | {function.name: told(function) for function in self.functions}
 
     def of(self, direction: str) -> tuple[Fusion, ...]:
         """The rules of one direction, higher priority first, in order otherwise; at every level, which their guards see to."""

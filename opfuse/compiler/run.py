@@ -63,6 +63,8 @@ class Runner:
         if len(node.inputs) > 1:
             context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
             context.extra_dtypes = [None if extra is None else extra.dtype for extra in context.extras]
+        if node.casts:
+            context.casts = self.plan.own_casts[node.index]
         self.contexts[node.index] = context
         return context
 
@@ -88,7 +90,7 @@ class Runner:
         reset = recorded.set(self.plan.key.env.grad) if op.asks_quantizers else None
         output, extra_outputs = op.fuser_forward(
             [context],
-            x if op.accepts_quantized else plain(x),
+            x if node.takes_quantized else plain(x),
             basic_op_extra_inputs=[context.extras],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
@@ -96,6 +98,8 @@ class Runner:
         )
         if reset is not None:
             recorded.reset(reset)
+        if node.casts:
+            output = plain(output)
         self._store(node, node.outputs, (output, *extra_outputs[0]), values)
 
     def _store(self, node: Node, numbers: Sequence[int], outputs: Sequence[Any], values: dict[int, Value]) -> None:
@@ -109,9 +113,8 @@ class Runner:
         nodes = self.plan.graph.nodes
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
-        takes_quantized = not first.is_cast and self.ops[first.op].accepts_quantized
         made = {i: self._context(nodes[i], values) for i in group.nodes}
-        output = _implementation(rule.forward)(x if takes_quantized else plain(x), **_bind(rule, group, made))
+        output = _implementation(rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
         _check_result(f"{rule.name} forward", output)
         if rule.backward is None:
             _check_saved(rule.name, made.values())
@@ -167,9 +170,11 @@ class Runner:
         return contexts
 
     def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
-        """The casts of one op that a user's fused op took over, by role."""
-        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
-        return {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast and node.op == op}
+        """The casts of one op that a user's fused op took over, or that the op makes by itself, by role."""
+        nodes = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).op == op]
+        own = [self.plan.own_casts.get(node.index, {}) for node in nodes]
+        taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
+        return {role: cast for casts in (*own, taken) for role, cast in casts.items()}
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class Runner:
         dy = grads.take(node.outputs[0])
         context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
         grad_input, (grad_params,), (grad_extras,) = op.fuser_backward(
-            [context], dy if op.accepts_quantized else plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
+            [context], dy if node.takes_quantized else plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
         )
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)
@@ -234,11 +239,10 @@ class Runner:
             if not nodes[index].is_cast:
                 grads.contexts[index].grad_extras = tuple(plain_or_none(grads.take(value)) for value in nodes[index].outputs[1:])
         dy = grads.take(last.outputs[0])
-        accepts = not last.is_cast and self.ops[last.op].accepts_quantized
         # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
         made = {i: grads.contexts[i] for place in group.binding for i in place if not nodes[i].is_cast}
         made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].is_cast}
-        dx = _implementation(rule.backward)(dy if accepts else plain_or_none(dy), **_bind(rule, group, made))
+        dx = _implementation(rule.backward)(dy if last.takes_quantized else plain_or_none(dy), **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
             _check_result(f"{rule.name} backward", dx)
         self._finish([nodes[i] for i in group.nodes], dx, grads)
@@ -343,8 +347,9 @@ def _check_saved(name: str, contexts: Iterable[Context]) -> None:
     A context without a node, as that of an explicit Quantize, has no backward pass.
     """
     for context in contexts:
-        saves = context.op.saves if context.requires_grad and isinstance(context.op, BasicOperation) else None
-        if saves is not None and context._saved.keys() != set(saves) and not context.complete():
+        saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
+        named = {each for each in context._saved if not each.isdigit()}
+        if saves is not None and named != set(saves) and not context.complete():
             cure = (
                 f"call ctx.save({', '.join(f'{each}=...' for each in saves)}) on the context of this op, with None for what no "
             )

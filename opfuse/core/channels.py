@@ -34,7 +34,6 @@ class ChannelMixin:
             [Channel() for _ in range(self.num_extra_inputs)],
             [Channel() for _ in range(self.num_extra_outputs)],
         )
-        self.__dict__["_captured"] = False
 
     @property
     def extra_input_channels(self) -> tuple[Channel, ...]:
@@ -85,11 +84,3 @@ class ChannelMixin:
                 )
             )
         channels[index] = channel
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is in no pipeline yet.
-        return {**super().__getstate__(), "_captured": False}  # type: ignore[dict-item]
-
-    def capture(self) -> None:
-        """Lock the channels; a pipeline does this when it takes the op in."""
-        self.__dict__["_captured"] = True

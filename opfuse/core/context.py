@@ -109,7 +109,7 @@ class Context:
                     cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs",
                 )
             )
-        self._keep(values)
+        self._keep(values | {name: value for name, value in self._saved.items() if name.isdigit()})
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
         """Leave the gradients of the op's parameters and of its extra inputs."""
@@ -121,13 +121,17 @@ class Context:
         return SimpleNamespace(**self._saved)
 
     def save_for_backward(self, *values: Value | None) -> None:
-        """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do."""
-        self._keep({str(i): value for i, value in enumerate(values)})
+        """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do, beside those with names.
+
+        So a subclass keeps what it needs beside what its base has saved.
+        """
+        named = {name: value for name, value in self._saved.items() if not name.isdigit()}
+        self._keep(named | {str(i): value for i, value in enumerate(values)})
 
     @property
     def saved_tensors(self) -> tuple[Value | None, ...]:
         """What :meth:`save_for_backward` kept."""
-        return tuple(self._saved.values())
+        return tuple([value for name, value in self._saved.items() if name.isdigit()])
 
     def complete(self) -> bool:
         """Whether what was saved serves the op's own backward; then under the declared names, of which the others are None.

@@ -21,6 +21,8 @@ class FusedOperation(FusibleOperation):
     op of the same fused op produces arrives as None; an extra output that nobody outside reads may be None.
     """
 
+    run_by = ("fuser_forward", "fuser_backward")
+
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
         ops = tuple(basic_ops)
@@ -39,10 +41,9 @@ class FusedOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         return tuple(self._modules["basic_ops"])  # type: ignore[arg-type]
 
-    @classmethod
-    def overrides(cls, method: str) -> bool:
-        """Whether this class brings its own ``fuser_forward`` or ``fuser_backward``."""
-        return getattr(cls, method) is not getattr(FusedOperation, method)
+    def overrides(self, method: str) -> bool:
+        """Whether it brings its own ``fuser_forward`` or ``fuser_backward``."""
+        return method in self.__dict__ or getattr(type(self), method) is not getattr(FusedOperation, method)
 
     def fuser_forward(
         self,
@@ -62,7 +63,7 @@ class FusedOperation(FusibleOperation):
             )
             input_, extra_outputs = op.fuser_forward(
                 [ctx],
-                input_ if op.accepts_quantized else plain(input_),
+                input_ if op.known.accepts_quantized else plain(input_),
                 basic_op_extra_inputs=[ctx.extras],
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
@@ -93,7 +94,7 @@ class FusedOperation(FusibleOperation):
 def _backward(op: BasicOperation, ctx: Context, grad_output: Any) -> tuple[Any, Any, Any]:
     """The gradients that one op of a fused op gives; None for everything where it wants or gets none."""
     if ctx.requires_grad and not all(grad is None for grad in (grad_output, *ctx.grad_extras)):
-        grad_output = grad_output if op.accepts_quantized else plain_or_none(grad_output)
+        grad_output = grad_output if op.known.accepts_quantized else plain_or_none(grad_output)
         return op.fuser_backward([ctx], grad_output, basic_op_grad_extra_outputs=[ctx.grad_extras])
     params = [parameter for parameter in op.parameter_values() if parameter is not None]
     return None, ((None,) * len(params),), ((None,) * op.num_extra_inputs,)

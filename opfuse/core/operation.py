@@ -10,16 +10,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
+from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, place, word_of
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
+from opfuse.core.watched import Slots, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -30,13 +32,37 @@ from opfuse.tensors.quantizers import Quantizer
 Gradients = Iterable[torch.Tensor | None]
 
 
-class FusibleOperation(nn.Module, ABC):
+class Known(NamedTuple):
+    """What is known of an op's methods; :class:`BasicOperation` says what each is."""
+
+    word: str
+    traits: frozenset[str]
+    is_cast: bool
+    accepts_quantized: bool
+    casts_itself: bool
+
+
+class FusibleOperation(WatchedModule, ABC):
     """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
 
     kind: ClassVar[str] = ""
     spec: Any
     run_alone: ClassVar[Callable[..., Any] | None] = None
     """Runs one op as a pipeline of its own; the compiler sets it."""
+    run_by: ClassVar[tuple[str, ...]] = ()
+    """The protocol methods that the compiler calls of it."""
+    pipelined: ClassVar[bool] = True
+    """Whether ``forward`` only runs the op as a pipeline of one, so that a longer pipeline may leave it out."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.pipelined = cls.pipelined and holds(cls, ("pipelined",), CALLS)
+        for method in METHODS:
+            if method not in cls.run_by and hasattr(cls, method):
+                run = ", ".join(("forward", *cls.run_by))
+                cure = f"override one of {run}" if cls.run_by else "override forward, or an op of its basic_ops"
+                got = f"{method}, which nobody calls"
+                raise PipelineError(describe(f"class {cls.__name__}", wanted=f"methods that run: {run}", got=got, cure=cure))
 
     def __new__(cls, *_: object, **given: object) -> Self:
         check_keywords(cls, given)
@@ -46,6 +72,11 @@ class FusibleOperation(nn.Module, ABC):
     @abstractmethod
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The basic ops this one stands for, in forward order."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may join a pipeline; an op with a ``forward`` of its own is called as any module."""
+        return self.pipelined and self.__dict__.keys().isdisjoint(CALLS)
 
     @property
     def label(self) -> str:
@@ -105,22 +136,30 @@ class FusibleOperation(nn.Module, ABC):
             state_dict.setdefault(key, {})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Plans hold live ops; a copy makes its own.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_fuser", "_slots")}
-
 
 class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
     A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
-    kind: name in patterns (default: the class name in snake case). traits: groups that patterns may name. saves: names
-    that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
-    of ``"input"``, ``"grad_output"`` and parameter names. is_cast: it is nothing but its quantize nodes. accepts_quantized:
-    its methods take quantized values; otherwise they get high-precision tensors. forward_kwargs: keyword arguments that a caller
-    may pass to its forward; None leaves it to the signature of ``op_forward``. asks_quantizers: it overrides ``num_quantizers``.
+    kind: name in patterns and quantizer roles (default: the class name in snake case). saves: names that ``ctx.save`` takes, or
+    None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out of ``"input"``, ``"grad_output"``
+    and parameter names. forward_kwargs: keyword arguments that a caller may pass to its forward; None leaves it to the signature
+    of ``op_forward``. asks_quantizers: it overrides ``num_quantizers``. reads_training: what it does may depend on ``training``,
+    which any method may; so it is True unless a class with methods outside of this package declares False.
+
+    What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
+    traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its
+    quantize nodes. accepts_quantized: its methods take quantized values; otherwise they get high-precision tensors. asks_casts:
+    its methods ask ``ctx.cast`` for what has not been cast; a subclass that replaces one and declares no ``roles`` gets the
+    tensors themselves, and its base casts them (``casts_itself``). word: what patterns call it, its kind or, where another class
+    has that kind, ``module.kind``.
     """
 
+    run_by = METHODS
+    speaks_for: ClassVar[tuple[str, ...]] = METHODS
+    borrows: tuple[str, ...] = ()
+    """Parameters that come first and always; an owner may hold them for it."""
+    word: ClassVar[str] = ""
     traits: ClassVar[frozenset[str]] = frozenset()
     saves: ClassVar[tuple[str, ...] | None] = None
     roles: ClassVar[tuple[str, ...]] = ()
@@ -128,12 +167,32 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     accepts_quantized: ClassVar[bool] = False
     forward_kwargs: ClassVar[tuple[str, ...] | None] = None
     asks_quantizers: ClassVar[bool] = False
+    reads_training: ClassVar[bool] = False
+    asks_casts: ClassVar[bool] = False
+    casts_itself: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" not in cls.__dict__:
+        named = "kind" in cls.__dict__
+        if not named:
             cls.kind = _snake(cls.__name__)
+        trusted = holds(cls, ("traits",), cls.speaks_for)
+        for name, value in WITHOUT.items():
+            if not holds(cls, (name,), cls.speaks_for):
+                setattr(cls, name, value)
+        if not holds(cls, ("forward_kwargs",), ("op_forward", "fuser_forward")):
+            cls.forward_kwargs = None
+        cls.casts_itself = cls.asks_casts and not holds(cls, ("roles", "quantized_roles"), cls.speaks_for)
+        if "reads_training" not in cls.__dict__ and adds_code(cls):
+            cls.reads_training = True
+        cls.word = word_of(cls, cls.kind, declared=named and trusted)
         cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
+        for plain, outer in (("op_forward", "fuser_forward"), ("op_backward", "fuser_backward")):
+            if plain in cls.__dict__ and place(cls, (outer,)) > 0 and not calls(cls, outer, plain):
+                cure = f"override {outer}, which the compiler calls, or have it call {plain}"
+                got = f"a {outer} that does not call it"
+                message = describe(f"{cls.__name__}.{plain}", wanted=f"a {outer} that runs it", got=got, cure=cure)
+                warnings.warn(message, OpfuseWarning, stacklevel=2)
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
         """spec: frozen hyper-parameters, checked here. owner: the module whose parameters this op borrows as a part of it.
@@ -165,30 +224,46 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
             )
         super().__setattr__(name, value)
 
+    # -- what is known of its methods --------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> Known:
+        """What the compiler may rely on: what is declared, unless this very object has methods of its own."""
+        if not self.patched:
+            return Known(self.word, self.traits, self.is_cast, self.accepts_quantized, self.casts_itself)
+        return Known(f"patched.{self.word}", **WITHOUT, casts_itself=self.asks_casts)
+
+    @property
+    def promised(self) -> tuple[str, ...] | None:
+        """The names that its forward leaves saved; None where its methods are not those that declared them."""
+        return self.saves if not self.patched and holds(type(self), ("saves",), METHODS) else None
+
     def extra_repr(self) -> str:
         given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))
         return ", ".join(f"{argument(f.name)}={value!r}" for f, value in given if value != f.default)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def parameter_slots(self) -> tuple[tuple[str, dict[str, nn.Parameter | None]], ...]:
+    def parameter_slots(self) -> Slots:
         """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it.
 
         In the order in which ``op_backward`` returns gradients. Slots stay valid when a parameter is replaced, moved or cast.
         """
-        slots: tuple[tuple[str, dict[str, nn.Parameter | None]], ...] | None = self.__dict__.get("_slots")
+        slots: Slots | None = self.__dict__.get("_slots")
         if slots is None:
             slots = self._find_slots()
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots
 
-    def _find_slots(self) -> tuple[tuple[str, dict[str, nn.Parameter | None]], ...]:
-        return tuple(
-            (f"{prefix}.{name}".lstrip("."), module._parameters)
+    def _find_slots(self) -> Slots:
+        borrowed = dict.fromkeys(self.borrows, self.owner._parameters)
+        own = {
+            f"{prefix}.{name}".lstrip("."): module._parameters
             for prefix, module in self.named_modules()
             for name in module._parameters
-        )
+        }
+        return tuple((borrowed | own).items())
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe
+from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_quantized
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
@@ -90,6 +90,7 @@ class QuantizerSlotsMixin:
         recipe = current_recipe()
         if recipe is None:
             return None
+        note_quantized()
         roles = self.get_quantizer_roles(mode) or (None,) * count
         role = roles[index] or self.quantizer_role(SLOTS[mode][index % len(SLOTS[mode])])
         repeated = index >= len(SLOTS[mode]) or role in roles[:index]

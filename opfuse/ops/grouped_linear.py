@@ -79,7 +79,10 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
     spec: GroupedLinearSpec
     kind = "grouped_linear"
     traits = frozenset(("gemm", "grouped", "producer"))
+    saves = ()  # an object knows its own
     accepts_quantized = True
+    asks_casts = True
+    pipelined = True
     forward_kwargs = ()
     num_extra_inputs = 1
     most_extra_inputs = 2
@@ -112,7 +115,8 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         groups, shape = spec.num_groups, (spec.out_features, spec.in_features)
         weights = _names("weight", groups, single=spec.single_grouped_weight)
         biases = _names("bias", groups, single=spec.single_grouped_bias) if spec.use_bias else ()
-        self.__dict__.update(weight_names=weights, bias_names=biases, saves=("x", *weights, *biases, "splits", "scales"))
+        self.__dict__.update(weight_names=weights, bias_names=biases, borrows=(*weights, *biases))
+        self.__dict__["saves"] = ("x", *weights, *biases, "splits", "scales")
         made = {"device": device, "dtype": dtype}
         for name in weights:
             setattr(self, name, new_weight(self, name, (groups, *shape) if name in _SINGLE else shape, **made))
@@ -130,9 +134,6 @@ class GroupedLinear(QuantizerStateMixin, BasicOperation):
         with torch.no_grad():
             for name in self.bias_names:
                 self.parameter(name).uniform_(-bound, bound)
-
-    def _find_slots(self) -> Any:
-        return tuple((name, self._parameters) for name in (*self.weight_names, *self.bias_names))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load also what was saved with weights or biases held the other way."""

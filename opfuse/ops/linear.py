@@ -47,7 +47,9 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     roles = ("weight", "input", "grad_output")
     saves = ("x", "w")
     accepts_quantized = True
+    asks_casts = True
     forward_kwargs = ()
+    borrows = ("weight",)
 
     def __init__(
         self,
@@ -66,9 +68,6 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
     def reset_parameters(self) -> None:
         """Kaiming-uniform values (a = sqrt 5), written into the weight, plain or quantized; nothing on the meta device."""
         reset_weight(self, "weight", partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
-
-    def _find_slots(self) -> Any:
-        return (("weight", self.owner._parameters),)
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)
@@ -96,7 +95,8 @@ class BasicLinear(QuantizerStateMixin, BasicOperation):
         return gemm("fprop", x, multiplied(w, x), dtype=dtype, out_dtype=out_dtype, **ctx.env.product("fprop"))
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
-        return self.input_gradient(ctx, grad_output), (self.weight_gradient(ctx, grad_output),)
+        dy = self._gradient(ctx, grad_output)
+        return self.input_gradient(ctx, dy), (self.weight_gradient(ctx, dy),)
 
     def input_gradient(self, ctx: Context, dy: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """dx = dy W in the input's dtype or, to be rounded later, in ``out_dtype``; None if the input wants no gradient."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context
+from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import NonNegative, Sizes, new_parameter
 from opfuse.errors import ShapeError, describe
@@ -27,8 +28,9 @@ class _Normalization(BasicOperation):
     """A normalisation. ``produce`` gives the result in any dtype, for an epilogue that rounds later."""
 
     traits = frozenset(("norm", "producer"))
+    speaks_for = (*METHODS, "produce")  # a cast norm does without it
     forward_kwargs = ()
-    kind: ClassVar[NormKind]  # type: ignore[misc]
+    computes: ClassVar[NormKind]
     saves: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
@@ -38,7 +40,13 @@ class _Normalization(BasicOperation):
         return self.produce(ctx, input_)
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+        if ctx.saved.x is None:
+            return None, self._without_input(ctx, grad_output)
         return self._filed(norm_backward(grad_output, values_of(ctx.saved.x), self._norm(ctx), _statistics(ctx)))
+
+    def _without_input(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the parameters where none depends on the input."""
+        return (None,) * len(self.parameter_names)
 
     def produce(self, ctx: Context, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The normalised input in the I/O dtype, or in ``out_dtype``."""
@@ -80,7 +88,8 @@ class _Normalization(BasicOperation):
 
     def _filed(self, gradients: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of the input, and those of the parameters in their order."""
-        return gradients.x, tuple(getattr(gradients, name) for name in self.parameter_names)
+        by_name = {"weight": gradients.weight, "bias": gradients.bias}
+        return gradients.x, tuple(map(by_name.get, self.parameter_names))
 
     def _check_input(self, x: torch.Tensor) -> None:
         """ShapeError unless the op can take ``x``."""
@@ -131,7 +140,7 @@ class _Norm(_Normalization):
     def _norm(self, ctx: Context | None = None) -> Norm:
         """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
         weight = self.weight if ctx is None or ctx.saved.weight is None else ctx.saved.weight
-        return Norm(self.kind, weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+        return Norm(self.computes, weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
 
     def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **_: torch.Tensor | None) -> None:
         super()._save(ctx, x, statistics, weight=self.weight if "input" in ctx.needs else None)
@@ -154,21 +163,20 @@ class _Norm(_Normalization):
 class RMSNorm(_Norm):
     """y = x * rsqrt(mean(x^2) + eps) * gamma, where gamma is the weight, or 1 + weight if zero-centered."""
 
-    kind = "rms_norm"
+    kind = computes = "rms_norm"
     saves = ("x", "weight", "rstd")
 
 
 class LayerNorm(_Norm):
     """y = (x - mean) * rstd * gamma + beta, where gamma is the weight, or 1 + weight if zero-centered."""
 
-    kind = "layer_norm"
+    kind = computes = "layer_norm"
     saves = ("x", "weight", "mean", "rstd")
     learned = ("weight", "bias")
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        if ctx.saved.x is None:
-            return None, (None, bias_gradient(grad_output, self._norm(ctx)))
-        return super().op_backward(ctx, grad_output)
+    def _without_input(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bias = bias_gradient(grad_output, self._norm(ctx))
+        return tuple(bias if name == "bias" else None for name in self.parameter_names)
 
 
 @dataclass(frozen=True)
@@ -182,11 +190,11 @@ class L2Normalization(_Normalization):
     """y = x * rsqrt(sum(x^2) + eps) over the last dimension."""
 
     spec: L2NormalizationSpec
-    kind = "l2_normalization"
+    kind = computes = "l2_normalization"
     saves = ("x", "rstd")
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__(L2NormalizationSpec(eps))
 
     def _norm(self, ctx: Context | None = None) -> Norm:
-        return Norm(self.kind, eps=self.eps)
+        return Norm(self.computes, eps=self.eps)

@@ -11,6 +11,7 @@ from torch import nn
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, plain_or_none
+from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, new_parameter
 from opfuse.domains import numbers
@@ -36,27 +37,52 @@ class PointwiseOperation(BasicOperation):
     math: ClassVar[Pointwise]
     sources: ClassVar[Mapping[str, str]] = {}
 
+    speaks_for = (*METHODS, "compute_dtype")  # a chain has one dtype
+
     _reads: ClassVar[dict[frozenset[str], frozenset[str]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._reads = {}
-        declared: Pointwise | None = getattr(cls, "math", None)
-        if declared is not None:
-            cls.saves = ("x", *declared.operands)
+        if place(cls, ("math",)) < place(cls, ("saves",)):
+            cls.saves = ("x", *cls.math.operands)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("math", "sources"):  # an object's own, in place of its class's
+            self.__dict__["_reads"] = {}
+            self.__dict__["saves"] = ("x", *self.math.operands)
 
     # -- alone -------------------------------------------------------------------------------------------------------------
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
-        ctx = basic_op_ctxs[0]
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         y = run_chain(input_, [ctx], dtype=ctx.dtype_of(input_))
         ctx.input_dtype = input_.dtype
-        return y, [()]
+        return y
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        return run_chain_backward(grad_output, [ctx]), ctx.grad_params
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Context],
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[Mapping[str, Any]] = ({},),
+        **_: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        neighbours = {
+            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": next_op_input_quantizer,
+        }
+        return self.op_forward(basic_op_ctxs[0], input_, **neighbours, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
         ctx = basic_op_ctxs[0]
-        dx = run_chain_backward(grad_output, [ctx])
-        return dx, [ctx.grad_params], [ctx.grad_inputs]
+        dx, grad_params = self.op_backward(ctx, grad_output)
+        return dx, [grad_params], [ctx.grad_inputs]
 
     # -- as a stage of a chain ---------------------------------------------------------------------------------------------
 
@@ -245,6 +271,7 @@ class Bias(PointwiseOperation):
     spec: BiasSpec
     math = activations.BIAS
     sources = {"bias": "bias"}
+    borrows = ("bias",)
 
     def __init__(
         self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
@@ -257,9 +284,6 @@ class Bias(PointwiseOperation):
         """Zeros."""
         with torch.no_grad():
             self.owner.bias.zero_()
-
-    def _find_slots(self) -> Any:
-        return (("bias", self.owner._parameters),)
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if shape[-1:] != (self.size,):
@@ -315,7 +339,7 @@ class AddExtraInput(PointwiseOperation):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset() if self.spec.in_place else frozenset(("elementwise",))
+        return frozenset() if self.spec.in_place else PointwiseOperation.traits
 
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         y, extras = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
@@ -356,6 +380,7 @@ class Dropout(PointwiseOperation):
 
     spec: DropoutSpec
     math = activations.DROPOUT
+    reads_training = True
 
     def __init__(self, p: float) -> None:
         super().__init__(DropoutSpec(p))

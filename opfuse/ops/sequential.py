@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, SupportsIndex, cast
@@ -12,12 +13,50 @@ from torch import nn
 
 from opfuse.compiler.fuser import CacheInfo, OperationFuser
 from opfuse.compiler.lower import check_channels
+from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.errors import PipelineError, PipelineIndexError, describe
+from opfuse.core.watched import WatchedModule
+from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
+from opfuse.recipes import current_recipe
 
 Run = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
+
+
+class _Made:
+    """The runs of a list of modules, as it was, and the epoch of changes in which they were last found right."""
+
+    def __init__(self, modules: Sequence[nn.Module | None], runs: tuple[nn.Module | OperationFuser, ...]) -> None:
+        self.modules = modules
+        self.runs = runs
+        self.called = self._called()
+        self.unquantized = _unquantized(modules)
+        self.epoch = WatchedModule.epoch
+
+    def _called(self) -> list[bool]:
+        return [not isinstance(module, FusibleOperation) or not module.joins for module in self.modules]
+
+    def stands(self) -> bool:
+        """Whether the same modules are called as modules as before."""
+        self.epoch = WatchedModule.epoch
+        return self.called == self._called()
+
+
+def _unquantized(modules: Iterable[nn.Module | None]) -> str:
+    """The first ``nn.Linear`` of a list in which no recipe quantizes anything; empty where there is none."""
+    parts = [part for module in modules if module is not None for part in module.modules()]
+    if any(op.quantized_roles() for part in parts if isinstance(part, FusibleOperation) for op in part.basic_ops):
+        return ""
+    return next((repr(part) for part in parts if isinstance(part, nn.Linear)), "")
+
+
+def _callable(name: str, module: nn.Module) -> nn.Module:
+    """A module that is called. PipelineError for an op with a ``forward`` of its own that takes or makes extra tensors."""
+    if isinstance(module, FusibleOperation) and (module.num_extra_inputs or module.num_extra_outputs):
+        wanted, cure = "no forward of its own on an op with extra tensors", "override fuser_forward and fuser_backward instead"
+        raise PipelineError(describe(f"Sequential module {name}", wanted=wanted, got=module.label, cure=cure))
+    return module
 
 
 class Sequential(nn.Module):
@@ -31,7 +70,8 @@ class Sequential(nn.Module):
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
-        self.__dict__["_runs"] = None
+        self.__dict__["_made"] = None
+        self.__dict__["_path"] = ""
         self.__dict__["_rules"] = None if rules is None else checked_rules(rules)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
@@ -45,20 +85,6 @@ class Sequential(nn.Module):
         return self.__dict__["_rules"]
 
     # -- a list of modules -------------------------------------------------------------------------------------------------
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        super().add_module(name, module)
-        self.__dict__["_runs"] = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        # Other attributes change no run: ``train()`` and ``eval()`` set ``training`` and must find the plans again.
-        if isinstance(value, nn.Module) or name in self._modules:
-            self.__dict__["_runs"] = None
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self.__dict__["_runs"] = None
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -80,12 +106,12 @@ class Sequential(nn.Module):
         return self._modules[self._name(index)]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
-        self._check(module)
-        self._modules[self._name(index)] = module
-        self.__dict__["_runs"] = None
+        self._modules[self._name(index)] = self._check(module)
 
     def __delitem__(self, index: int | slice) -> None:
         kept = list(self)
+        if not isinstance(index, slice):
+            self._name(index)
         del kept[index]
         self._replace(kept)
 
@@ -109,7 +135,7 @@ class Sequential(nn.Module):
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
         """Add modules at the end."""
-        for module in modules:
+        for module in list(modules):
             self.append(module)
         return self
 
@@ -120,13 +146,11 @@ class Sequential(nn.Module):
         self._replace(modules)
         return self
 
-    def pop(self, index: int = -1) -> nn.Module:
-        """Remove and return a module; names are renumbered."""
-        modules = list(self)
-        self._name(index)
-        module = modules.pop(index)
-        self._replace(modules)
-        return module
+    def pop(self, index: int | slice = -1) -> Any:
+        """Remove and return a module, or for a slice a Sequential of those removed; names are renumbered."""
+        removed = self[index]
+        del self[index]
+        return removed
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         return type(self)(*self, *other, rules=self.rules)
@@ -136,23 +160,25 @@ class Sequential(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {**self.__dict__, "_runs": None}
+        return {**self.__dict__, "_made": None}
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
-        if self.__dict__["_runs"] is None:
+        made: _Made | None = self.__dict__["_made"]
+        modules = [*self._modules.values()]
+        if made is None or made.modules != modules or (made.epoch != WatchedModule.epoch and not made.stands()):
             # Torch's tracer, if it is there at all, must not follow the making of pipelines.
             make = torch.compiler.disable(Sequential._make_runs) if "torch._dynamo" in sys.modules else Sequential._make_runs
-            self.__dict__["_runs"] = make(self)
-        return cast(tuple[nn.Module | OperationFuser, ...], self.__dict__["_runs"])
+            made = self.__dict__["_made"] = _Made(modules, make(self))
+        return made.runs
 
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         parts: list[nn.Module | Run] = []
         for name, module in self._modules.items():
-            if not isinstance(module, FusibleOperation):
-                parts.append(cast(nn.Module, module))
+            if not isinstance(module, FusibleOperation) or not module.joins:
+                parts.append(_callable(name, cast(nn.Module, module)))
             elif parts and isinstance(parts[-1], list):
                 parts[-1].append((name, module))
             else:
@@ -163,13 +189,34 @@ class Sequential(nn.Module):
 
     def _pipeline(self, run: Run, runs: Sequence[Run]) -> OperationFuser:
         others = [other for other in runs if other is not run]
-        return OperationFuser(
+        fuser = OperationFuser(
             [op for _, op in run],
             rules=self.rules,
             name=f"ops {run[0][0]}..{run[-1][0]}",
+            names=[name for name, _ in run],
+            before=self._last_key(run[0][0]),
             imports={name for other in others for name in _channels(other, "extra_output_channels")},
             exports={name for other in others for name in _channels(other, "extra_input_channels")},
         )
+        fuser.path = self.__dict__["_path"]
+        return fuser
+
+    def _last_key(self, name: str) -> PlanKey | None:
+        """The last key of the pipeline that began at the module ``name`` before the list changed."""
+        made: _Made | None = self.__dict__["_made"]
+        runs = [run for run in made.runs if isinstance(run, OperationFuser)] if made is not None else []
+        last = next((run.cache.last_miss for run in runs if name in run.names), None)
+        return None if last is None else cast(PlanKey, last.key)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        # Whoever walks the whole model says where this module stands in it.
+        if len(prefix) > len(self.__dict__["_path"]):
+            self.__dict__["_path"] = prefix
+            made: _Made | None = self.__dict__["_made"]
+            for run in made.runs if made is not None else ():
+                if isinstance(run, OperationFuser):
+                    run.path = prefix
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def forward(
         self, x: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None
@@ -179,6 +226,8 @@ class Sequential(nn.Module):
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
         runs = self.runs()
+        if self.__dict__["_made"].unquantized and current_recipe() is not None:
+            self._tell_unquantized()
         kwargs = self._kwargs(op_kwargs or {})
         given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
@@ -193,7 +242,7 @@ class Sequential(nn.Module):
                 x = run(x)
                 continue
             extras = [next(given) if name is None else channels[name] for name in run.extra_inputs]
-            result = run(x, *extras, kwargs=[kwargs.get(id(op), {}) for op in run.ops] if kwargs else None)
+            result = run(x, *extras, kwargs=kwargs.get(id(run)))
             x, *more = result if isinstance(result, tuple) else (result,)
             for channel, tensor in zip(run.extra_outputs, more):
                 if channel.name is not None:
@@ -201,6 +250,14 @@ class Sequential(nn.Module):
                 if channel.to_caller:
                     outputs.append(tensor)
         return (x, *outputs) if outputs else x
+
+    def _tell_unquantized(self) -> None:
+        """One OpfuseWarning for modules of torch that stay in high precision under a recipe."""
+        where, got = f"{self.__dict__['_path'] or 'Sequential'} under {current_recipe()!r}", self.__dict__["_made"].unquantized
+        self.__dict__["_made"].unquantized = ""
+        cure = "use opfuse.ops.Linear, which has the same parameters and state dict"
+        message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
+        warnings.warn(message, OpfuseWarning, stacklevel=5)
 
     def _wanted(self) -> int:
         """Extra inputs of a call, with those of each Sequential inside."""
@@ -215,17 +272,25 @@ class Sequential(nn.Module):
             raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
         return iter(extra_inputs)
 
-    def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        known = {id(op) for run in self.runs() if isinstance(run, OperationFuser) for op in run.ops} if op_kwargs else set()
-        found: dict[int, Mapping[str, Any]] = {}
+    def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+        """The keyword arguments of each op of a run, by the run's identity; an op stands for all its places, an index for one."""
+        if not op_kwargs:
+            return {}
+        runs = [run for run in self.runs() if isinstance(run, OperationFuser)]
+        found: dict[int, list[Mapping[str, Any]]] = {id(run): [{}] * len(run.ops) for run in runs}
         for key, value in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
-            if not isinstance(op, BasicOperation) or id(op) not in known:
+            places = [(run, i) for run in runs for i, each in enumerate(run.ops) if each is op and isinstance(op, BasicOperation)]
+            if not places:
                 wanted, cure = "a BasicOperation of this Sequential, or its index", "pass keyword arguments to basic ops only"
                 raise PipelineError(
                     describe("Sequential op_kwargs", wanted=wanted, got=getattr(op, "label", repr(key)), cure=cure)
                 )
-            found[id(op)] = value
+            if isinstance(key, int):
+                name = self._name(key)
+                places = [(run, i) for run, i in places if run.starts.get(name) == i]
+            for run, i in places:
+                found[id(run)][i] = value
         return found
 
     def cache_info(self) -> CacheInfo:

@@ -116,7 +116,12 @@ class Quantize(QuantizerStateMixin, Identity):
     """
 
     spec: QuantizeSpec
+    traits = Identity.traits
+    saves = ()
     is_cast = True
+    accepts_quantized = True
+    asks_casts = True
+    forward_kwargs = ()
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__(QuantizeSpec(forward, backward))

@@ -7,12 +7,14 @@ record that knows the one around it, so one ``autocast`` object can be entered a
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from opfuse.errors import RecipeError, describe
+from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
@@ -31,6 +33,8 @@ class _Region:
     group: ProcessGroup | None
     outer: _Region | None
     hooks: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    quantized: list[bool] = field(default_factory=list)
+    """Filled by the first cast in the outermost block."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,9 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> Self:
         outer = _REGION.get()
-        hooks = {} if outer is None else outer.hooks
-        _REGION.set(_Region(self.recipe, self.amax_reduction_group, outer, hooks))
+        shared: Any = () if outer is None else (outer.hooks, outer.quantized)
+        recipe = None if self.recipe is None else self.recipe.current()
+        _REGION.set(_Region(recipe, self.amax_reduction_group, outer, *shared))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -80,6 +85,33 @@ class autocast(contextlib.ContextDecorator):
         if region.outer is None and kind is None:
             for hook in region.hooks.values():
                 hook()
+            if region.recipe is not None and not region.quantized:
+                _tell_unquantized(region.recipe)
+
+
+_told: set[tuple[str, int]] = set()
+"""Places of regions that were warned of."""
+
+
+def _tell_unquantized(recipe: Recipe) -> None:
+    """An OpfuseWarning at the region that ends now, once for each place."""
+    frame, level = sys._getframe(2), 3
+    while frame.f_back is not None and frame.f_code.co_filename == contextlib.__file__:  # as a decorator
+        frame, level = frame.f_back, level + 1
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place not in _told:
+        _told.add(place)
+        cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"
+        got = "a region in which nothing was quantized"
+        where, wanted = f"autocast region of {recipe!r}", "ops whose operands the recipe quantizes"
+        warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=level)
+
+
+def note_quantized() -> None:
+    """Something is quantized in the active region, if there is one."""
+    region = _REGION.get()
+    if region is not None and not region.quantized:
+        region.quantized.append(True)
 
 
 def current_recipe() -> Recipe | None:
@@ -128,7 +160,9 @@ def quantized_model_init(
     weights: ``parameter.get_high_precision_init_val()``.
     """
     chosen = _chosen(enabled, recipe)
-    token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen, preserve_high_precision_init_val))
+    if chosen is not None:
+        note_quantized()
+    token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen.current(), preserve_high_precision_init_val))
     try:
         yield _MODEL_INIT.get()
     finally:

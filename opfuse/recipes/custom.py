@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
@@ -82,8 +83,9 @@ class CustomRecipe(Recipe):
     one that another process can import.
 
     The function's identity, and what it answers at construction for the nameless linear roles of TENSOR_TYPES, are part of the
-    recipe's; a role that it refuses there has no part in it. It is asked once for each role: recipes that are equal share the
-    answers, so that under equal recipes a role has one quantizer for ever.
+    recipe's; a role that it refuses there has no part in it. Recipes that are equal share the answers, so that under equal
+    recipes a role has one quantizer for ever. Whenever a region begins, the function is asked again for the roles that it has
+    answered: where it now answers otherwise, because what it reads has changed, the region has another recipe.
     """
 
     kind: ClassVar[str] = "custom"
@@ -92,13 +94,33 @@ class CustomRecipe(Recipe):
 
     @cached_property
     def key_extras(self) -> Mapping[str, Any]:
-        """The quantizers answered at construction: ``input_quantizer`` and so on, None where the factory refused."""
-        return {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
+        """The quantizers answered at construction: ``input_quantizer`` and so on, None where the factory refused.
+
+        answers: which of the factory's answers to all other roles they are, counted from 0.
+        """
+        probed = {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
+        return {**probed, "answers": vars(self).get("_version", 0)}
 
     @cached_property
     def _answers(self) -> _Answers:
-        probed = {QuantizerRole(tensor_type=name): made for name, made in zip(TENSOR_TYPES, self.key_extras.values())}
+        probed = {QuantizerRole(tensor_type=name): self.key_extras[f"{name}_quantizer"] for name in TENSOR_TYPES}
         return _ANSWERS.setdefault(self.digest, _Answers({role: made for role, made in probed.items() if made is not None}))
+
+    def current(self) -> CustomRecipe:
+        """The recipe of what the factory answers now: itself, or one with the same fields that has not answered otherwise."""
+        versions = (self._with_version(number) for number in count())
+        return self if self._agrees() else next(version for version in versions if version._agrees())
+
+    def _agrees(self) -> bool:
+        """Whether the factory would answer today what it has answered."""
+        return all(self._probed(role) == answer for role, answer in self._answers.items())
+
+    def _with_version(self, number: int) -> CustomRecipe:
+        """The recipe whose answers are the ``number``-th that the factory gave beside those that the key shows."""
+        made = object.__new__(type(self))
+        vars(made).update(self.values(), _version=number)
+        made.__post_init__()
+        return made.with_sources(self.sources)
 
     def _probed(self, role: QuantizerRole) -> Answer | None:
         try:

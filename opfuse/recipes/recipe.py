@@ -171,6 +171,10 @@ class Recipe(ABC):
             cure = "use another recipe with this override, such as Float8CurrentScaling, or leave the override out"
             raise RecipeError(describe(type(self).__name__, wanted="backward_override=None", got=got, cure=cure))
 
+    def current(self) -> Recipe:
+        """The recipe as a region is to have it that begins now: itself, unless what it asks has changed."""
+        return self
+
     def training_refusal(self) -> str | None:
         """Why no backward pass can be computed under this recipe; None: it can."""
         return None

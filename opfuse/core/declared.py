@@ -1,0 +1,68 @@
+"""What a class declares of its methods holds for those methods, and ends where a subclass or an instance replaces one.
+
+A fusion computes what an op's traits say, and calls none of the op's protocol methods. So a class that replaces one, directly or
+by a mixin, is known by what it declares itself: its traits, and whatever else its bases said of the methods, start from nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+"""What the compiler calls to run a basic op."""
+
+CALLS = ("forward", "__call__")
+"""What torch calls to run a module; a pipeline calls neither."""
+
+WITHOUT: Mapping[str, Any] = {"traits": frozenset(), "is_cast": False, "accepts_quantized": False}
+"""What classes declare of their protocol methods, and what is known of methods that nothing is declared of."""
+
+_WORDS: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+"""The class that each word of patterns means."""
+
+
+def place(cls: type, names: Collection[str]) -> int:
+    """How far up the bases of ``cls`` the first class that has one of these names is: 0 for ``cls`` itself."""
+    return next((i for i, base in enumerate(cls.__mro__) if not vars(base).keys().isdisjoint(names)), len(cls.__mro__))
+
+
+def holds(cls: type, declared: Collection[str], methods: Collection[str]) -> bool:
+    """Whether the nearest class with one of ``declared`` also knew all of ``methods`` as ``cls`` has them."""
+    return place(cls, declared) <= place(cls, methods)
+
+
+def adds_code(cls: type) -> bool:
+    """Whether ``cls``, or a mixin below its nearest op, is written elsewhere and has methods or properties."""
+    nearest = next((i for i, base in enumerate(cls.__mro__[1:], 1) if "reads_training" in vars(base)), len(cls.__mro__))
+    return any(
+        not base.__module__.startswith("opfuse.")
+        and any(callable(part) or isinstance(part, property) for part in vars(base).values())
+        for base in cls.__mro__[:nearest]
+    )
+
+
+def word_of(cls: type, kind: str, *, declared: bool) -> str:
+    """What patterns call ``cls``: its kind, behind the name of its module where another class has that kind.
+
+    declared: the class says itself that patterns which name the kind mean it, too.
+    """
+    first = _WORDS.setdefault(kind, cls)
+    if first is cls or declared:
+        return kind
+    if (first.__module__, first.__name__) == (cls.__module__, cls.__name__):  # defined once more
+        _WORDS[kind] = cls
+        return kind
+    return f"{cls.__module__}.{kind}"
+
+
+def calls(cls: type, method: str, other: str) -> bool:
+    """Whether ``method`` of ``cls`` leads to ``other``, as far as its code and that of the bases that it calls tell."""
+    for base in cls.__mro__:
+        code = getattr(vars(base).get(method), "__code__", None)
+        if code is None and method in vars(base):
+            return True
+        if code is not None and (other in code.co_names or method not in code.co_names):
+            return other in code.co_names
+    return True

@@ -1,0 +1,125 @@
+"""Modules that pipelines run without calling them: a change that a pipeline must see is told when it is made.
+
+So a call that changes nothing pays for one comparison with a number, :attr:`WatchedModule.epoch`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from opfuse.core.declared import METHODS
+from opfuse.errors import OpfuseWarning, describe
+
+Slots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
+"""Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it."""
+
+
+class Tree(NamedTuple):
+    """The modules inside a module and the names of their parameters, as they were, to be compared with what is there now."""
+
+    modules: tuple[tuple[dict[str, nn.Module | None], list[nn.Module | None]], ...]
+    parameters: tuple[tuple[dict[str, nn.Parameter | None], list[str]], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Tree:
+        """As it is now."""
+        parts = list(module.modules())
+        return cls(
+            tuple((part._modules, list(part._modules.values())) for part in parts),
+            tuple((part._parameters, list(part._parameters)) for part in parts),
+        )
+
+    @property
+    def stands(self) -> bool:
+        """Whether nothing has been replaced, added or removed."""
+        return all(list(now.values()) == then for now, then in self.modules) and all(
+            list(now) == then for now, then in self.parameters
+        )
+
+
+class WatchedModule(nn.Module):
+    """A module that counts the changes of what its class says, of its parameters' names and of its submodules.
+
+    epoch: the changes of all modules that a pipeline runs. revision: those of this one. Before a pipeline has it, nothing counts.
+    """
+
+    epoch: ClassVar[int] = 0
+    revision: int = 0
+    label: Any
+    _captured: bool = False
+    _member: bool = False
+
+    def capture(self, *, member: bool = False) -> None:
+        """A pipeline takes this op in. member: and runs it without calling it as a module, so that its hooks do not run."""
+        self.__dict__["_captured"] = True
+        if member:
+            self.__dict__["_member"] = True
+
+    def changed(self) -> None:
+        """Have pipelines look at this op again."""
+        self.__dict__.pop("_slots", None)
+        if self._captured:
+            self.__dict__["revision"] = self.revision + 1
+            WatchedModule.epoch += 1
+
+    @property
+    def patched(self) -> bool:
+        """Whether an attribute of this very object stands for one of the methods that the compiler calls."""
+        return not self.__dict__.keys().isdisjoint(METHODS)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module) or self._is_said(name):
+            self.changed()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.changed()
+
+    def _is_said(self, name: str) -> bool:
+        """Whether the classes of opfuse have such an attribute, which an object's own stands for."""
+        return any(name in vars(base) for base in type(self).__mro__ if base.__module__.startswith("opfuse."))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        known = name in self._parameters
+        super().register_parameter(name, param)
+        if not known:
+            self.changed()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self.changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold live ops, and a copy is in no pipeline yet.
+        own = ("_fuser", "_slots", "_captured", "_member", "revision")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    # -- hooks -------------------------------------------------------------------------------------------------------------
+
+    def _told(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._member:
+            cure = "register it on the Sequential, or on an nn.Module around the op"
+            got = "one registered after the first call"
+            message = describe(f"{self.label} hooks", wanted="none on an op of a pipeline, which never run", got=got, cure=cure)
+            warnings.warn(message, OpfuseWarning, stacklevel=3)
+        return register(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().register_forward_pre_hook, *args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().register_forward_hook, *args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().register_full_backward_pre_hook, *args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().register_full_backward_hook, *args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(super().register_backward_hook, *args, **kwargs)

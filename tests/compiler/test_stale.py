@@ -1,0 +1,233 @@
+"""R9: what changes behind a pipeline's back is noticed at the next call, and a miss says in words what has changed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.recipes import CustomRecipe
+from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
+from tests.compiler.harness import mlp, randn, to
+
+BF16 = torch.bfloat16
+
+
+def fresh(model, *tensors):
+    """What a copy without plans computes."""
+    return copy.deepcopy(model)(*tensors)
+
+
+class Perceptron(ops.BasicOperation):
+    """An op around modules of torch, which it differentiates by autograd."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_, *self.parameters())
+        return self.inner(input_)
+
+    def op_backward(self, ctx, grad_output):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = self.inner(x)
+        dx, *grads = torch.autograd.grad(y, [x, *self.parameters()], grad_output)
+        return dx, grads
+
+
+SWAPS = {
+    "the module": lambda op: setattr(op, "inner", nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))),
+    "one inside": lambda op: op.inner.__setitem__(0, nn.Linear(8, 4)),
+    "one inside, by the dictionary": lambda op: op.inner._modules.update({"1": nn.Linear(4, 8)}),
+    "one of other names": lambda op: op.inner.append(nn.Linear(8, 8, bias=False)),
+    "a parameter added": lambda op: op.inner[1].register_parameter("bias", nn.Parameter(torch.ones(8))),
+    "deleted": lambda op: op.inner.__delitem__(1) or op.inner.append(nn.Linear(4, 8)),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_r9_a_replaced_submodule_of_a_users_op_gets_its_gradient(swap):
+    op, x = Perceptron(4), torch.randn(3, 8, requires_grad=True)
+    model = ops.Sequential(ops.Linear(8, 8), op, ops.GELU())
+    model(x).sum().backward()
+    SWAPS[swap](op)
+    model.zero_grad()
+    y = model(x)
+    assert torch.equal(y, fresh(model, x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    misses = model.cache_info().misses
+    model(x)
+    assert model.cache_info().misses == misses
+
+
+def test_r9_a_parameter_that_an_op_gets_later_trains():
+    class Scaled(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            ctx.save_for_backward(input_)
+            return input_ * self.factor if hasattr(self, "factor") else input_ * 1
+
+        def op_backward(self, ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            has = hasattr(self, "factor")
+            return grad_output * (self.factor if has else 1), ((grad_output * x).sum(),) if has else ()
+
+    model, x = ops.Sequential(Scaled()), torch.randn(3, requires_grad=True)
+    model(x).sum().backward()
+    model[0].factor = nn.Parameter(torch.tensor(2.0))
+    model(x).sum().backward()
+    assert torch.equal(model[0].factor.grad, x.detach().sum())
+
+
+REPLACEMENTS = {
+    "the dictionary": lambda model, op: model._modules.update({"1": op}),
+    "an index": lambda model, op: model.__setitem__(1, op),
+    "setattr": lambda model, op: setattr(model, "1", op),
+}
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+def test_r9_an_op_replaced_runs_and_is_no_first_plan(how):
+    model, x = ops.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8)), torch.randn(3, 8)
+    model(x)
+    REPLACEMENTS[how](model, ops.ReLU())
+    assert torch.equal(model(x), fresh(model, x))
+    assert model.cache_info().last_miss == "ops.1.op: 'GELU()' -> 'ReLU()'"
+
+
+def test_r9_a_basic_op_of_a_fused_op_replaced_runs():
+    class Pair(ops.FusedOperation):
+        def fuser_forward(self, *args, **kwargs):
+            return super().fuser_forward(*args, **kwargs)
+
+    model, x = ops.Sequential(Pair([ops.BasicLinear(8, 8), ops.Bias(8)])), torch.randn(3, 8)
+    model(x)
+    model[0]._modules["basic_ops"][0] = ops.BasicLinear(8, 8)
+    assert torch.equal(model(x), model[0].basic_ops[0](x))
+
+
+def test_r9_math_of_one_object():
+    square = ops.Pointwise(
+        "squared", forward="x * x", backward=("2.0f * dy * x",), value=lambda x: x * x, grad=lambda dy, x: (2 * dy * x,)
+    )
+    twice = ops.Pointwise(
+        "twice", forward="2.0f * x", backward=("2.0f * dy",), value=lambda x: 2 * x, grad=lambda dy, x: (2 * dy,)
+    )
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+
+    class Mine(ops.Activation):
+        math = twice
+
+    op = Mine()
+    assert torch.autograd.gradcheck(op, (x,))
+    op.math = square
+    assert torch.equal(op(x), x * x)
+    assert torch.autograd.gradcheck(op, (x,))
+    assert torch.autograd.gradcheck(ops.Sequential(op, Mine()), (x,))
+    assert torch.equal(Mine()(x), 2 * x)
+
+
+def test_r9_a_factory_is_asked_again_when_a_region_begins():
+    """Of a role with a name, which the key does not show by itself; back in an old state, the old plan is found."""
+    low = [True]
+
+    def qfactory(role):
+        return MXFP8Quantizer() if low[0] or role.name != "fc" else IdentityQuantizer()
+
+    model, x = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(32, 64)
+    model[0].name = "fc"
+    recipe, seen = CustomRecipe(qfactory=qfactory), []
+    for low[0] in (True, False, True, False):
+        with opfuse.autocast(recipe=recipe):
+            seen.append(model(x))
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert not torch.equal(seen[0], seen[1])
+    assert model.cache_info()[:3] == (2, 2, 2)
+    assert model.cache_info().last_miss == "env.recipe.answers: 0 -> 1"
+
+
+# -- what a miss says --------------------------------------------------------------------------------------------------------
+
+
+def test_x01_a_registered_fusion_is_named():
+    def fuse(ops_, *, recipe):
+        return ops_
+
+    model, x = to(mlp(), BF16), randn(32, 64)
+    model(x)
+    with ops.register_forward_fusion(fuse):
+        model(x)
+    assert "rules.fuse: nothing -> registered" in model.cache_info().last_miss
+    with opfuse.use_rules(opfuse.active_rules().without("epilogue")):
+        model(x)
+    assert model.cache_info().last_miss == "rules.epilogue: registered -> nothing"
+
+
+def test_x01_parameters_are_named_as_in_the_state_dict():
+    inner = ops.Sequential({"up": ops.Linear(8, 8), "act": ops.GELU(), "fused": ops.FusedOperation([ops.BasicLinear(8, 8)])})
+    x = torch.randn(4, 8)
+    inner(x)
+    inner.up.bias.requires_grad_(False)
+    inner.fused.basic_ops[0].weight.requires_grad_(False)
+    inner(x)
+    told = [difference.split(":")[0] for difference in inner.cache_info().last_miss.split("; ")]
+    assert told == ["inputs.params.up.bias.requires_grad", "inputs.params.fused.basic_ops.0.weight.requires_grad"]
+    assert {name.removeprefix("inputs.params.").removesuffix(".requires_grad") for name in told} <= set(inner.state_dict())
+
+
+def test_x01_the_log_names_the_module_once_its_path_is_known(caplog):
+    model, x = nn.ModuleDict({"block": nn.ModuleList([ops.Sequential(ops.Linear(8, 8), ops.GELU())])}), torch.randn(4, 8)
+    with caplog.at_level(logging.INFO, "opfuse.misses"):
+        model["block"][0](x)
+        assert "plan miss in ops 0..1 " in caplog.messages[-1]
+        list(model.parameters())
+        model["block"][0](x[:3])
+        assert "plan miss in block.0 ops 0..1 " in caplog.messages[-1]
+    assert "env.rows_class: 4 -> 1 (was: 4 rows, now: 3 rows)" in caplog.messages[-1]
+
+
+def test_x01_eval_plans_again_only_what_may_read_it():
+    class Own(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return input_ * (2 if self.training else 3)
+
+    x = torch.randn(4, 8)
+    for model, plans in ((mlp(8), 1), (mlp(8).append(ops.Dropout(0.5)), 2), (mlp(8).append(Own()), 2)):
+        for _ in range(2):
+            model.train()(x)
+            model.eval()(x)
+        assert model.cache_info().misses == plans
+    assert not ops.GELU.reads_training
+    assert Own.reads_training
+    assert not type("Mine", (ops.Activation,), {"math": ops.GELU.math}).reads_training
+    assert type("Mixed", (type("Mixin", (), {"operands": lambda self: {}}), ops.GELU), {}).reads_training
+
+
+def test_x01_functions_may_read_the_mode_of_any_op():
+    seen = []
+
+    def look(ops_, *, recipe):
+        seen.append(ops_[0].training)
+        return ops_
+
+    model, x = ops.Sequential(ops.GELU()), torch.randn(4)
+    with ops.register_forward_fusion(look):
+        model(x)
+        model.eval()(x)
+    assert seen == [True, False]
+    assert model.cache_info().last_miss == "inputs.training.0: True -> False"
+
+
+def test_one_op_three_times_is_one_object_with_three_places():
+    op, x = ops.Linear(8, 8).double(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    model = ops.Sequential(op, op, ops.GELU(), op)
+    assert torch.autograd.gradcheck(lambda x, *_: model(x), (x, *model.parameters()), atol=1e-6)
+    assert recipes.current_recipe() is None

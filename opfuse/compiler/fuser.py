@@ -233,6 +233,8 @@ class OperationFuser:
             self._look_again()
         device, arch, has_autocast = _device(x.device)
         group = current_amax_group()
+        shape = x.shape
+        rows = x.numel() // (shape[-1] or 1) if shape else 1
         env = (
             current_recipe(),
             None if group is None else token(group),
@@ -240,7 +242,7 @@ class OperationFuser:
             torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
             device,
             arch,
-            gcd(_rows(x), ROWS),
+            gcd(rows, ROWS),
             x.data_ptr() % 16 == 0,
             rules.level,
         )

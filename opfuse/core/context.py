@@ -109,7 +109,9 @@ class Context:
                     cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs",
                 )
             )
-        self._keep(values | {name: value for name, value in self._saved.items() if name.isdigit()})
+        if self._saved:
+            values |= {name: value for name, value in self._saved.items() if name.isdigit()}
+        self._keep(values)
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
         """Leave the gradients of the op's parameters and of its extra inputs."""

@@ -242,7 +242,7 @@ class Sequential(nn.Module):
                 x = run(x)
                 continue
             extras = [next(given) if name is None else channels[name] for name in run.extra_inputs]
-            result = run(x, *extras, kwargs=kwargs.get(id(run)))
+            result = run(x, *extras, kwargs=kwargs.get(id(run)) if kwargs else None)
             x, *more = result if isinstance(result, tuple) else (result,)
             for channel, tensor in zip(run.extra_outputs, more):
                 if channel.name is not None:

@@ -161,7 +161,7 @@ class OperationFuser:
         self.exports = frozenset(exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
         self.last_missed = 0
-        for op in (basic for op in self.given for basic in op.basic_ops):
+        for op in (basic for given in self.given for basic in given.basic_ops):
             op.pre_first_fuser_forward()
         self._look()
 

@@ -102,6 +102,10 @@ class TrainingError(OpfuseError, ArithmeticError):
     """Training cannot go on: a loss is not a finite number."""
 
 
+class OutputError(OpfuseError, OSError):
+    """Results cannot be written where they were to go; the text says where they are, if there are any yet."""
+
+
 class UnsupportedError(OpfuseError, RuntimeError):
     """This machine, or this version, cannot do it; the text names what can."""
 

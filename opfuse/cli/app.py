@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import opfuse
 from opfuse.cli.output import error
+from opfuse.environment import variable
 from opfuse.errors import OpfuseError, UnsupportedError
 
 OK, FINDINGS, USAGE, UNSUPPORTED = 0, 1, 2, 3
@@ -89,12 +90,13 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     # OpenMP reads it when torch is loaded. Threads that spin while they wait cost tenfold where others use the cores too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    debug = variable("OPFUSE_DEBUG") == "1"  # the first read, which warns of mistyped ones
     try:
         typer.main.get_command(app).main(args=args if args is None else list(args), prog_name="opfuse")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
     except OpfuseError as raised:
-        if os.environ.get("OPFUSE_DEBUG") == "1":
+        if debug:
             raise
         error(str(raised))
         return next(code for kind, code in EXIT_CODES if isinstance(raised, kind))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Column, Table
 
 import opfuse
 from opfuse.cli.output import Json, echo, echo_json
+from opfuse.cli.results import show
+from opfuse.environment import VARIABLES, unknown
+from opfuse.kernels.cubins import location, private
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
+from opfuse.recipes.settings import settings_of
 
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "pydantic", "ruamel.yaml")
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
@@ -22,15 +26,16 @@ PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "pydantic", "ruame
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine runs natively, and what it emulates."""
     if as_json:
-        echo_json({"machine": machine(), "recipes": recipes(), "matrix": matrix()})
+        echo_json({"machine": machine(), "environment": environment(), "recipes": recipes(), "matrix": matrix()})
         return
     echo("\n".join(f"{name:<14}{value}" for name, value in machine().items()))
+    for name, meaning in environment().items():
+        echo(f"{name}={os.environ[name]}: {meaning}")
     echo("")
-    console = Console()
-    console.print(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in recipes().items()]))
+    show(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in recipes().items()]))
     archs = list(dict.fromkeys(row["arch"] for row in matrix()))
     cells = {kind: [row["status"] for row in matrix() if row["kind"] == kind] for kind in RECIPES}
-    console.print(_table("by compute capability (0.0: CPU)", ("recipe", *archs), [(kind, *row) for kind, row in cells.items()]))
+    show(_table("by compute capability (0.0: CPU)", ("recipe", *archs), [(kind, *row) for kind, row in cells.items()]))
 
 
 def machine() -> dict[str, str]:
@@ -45,7 +50,19 @@ def machine() -> dict[str, str]:
         **packages,
         "torch's CUDA": torch.version.cuda or "none",
         "device": device,
+        "kernel cache": f"{location()}{f': left alone, {fault.got}' if (fault := private(location())) else ''}",
     }
+
+
+def environment() -> dict[str, str]:
+    """What each variable does that is set: those of opfuse, those that stand in for fields of recipes, those nothing reads."""
+    fields: dict[str, str] = {}
+    for kind, cls in RECIPES.items():
+        for field, (_, rule) in settings_of(cls).items():
+            for name in rule.environment if rule is not None else ():
+                fields[name] = f"the {field} of recipes that are given none" + ("" if name in fields else f", such as {kind}")
+    mistyped = {name: f"nothing reads it; {cure}" for name, cure in unknown().items()}
+    return {name: text for name, text in {**fields, **VARIABLES, **mistyped}.items() if os.environ.get(name)}
 
 
 def _installed(distribution: str) -> str:

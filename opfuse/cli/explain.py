@@ -15,6 +15,7 @@ from opfuse.compiler.explain import explain as explain_call
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe, nearest
 from opfuse.recipes import autocast
+from opfuse.train import usable
 
 
 class Format(enum.StrEnum):
@@ -48,8 +49,9 @@ def explained(config: Config, device: str = "cpu") -> Explanation:
     if columns is None:
         cure = "add a data section, or begin the pipeline with an op of a known size"
         raise ConfigError(describe(config.path, wanted="an input of known columns", got="none", cure=cure))
-    model = config.build(device=device)
-    x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=device, requires_grad=True)
+    place = usable(device)
+    model = config.build(device=place)
+    x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=place, requires_grad=True)
     with autocast(enabled=config.recipe is not None, recipe=config.recipe):
         return explain_call(model, x, overrides=True)
 

@@ -11,15 +11,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from opfuse import formats
 from opfuse.cli.output import Json, echo, echo_json, error
-from opfuse.errors import UnsupportedError
+from opfuse.cli.progress import progress
+from opfuse.cli.results import show
+from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.kernels.catalogue import kernels as registered
 from opfuse.kernels.cubins import FACTS, cubin_cache, location
-from opfuse.kernels.launch import ARCHITECTURES, Resources, Variant, architecture, cache_key, resources
+from opfuse.kernels.launch import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
 from opfuse.kernels.registry import Kernel, sources_digest
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]
@@ -33,7 +34,7 @@ def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> N
     if digest:
         echo_json({"digest": sources_digest()}) if as_json else echo(sources_digest())
         return
-    arch = arch or (architecture(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a")
+    arch = known(arch) if arch else (architecture(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a")
     rows = table(arch)
     if as_json:
         echo_json({"kernels": rows})
@@ -41,7 +42,19 @@ def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> N
     shown = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         shown.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-    Console(width=max(120, Console().width)).print(shown)
+    show(shown)
+
+
+def known(arch: str) -> str:
+    """``arch`` itself. ConfigError, with the nearest, if the compiler does not know it."""
+    try:
+        among = architectures()
+    except UnsupportedError:
+        among = ARCHITECTURES
+    if arch not in among:
+        cure = f"name one of {', '.join(among)}{nearest(arch, among)}"
+        raise ConfigError(describe("--arch", wanted="an architecture that the compiler knows", got=repr(arch), cure=cure))
+    return arch
 
 
 def table(arch: str) -> list[dict[str, Any]]:
@@ -67,10 +80,20 @@ def table(arch: str) -> list[dict[str, Any]]:
 
 
 def _rows(listed: Sequence[Kernel[Any, Any]], arch: str, ask: Callable[[Variant], dict[str, Resources]]) -> list[dict[str, Any]]:
-    launched = [(kernel, kernel.launches()) for kernel in listed]
+    launched = []
+    with progress("kernels whose cases were run", len(listed)) as done:
+        for kernel in listed:
+            launched.append((kernel, kernel.launches()))
+            done()
     variants = sorted({variant for _, launches in launched for variant, _ in launches})
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
-        made = dict(zip(variants, pool.map(ask, variants)))
+
+    def asked(variant: Variant) -> dict[str, Resources]:
+        used = ask(variant)
+        done()
+        return used
+
+    with progress("variants found or compiled", len(variants)) as done, ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = dict(zip(variants, pool.map(asked, variants)))  # the compiler lets go of the interpreter
     rows = []
     for kernel, launches in launched:
         for entry, source in sorted({(entry, variant.source) for variant, entry in launches}):

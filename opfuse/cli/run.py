@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.progress import is_due
+from opfuse.cli.results import keep, show
 from opfuse.config import load
-from opfuse.train import Comparison, OnStep, Step, compare, fused, to_dict, write_plot, write_report
-
-LINES = 10
-"""Lines a training run prints where there is no terminal to draw a bar on."""
+from opfuse.train import Comparison, OnStep, Step, compare, fused, to_dict, usable, writable, write_plot, write_report
+from opfuse.train.report import report_text
 
 WIDTH = 100
 """Characters of a plan miss's reason that are printed; the report has all of it."""
@@ -36,18 +37,30 @@ def run(
 ) -> None:
     """Train the pipeline of a configuration, beside the same pipeline without a recipe, and report what fused."""
     chosen = load(config)
+    place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     with reporter() as on_step:
-        result = compare(chosen, steps=steps, seed=seed, device=device, on_step=on_step)
-    directory = out or Path("runs") / result.name
-    written = [path for path in (write_report(result, directory), write_plot(result, directory)) if path is not None]
-    if len(written) == 1:
-        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+        result = compare(chosen, steps=steps, seed=seed, device=place, on_step=on_step)
     if as_json:
         echo_json(to_dict(result))
-        return
+    else:
+        tell(result)
+    written = keep(partial(write, result), directory, partial(report_text, result))
+    if len(written) == 1:
+        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+    if not as_json:
+        echo(f"wrote    {', '.join(map(str, written))}")
+
+
+def write(result: Comparison, directory: Path) -> list[Path]:
+    """Report and plot; no plot without matplotlib."""
+    return [path for path in (write_report(result, directory), write_plot(result, directory)) if path is not None]
+
+
+def tell(result: Comparison) -> None:
+    """The table of losses, and what they stand beside."""
     echo(f"{result.name}: {result.settings.steps} steps of {result.settings.batch_size} samples on {result.device}")
-    Console(highlight=False).print(table(result))
-    for line in (*notes(result), f"wrote    {', '.join(map(str, written))}"):
+    show(table(result))
+    for line in notes(result):
         echo(line)
 
 
@@ -76,10 +89,10 @@ def bars() -> Iterator[OnStep]:
 
 @contextmanager
 def lines() -> Iterator[OnStep]:
-    """:data:`LINES` lines for each run."""
+    """A few lines for each run."""
 
     def on_step(label: str, step: Step) -> None:
-        if step.number * LINES // step.total > (step.number - 1) * LINES // step.total:
+        if is_due(step.number, step.total):
             error(f"{label:>12}  step {step.number}/{step.total}  {_losses(step)}")
 
     yield on_step

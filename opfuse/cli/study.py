@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.results import keep, show
 from opfuse.cli.run import reporter
 from opfuse.config import load
+from opfuse.train import usable, writable
 from opfuse.train.study import POINTS, Study, study_overrides
-from opfuse.train.study_report import HEAD, dtype_of, reasons, refused, rows, summary, to_dict, write_study
-
-WIDTH = 110
-"""Characters that the table needs."""
+from opfuse.train.study_report import HEAD, dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
 
 
 class Subject(enum.StrEnum):
@@ -41,20 +40,27 @@ def study(
     the file's own, under every override.
     """
     chosen = load(config)
+    place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     with reporter() as on_step:
-        found = study_overrides(chosen, steps=steps, seed=seed, points=points, device=device, on_step=on_step)
-    written = write_study(found, out or Path("runs") / found.name)
-    if len(written) == 2:
-        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+        found = study_overrides(chosen, steps=steps, seed=seed, points=points, device=place, on_step=on_step)
     if as_json:
         echo_json(to_dict(found))
-        return
+    else:
+        tell(found, points)
+    written = keep(partial(write_study, found), directory, partial(study_text, found))
+    if len(written) == 2:
+        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+    if not as_json:
+        echo(f"wrote    {', '.join(map(str, written))}")
+
+
+def tell(found: Study, points: int) -> None:
+    """The table, and what could not be measured."""
     took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
     echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")
-    Console(highlight=False, width=max(WIDTH, Console().width)).print(table(found))
+    show(table(found))
     for reason in reasons(refused(found)):
         echo(f"refused  {reason}")
-    echo(f"wrote    {', '.join(map(str, written))}")
 
 
 def table(found: Study) -> Table:

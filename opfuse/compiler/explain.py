@@ -18,6 +18,9 @@ from opfuse.compiler.rules import JOINT
 from opfuse.compiler.saved import Refused, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
 
+ENVIRONMENT = "environment "
+"""How the source of a recipe's field begins that was taken from a variable."""
+
 SIDES = (FORWARD, BACKWARD)
 
 
@@ -27,6 +30,7 @@ class Explanation:
 
     backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
     what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
+    from_environment: the variable that each field of the recipe was taken from which was not given.
     """
 
     recipe: str
@@ -36,6 +40,7 @@ class Explanation:
     saved: tuple[SavedValue, ...]
     totals: Totals
     saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
+    from_environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> int:
@@ -63,6 +68,7 @@ class Explanation:
         """Plain values for JSON: ``forward`` and ``backward`` outcomes, the pipelines before and after, bytes, backend."""
         return {
             "recipe": self.recipe,
+            "from_environment": dict(self.from_environment),
             "backend": self.backend,
             "reason": self.reason,
             "forward": [_outcome(o) for o in self.outcomes(FORWARD)],
@@ -98,7 +104,8 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     status = support(recipe)
     totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
     by_override = {name: kept if isinstance(kept, Refused) else kept.bytes for name, kept in totals.items()}
-    return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override)
+    taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
+    return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override, taken)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -106,6 +113,8 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
 
 def _text(e: Explanation) -> Iterator[str]:
     yield f"recipe   {e.recipe}"
+    for name, variable in e.from_environment.items():
+        yield f"         {name} was taken from the environment, {variable}"
     yield f"backend  {e.backend}: {e.reason}"
     yield f"saved    {told(e.totals)}"
     for override, saved in e.saved_by_override.items():

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.document import MAX_BYTES, read
-from opfuse.config.findings import Finding, Span, refuse
+from opfuse.config.examples import examples
+from opfuse.config.findings import Finding, Span, refuse, similar
 from opfuse.config.models import PydocTopics, Train
 from opfuse.config.operations import Entry
 from opfuse.config.report import report
@@ -49,13 +50,16 @@ class Config:
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in the file at ``path``. ConfigError with every finding if there is any."""
-    file = Path(path)
+    """The configuration in the file at ``path``, or in the example of that name. ConfigError with every finding, if any."""
+    file, known = Path(path), examples()
+    if not file.exists():
+        file = known.get(str(path), file)
     try:
         data = file.open("rb").read(MAX_BYTES + 1)
     except OSError as error:
-        refuse([Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), "check the path")])
-    return loads(data, str(path))
+        help = similar(str(path), known) or f"write the path of a file, or an example: {', '.join(known)}"
+        refuse([Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), help)])
+    return loads(data, str(file))
 
 
 def loads(data: str | bytes, path: str = "<text>") -> Config:

@@ -151,6 +151,13 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
         nvrtc.destroyProgram(program)
 
 
+def architectures() -> tuple[str, ...]:
+    """What this NVRTC compiles for, with the targets of one device (a) and of a family (f); UnsupportedError without NVRTC."""
+    oldest = {"": 0, "a": 90, "f": 100}
+    numbers = sorted(_nvrtc().getSupportedArchs())
+    return tuple(f"sm_{number}{suffix}" for number in numbers for suffix, first in oldest.items() if number >= first)
+
+
 def compile_variant(variant: Variant, arch: str) -> Compiled:
     """The variant for ``arch`` on the first of its :func:`rungs` whose kernels spill nothing; else on that which spills least."""
     tried: list[Compiled] = []

@@ -1,7 +1,8 @@
 """Training a byte-level language model around a configuration's pipeline, on text that every Python carries."""
 
-from opfuse.train.comparison import Comparison, OnStep, compare
+from opfuse.train.comparison import Comparison, OnStep, compare, usable
 from opfuse.train.exact import exact_gradients
+from opfuse.train.files import writable
 from opfuse.train.loop import Curve, Step, evaluate, fit
 from opfuse.train.model import ByteModel
 from opfuse.train.report import bits, fused, to_dict, write_plot, write_report
@@ -22,6 +23,8 @@ __all__ = [
     "fused",
     "study_overrides",
     "to_dict",
+    "usable",
+    "writable",
     "write_plot",
     "write_report",
 ]

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from opfuse.config import Config, PydocTopics, Train
-from opfuse.errors import ConfigError, UnsupportedError, describe
+from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
 from opfuse.train.loop import Curve, Step, fit
@@ -120,9 +120,14 @@ def overridden(settings: Train, **given: int | None) -> Train:
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """``device`` as torch knows it; UnsupportedError if it is not here."""
+    """``device`` as torch knows it; UnsupportedError if it is not here, or computes nothing."""
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
+        got = f"{str(device)!r}, which has no data" if found.type == "meta" else ""
     except (RuntimeError, AssertionError) as error:
-        wanted, got = "a device that torch can use here", f"{str(device)!r} ({str(error).partition(chr(10))[0]})"
-        raise UnsupportedError(describe("device", wanted=wanted, got=got, cure="choose another device")) from error
+        got = f"{str(device)!r} ({str(error).partition(chr(10))[0]})"
+    if got:
+        here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        cure = f"choose one of {', '.join(here)}{nearest(str(device), here)}"
+        raise UnsupportedError(describe("device", wanted="a device that torch can use here", got=got, cure=cure))
+    return found

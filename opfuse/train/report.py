@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import platform
@@ -18,6 +19,7 @@ import opfuse
 from opfuse.compiler.cover import FUSED
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
+from opfuse.train.files import write
 from opfuse.train.loop import Curve
 
 SMOOTHING = 0.9
@@ -100,21 +102,20 @@ def _data(corpus: Corpus) -> dict[str, Any]:
 
 def write_report(result: Comparison, directory: Path) -> Path:
     """Write ``report.json`` into ``directory``: the result, and the losses of every step."""
-    directory.mkdir(parents=True, exist_ok=True)
+    return write(directory / "report.json", report_text(result).encode())
+
+
+def report_text(result: Comparison) -> str:
+    """What ``report.json`` holds."""
     curves = [{"label": label, "losses": c.losses, "validation": c.validation} for label, c in _named(result).items()]
-    path = directory / "report.json"
-    path.write_text(json.dumps({**to_dict(result), "curves": curves}, indent=1, allow_nan=False) + "\n")
-    return path
+    return json.dumps({**to_dict(result), "curves": curves}, indent=1, allow_nan=False) + "\n"
 
 
 def write_plot(result: Comparison, directory: Path) -> Path | None:
     """Draw the losses into ``directory`` as ``loss.png``; None without matplotlib, which is an extra of the package."""
     if find_spec("matplotlib") is None:
         return None
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "loss.png"
-    _plot(result, path)
-    return path
+    return write(directory / "loss.png", _plot(result))
 
 
 def _named(result: Comparison) -> dict[str, Curve]:
@@ -122,8 +123,8 @@ def _named(result: Comparison) -> dict[str, Curve]:
     return curves if result.baseline is None else {**curves, f"{result.labels[1]}, no recipe": result.baseline}
 
 
-def _plot(result: Comparison, path: Path) -> None:
-    """The losses above; below, by how much those of the recipe differ from those without it."""
+def _plot(result: Comparison) -> bytes:
+    """A PNG: the losses above; below, by how much those of the recipe differ from those without it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -141,7 +142,9 @@ def _plot(result: Comparison, path: Path) -> None:
             below.plot(steps, difference, marker=marker, markersize=4, color="C0")
     below.axhline(0, color="gray", linewidth=0.8, linestyle=":")
     below.set(xlabel="step", ylabel="difference, %")
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    return image.getvalue()
 
 
 def _series(curve: Curve) -> tuple[tuple[Sequence[int], Sequence[float]], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import opfuse
+from opfuse.train.files import write
 from opfuse.train.study import Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"
@@ -120,16 +122,19 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def write_study(study: Study, directory: Path) -> list[Path]:
     """Write ``overrides.json``, ``overrides.md`` and, with matplotlib, ``overrides.png`` into ``directory``."""
-    directory.mkdir(parents=True, exist_ok=True)
     found = to_dict(study)
     values, table, plot = (directory / f"overrides.{suffix}" for suffix in ("json", "md", "png"))
-    values.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write(values, study_text(study).encode())
     notes = "".join(f"- refused: {reason}\n" for reason in reasons(found["refused"]))
-    table.write_text("\n\n".join(filter(None, (_title(found), markdown(found), notes.rstrip()))) + "\n")
+    write(table, ("\n\n".join(filter(None, (_title(found), markdown(found), notes.rstrip()))) + "\n").encode())
     if find_spec("matplotlib") is None:
         return [values, table]
-    _plot(study, plot)
-    return [values, table, plot]
+    return [values, table, write(plot, _plot(study))]
+
+
+def study_text(study: Study) -> str:
+    """What ``overrides.json`` holds."""
+    return json.dumps(to_dict(study), indent=1, allow_nan=False) + "\n"
 
 
 def _title(found: Mapping[str, Any]) -> str:
@@ -154,8 +159,8 @@ def _colors(study: Study) -> dict[str | None, dict[str, Any]]:
     return styles
 
 
-def _plot(study: Study, path: Path) -> None:
-    """SQNR over the steps: against the exact gradient in both dtypes, and against the gradient without a recipe."""
+def _plot(study: Study) -> bytes:
+    """A PNG: SQNR over the steps: against the exact gradient in both dtypes, and against the gradient without a recipe."""
     from matplotlib.figure import Figure
 
     dtype = dtype_of(study)
@@ -176,4 +181,6 @@ def _plot(study: Study, path: Path) -> None:
     figure.axes[0].set_ylabel("SQNR, dB")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    return image.getvalue()

@@ -1,0 +1,180 @@
+"""Results reach their user: told before training where they cannot, whole or not at all on disk, and never lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from opfuse.cli import main, run
+from opfuse.cli.results import show
+from opfuse.errors import OutputError
+from opfuse.train import files
+
+TINY = """
+version: 1
+recipe: {kind: fp8_current}
+pipeline: {dtype: float32, ops: [{op: linear, in_features: 32, out_features: 256}]}
+data: {kind: pydoc_topics, context: 2, embedding: 16}
+train: {batch_size: 32, steps: 2}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+    monkeypatch.setattr("opfuse.train.report.find_spec", lambda name: None)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")
+
+
+@pytest.mark.parametrize("command", [["run"], ["study", "overrides"]])
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--out", "/dev/null/x"], 1, "/dev/null/x: wants a directory to write in, got NotADirectoryError"),
+        (["--device", "cuda:99"], 3, "device: wants a device that torch can use here, got 'cuda:99'"),
+        (["--device", "meta"], 3, "got 'meta', which has no data. Cure: choose one of cpu"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_training(  # noqa: PLR0917
+    command: list[str],
+    options: list[str],
+    code: int,
+    told: str,
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("opfuse.cli.run.compare", None)
+    monkeypatch.setattr("opfuse.cli.study.study_overrides", None, raising=False)
+    assert main([*command, tiny, *options]) == code
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, full: Path) -> None:
+    """A disk without room: what is written below ``full`` fails when it is to reach the disk."""
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).is_relative_to(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+
+
+def test_a_full_disk_leaves_the_last_report_and_the_new_one_goes_elsewhere(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.json").write_text("the last one")
+    fill(monkeypatch, tmp_path / "out")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["run", tiny, "--json", "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
+    assert (tmp_path / "out" / "report.json").read_text() == "the last one"
+    (elsewhere,) = tmp_path.glob("opfuse-*")
+    assert f"No space left on device. Cure: make room; what was computed is in {elsewhere}." in printed.err
+    report = json.loads((elsewhere / "report.json").read_text())
+    assert report["loss_last"] == json.loads(printed.out)["loss_last"]
+    assert len(report["curves"][0]["losses"]) == 2
+
+
+def test_without_any_room_the_report_is_on_stdout(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(monkeypatch, Path("/"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["run", tiny, "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert "what was computed is on stdout" in printed.err
+    assert len(json.loads(printed.out[printed.out.index("{\n") :])["curves"][0]["losses"]) == 2
+    assert not list(tmp_path.rglob("report*"))
+
+
+def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = files.write(tmp_path / "new" / "report.json", b"one")
+    before = path.open("rb")
+    files.write(path, b"another")
+    assert (before.read(), path.read_bytes()) == (b"one", b"another")
+    assert [each.name for each in path.parent.iterdir()] == ["report.json"]
+
+
+def test_a_directory_that_takes_no_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"wants a directory to write in, got \w+: .* Cure: name another directory with --out"):
+        files.writable(tmp_path / "file")
+    assert isinstance(OutputError("x"), OSError)
+
+
+def test_tables_in_a_pipe_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("name", "reason", box=None)
+    table.add_row("n" * 150, "r" * 150)
+    show(table)
+    assert capsys.readouterr().out.splitlines()[1].split() == ["n" * 150, "r" * 150]
+
+
+def test_an_example_runs_by_its_name_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(run, "compare", lambda config, **options: asked.append(config.path) or sys.exit(7))
+    assert main(["run", "quickstart"]) == 7
+    assert Path(asked[0]).parts[-2:] == ("configs", "quickstart.yaml")
+    assert main(["check", "quickstrat"]) == 1
+    assert "error[no-file]" in (out := capsys.readouterr().out)
+    assert "did you mean 'quickstart'?" in out
+
+
+@pytest.mark.parametrize(("arch", "nearest"), [("sm_99", "sm_9"), ("sm90a", "sm_90a")])
+def test_an_unknown_architecture_is_told_with_the_nearest(arch: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--arch", arch]) == 1
+    told = capsys.readouterr().err
+    assert f"--arch: wants an architecture that the compiler knows, got '{arch}'. Cure: name one of sm_" in told
+    assert f"did you mean '{nearest}" in told
+
+
+def test_explain_on_a_device_that_is_not_here_is_unsupported(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", tiny, "--device", "cuda:99"]) == 3
+    assert "device: wants a device that torch can use here" in capsys.readouterr().err
+
+
+def test_overrides_from_the_environment_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "dequantized")
+    assert main(["explain", str(tmp_path / "tiny.yaml")]) == 0
+    assert "backward_override was taken from the environment, OPFUSE_BACKWARD_OVERRIDE\n" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "tiny.yaml"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["from_environment"]
+    assert told == {"backward_override": "OPFUSE_BACKWARD_OVERRIDE"}
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["environment"]) >= {"OPFUSE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT"}
+    assert "the disable_rht of recipes" in found["environment"]["NVTE_NVFP4_DISABLE_RHT"]
+
+
+def test_doctor_tells_mistyped_variables_and_the_kernel_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opfuse.cli.doctor import environment, machine
+
+    monkeypatch.setenv("OPFUSE_CACHEDIR", "/x")
+    assert "did you mean 'OPFUSE_CACHE_DIR'" in environment()["OPFUSE_CACHEDIR"]
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path / "open"))
+    assert "left alone" in machine()["kernel cache"]

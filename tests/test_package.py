@@ -1,0 +1,68 @@
+"""What is installed: the wheel has all that a command reads, the source distribution all that its tests read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from opfuse.config.examples import examples
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DATA = PROJECT["tool"]["setuptools"]["package-data"]
+
+
+def test_files_that_are_no_code_are_declared() -> None:
+    files = [path for path in (ROOT / "opfuse").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    names = [path.relative_to(ROOT / "opfuse").as_posix() for path in files]
+    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in DATA["opfuse"])] == []
+    assert DATA["opfuse.configs"] == ["*.yaml"]
+    assert 'package_dir={"opfuse.configs": "configs"}' in (ROOT / "setup.py").read_text()
+    assert sorted(examples().values()) == sorted((ROOT / "configs").iterdir())
+
+
+def test_what_stands_at_the_top_is_in_the_source_distribution() -> None:
+    """Tests read docs, benchmarks, the Makefile and the examples."""
+    manifest = (ROOT / "MANIFEST.in").read_text()
+    for name in ("benchmarks", "configs", "docs", "tests"):
+        assert f"graft {name}\n" in manifest
+    for name in ("AGENTS.md", "Makefile", "constraints.txt"):
+        assert name in manifest
+
+
+def test_torch_is_bounded_to_what_was_tried() -> None:
+    (torch,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")]
+    assert torch == "torch>=2.11,<2.14"
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_an_example_and_the_source_distribution_tests_itself(tmp_path: Path) -> None:
+    """From a copy, since building leaves files behind."""
+    copy, built = tmp_path / "copy", tmp_path / "built"
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    if not names:
+        pytest.skip("not a checkout")
+    for name in names:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(built)], cwd=copy, check=True, capture_output=True)
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    run = [sys.executable, "-P", "-m", "opfuse", "run", "quickstart", "--steps", "2", "--out", str(tmp_path / "out")]
+    subprocess.run(run, cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, check=True, capture_output=True)
+    assert (tmp_path / "out" / "report.json").is_file()
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (root,) = (tmp_path / "source").iterdir()
+    few = ["tests/test_readme.py", "tests/test_performance.py", "tests/test_acceptance.py", "tests/test_package.py", "tests/cli"]
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *few]
+    subprocess.run(test, cwd=root, env={"PYTHONPATH": str(root), "PATH": ""}, check=True)

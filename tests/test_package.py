@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 from opfuse.config.examples import examples
 
@@ -26,6 +27,12 @@ def test_files_that_are_no_code_are_declared() -> None:
     assert DATA["opfuse.configs"] == ["*.yaml"]
     assert 'package_dir={"opfuse.configs": "configs"}' in (ROOT / "setup.py").read_text()
     assert sorted(examples().values()) == sorted((ROOT / "configs").iterdir())
+
+
+def test_every_room_is_a_package_with_or_without_a_file_of_its_own() -> None:
+    assert "packages=[*find_namespace_packages(" in (ROOT / "setup.py").read_text()
+    found = set(find_namespace_packages(str(ROOT), include=["opfuse*"]))
+    assert {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "opfuse").rglob("*.py")} <= found
 
 
 def test_what_stands_at_the_top_is_in_the_source_distribution() -> None:
@@ -57,6 +64,9 @@ def test_the_wheel_runs_an_example_and_the_source_distribution_tests_itself(tmp_
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
+    assert {name for name in names if name.startswith("opfuse/")} <= {
+        path.relative_to(site).as_posix() for path in site.rglob("*")
+    }
     run = [sys.executable, "-P", "-m", "opfuse", "run", "quickstart", "--steps", "2", "--out", str(tmp_path / "out")]
     subprocess.run(run, cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, check=True, capture_output=True)
     assert (tmp_path / "out" / "report.json").is_file()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.compiler.inputs import check_call, check_tensors, check_transforms
+from opfuse.compiler.inputs import check_call, check_tensors
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
@@ -23,6 +23,7 @@ from opfuse.compiler.segment import run_plan
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
+from opfuse.core.tracers import break_graph, check_followed, check_partial, check_proxy, is_followed, outside
 from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import PipelineError, PlanMissError, UnsupportedError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
@@ -343,13 +344,13 @@ class OperationFuser:
         Under ``torch.compile`` it is a graph break: plans, and state that casts keep, are no part of torch's graphs.
         """
         if torch.compiler.is_compiling():
-            # The decorator would cost every call more, and every import a second.
-            call = torch.compiler.disable(OperationFuser.__call__)  # type: ignore[no-untyped-call]
-            return call(self, x, *extras, kwargs=kwargs)
+            break_graph(self.label)
+            return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
         if not isinstance(x, torch.Tensor):
+            check_proxy(self.label, x)
             check_tensors(self.label, x)
-        if torch._C._are_functorch_transforms_active():
-            check_transforms(self, (x, *extras))
+        if is_followed():
+            check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self._slots]))
         if len(extras) != len(self.extra_inputs):
             raise PipelineError(
                 describe(
@@ -374,6 +375,12 @@ class OperationFuser:
         """Plans alive, hits, misses, reason of the last miss."""
         last: Miss | None = self.cache.last_miss
         return CacheInfo(len(self.cache), self.cache.hits, self.cache.misses, None if last is None else str(last))
+
+
+def _call_outside(fuser: OperationFuser, x: torch.Tensor, *extras: torch.Tensor, kwargs: Any) -> Any:
+    """What compiled code calls."""
+    check_partial(fuser.label)
+    return fuser(x, *extras, kwargs=kwargs)
 
 
 def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:

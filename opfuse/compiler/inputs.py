@@ -54,8 +54,11 @@ def check_tensors(label: str, *given: object, what: str = "input") -> None:
 
 
 def _check_strided(label: str, *tensors: torch.Tensor) -> None:
-    """UnsupportedError for the first sparse tensor."""
+    """UnsupportedError for the first sparse or nested tensor."""
     for tensor in tensors:
+        if tensor.is_nested:
+            cure = "pass torch.nested.to_padded_tensor(x, 0.0), or the rows of all parts as one tensor"
+            raise UnsupportedError(describe(label, wanted="strided tensors", got="a nested tensor", cure=cure))
         if tensor.layout != torch.strided:
             raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
 
@@ -71,20 +74,20 @@ def _check_foreign(where: str, tensor: torch.Tensor, cure: str) -> None:
         raise UnsupportedError(describe(where, wanted="a plain or a quantized tensor", got=got, cure=cure))
 
 
-def check_transforms(pipeline: Pipeline, tensors: Iterable[torch.Tensor]) -> None:
-    """UnsupportedError if a transform of torch.func wraps one of ``tensors`` or of the parameters."""
-    parameters = (p for op in pipeline.ops for p in op.parameter_values() if p is not None)
-    for tensor in (*tensors, *parameters):
-        if isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            cure = "use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
-            wanted, got = "plain tensors", "one that a torch.func transform (grad, vmap, jvp, ...) wraps"
-            raise UnsupportedError(describe(pipeline.label, wanted=wanted, got=got, cure=cure))
-
-
 def _check_parametrized(op: BasicOperation) -> None:
-    """PipelineError where a parameter is no longer a parameter of its op: weight_norm, pruning, any parametrization."""
+    """PipelineError where a parameter is no longer a parameter of its op: weight_norm, pruning, any parametrization.
+
+    UnsupportedError where it is a view into a flat parameter, as ``FullyShardedDataParallel`` makes them.
+    """
     owner = op.__dict__["owner"]
     moved = [name for name, slot in op.parameter_slots() if name.rpartition(".")[2] not in slot]
+    flat = [name for name in moved if name in vars(owner) and f"{name}_orig" not in owner._parameters]
+    held = {name: slot.get(name.rpartition(".")[2]) for name, slot in op.parameter_slots()}
+    flat += [name for name, p in held.items() if p is not None and getattr(p._base, "_is_flat_param", False)]
+    if flat:
+        cure = "shard the Sequential, or a module around it, with torch.distributed.fsdp.fully_shard"
+        got = f"{', '.join(flat)} as a plain tensor, as FullyShardedDataParallel leaves it"
+        raise UnsupportedError(describe(f"{op.label} parameters", wanted="parameters of its own", got=got, cure=cure))
     if moved or is_parametrized(op) or is_parametrized(owner):
         got = f"{', '.join(moved) or 'one of them'} computed by a parametrization, weight norm or pruning"
         cure = "remove it (torch.nn.utils.parametrize.remove_parametrizations), or use the plain torch.nn module"

@@ -126,6 +126,15 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
         raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
 
 
+def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:
+    """UnsupportedError where autograd would have to save a tensor of inference mode, which counts no writes."""
+    for tensor in (each for tensors in given for each in tensors):
+        if tensor is not None and tensor.is_inference():
+            cure = "clone it outside of torch.inference_mode(), or compute under torch.no_grad()"
+            wanted, got = "tensors that autograd can save", f"one of shape {tuple(tensor.shape)} made in torch.inference_mode()"
+            raise UnsupportedError(describe(plan.name, wanted=wanted, got=got, cure=cure))
+
+
 def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """``values`` as outputs of a node whose inputs and parameters are ``given``.
 
@@ -178,7 +187,11 @@ def _run_segments(
             # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
             params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
             again = [values[value] for value in segment.again]
-            outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
+            try:
+                outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                _check_inference(plan, inputs, params)
+                raise
         else:
             outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))

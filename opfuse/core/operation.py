@@ -21,6 +21,7 @@ from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, hold
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
+from opfuse.core.tracers import check_proxy
 from opfuse.core.watched import Slots, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
@@ -114,6 +115,8 @@ class FusibleOperation(WatchedModule, ABC):
 
     def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run this op alone, as a pipeline of one."""
+        if type(x) is not torch.Tensor:
+            check_proxy(self.label, x)
         if FusibleOperation.run_alone is None:
             raise PipelineError(
                 describe(self.label, wanted="the opfuse compiler", got="only opfuse.core imported", cure="import opfuse")

@@ -355,6 +355,9 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
         raise PipelineError(
             describe(where, wanted=f"dtype {y.dtype}, that of the sum", got=extra.dtype, cure=f"cast it, or {cure}")
         )
+    if any(step == 0 and size > 1 for step, size in zip(extra.stride(), extra.shape)):
+        wanted, got = "a tensor with memory for each element", f"one expanded to {tuple(extra.shape)}"
+        raise PipelineError(describe(where, wanted=wanted, got=got, cure=f"pass extra.contiguous(), or {cure}"))
     root = extra._base if extra._base is not None else extra
     if ctx.env.grad and root.is_leaf and root.requires_grad:
         raise PipelineError(

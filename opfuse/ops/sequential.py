@@ -16,6 +16,7 @@ from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.tracers import break_graph, check_partial, check_proxy, outside
 from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
 from opfuse.recipes import current_recipe
@@ -225,6 +226,11 @@ class Sequential(nn.Module):
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
+        if self.__dict__["_made"] is None and torch.compiler.is_compiling():  # no tracer must follow the making of pipelines
+            break_graph("Sequential")
+            return outside(_first_call)(self, x, *extra_inputs, op_kwargs=op_kwargs)
+        if type(x) is not torch.Tensor:
+            check_proxy("Sequential", x)
         runs = self.runs()
         if self.__dict__["_made"].unquantized and current_recipe() is not None:
             self._tell_unquantized()
@@ -304,6 +310,12 @@ class Sequential(nn.Module):
         last = max(pipelines, key=lambda run: run.last_missed, default=None)
         reason = None if last is None else last.cache_info().last_miss
         return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
+
+
+def _first_call(model: Sequential, *args: Any, **kwargs: Any) -> Any:
+    """What compiled code calls before there are pipelines."""
+    check_partial("Sequential")
+    return model(*args, **kwargs)
 
 
 def _channels(run: Run, side: str) -> Iterator[str]:

@@ -1,0 +1,78 @@
+"""What follows a call instead of running it: torch.compile, torch.export, jit, fx, torch.func, forward-mode AD.
+
+A pipeline is no part of another graph: its plans come from values of this process, casts keep state, a backward pass is written
+by hand. torch.compile gets a graph break that says so; everything else is refused. On the way of a call stand cheap flags alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from opfuse.errors import UnsupportedError, describe
+
+WHY = "opfuse runs its own plans: they, and the state that its casts keep, are no part of a graph of torch.compile"
+"""The reason of the graph break."""
+
+_TORCH = "rebuild it of torch.nn modules, which load its state_dict with strict=False"
+
+
+def is_followed() -> bool:
+    """Whether a call may be followed by something that :func:`check_followed` refuses."""
+    return bool(
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None  # type: ignore[attr-defined]
+    )
+
+
+def check_followed(label: str, tensors: Iterable[object]) -> None:
+    """UnsupportedError in torch.jit.trace, and if a transform of torch.func wraps one of ``tensors`` or it has a tangent."""
+    if torch._C._get_tracing_state() is not None:  # type: ignore[attr-defined]
+        _refuse(label, "a call that runs", "torch.jit.trace, which would record one plan as constants", _TORCH)
+    for tensor in (each for each in tensors if isinstance(each, torch.Tensor)):
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            cure = "use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
+            _refuse(label, "plain tensors", "one that a torch.func transform (grad, vmap, jvp, ...) wraps", cure)
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            cure = "use torch.autograd.grad or backward(); a product with a Jacobian is a sum of rows of it"
+            _refuse(label, "plain tensors", "a dual tensor of forward-mode AD", cure)
+
+
+def check_proxy(label: str, x: object) -> None:
+    """UnsupportedError for what torch.fx traces with."""
+    if isinstance(x, torch.fx.Proxy):
+        cure = "make the pipeline a leaf (override Tracer.is_leaf_module), or " + _TORCH
+        _refuse(label, "a torch.Tensor", "a torch.fx.Proxy: symbolic tracing does not run a call", cure)
+
+
+def break_graph(label: str) -> None:
+    """Under torch.compile, a graph break that says whose it is and why; UnsupportedError under torch.export."""
+    if torch.compiler.is_exporting():
+        _refuse(label, "a call that runs", "torch.export", _TORCH)
+    torch._dynamo.graph_break(msg=WHY)
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which torch.compile calls and does not look into. Made when called for: importing dynamo takes a second."""
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY)  # type: ignore[no-untyped-call]
+    return made
+
+
+def check_partial(label: str) -> None:
+    """UnsupportedError if the caller was compiled with ``fullgraph=True``.
+
+    torch refuses a graph break there, but not one that an earlier compilation of the same code has met: it runs what that made.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and getattr(frame.f_locals.get("self"), "fullgraph", False):
+            _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
+        frame = frame.f_back
+
+
+def _refuse(label: str, wanted: str, got: str, cure: str) -> NoReturn:
+    raise UnsupportedError(describe(label, wanted=wanted, got=got, cure=cure))

@@ -118,7 +118,7 @@ def verdicts(wanted: Sequence[Mutant], measured: suite.Coverage, workers: int, b
             tests.append(test)
         if tests:
             seconds = least + 5 * sum(measured.seconds[test] for test in tests)
-            jobs.append(suite.Job((mutant, len(every)), lambda m=mutant, t=tests: attempt(m, t), seconds))  # type: ignore[misc]
+            jobs.append(suite.Job((mutant, len(every)), lambda m=mutant, t=tests: attempt(m, t, measured, least), seconds))  # type: ignore[misc]
         else:
             yield Verdict(mutant, "uncovered", "", 0, 0)
     for job, answer in suite.each(iter(jobs), workers):
@@ -127,14 +127,14 @@ def verdicts(wanted: Sequence[Mutant], measured: suite.Coverage, workers: int, b
         yield Verdict(mutant, state, by, count, ran)
 
 
-def attempt(mutant: Mutant, tests: Sequence[str]) -> tuple[str, str, int]:
+def attempt(mutant: Mutant, tests: Sequence[str], measured: suite.Coverage, least: float) -> tuple[str, str, int]:
     """In a child: import with the mutant in place, and run these tests, in this order, up to the first that fails."""
     install(mutant)
     ran = 0
     for part in (tests[:FIRST], tests[FIRST:]):
         if not part:
             continue
-        plugin = suite.Chosen(part)
+        plugin = suite.Chosen(part, {test: least + 5 * measured.seconds[test] for test in part})
         code = suite.run(list(dict.fromkeys(test.split("::")[0] for test in part)), plugin, "-x")
         ran += len(plugin.seconds)
         if plugin.failed:

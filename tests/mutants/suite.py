@@ -143,7 +143,9 @@ def files() -> list[Path]:
 class Chosen:
     """A plugin of pytest: only these tests, in this order; remembers what became of each and how long it took."""
 
-    def __init__(self, order: Sequence[str] | None = None):
+    def __init__(self, order: Sequence[str] | None = None, limits: Mapping[str, float] | None = None):
+        """limits: seconds of processor time that each test may take before its process ends."""
+        self.limits = limits or {}
         self.order = None if order is None else {name: place for place, name in enumerate(order)}
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
@@ -152,6 +154,9 @@ class Chosen:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.order is not None:
             items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        signal.setitimer(signal.ITIMER_PROF, self.limits.get(nodeid, 0.0))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration

@@ -68,8 +68,8 @@ class Observation:
     totals: Totals
 
 
-def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any], *, dtype: torch.dtype | None = None) -> Observation:
-    """Run ``model(x, *extras)`` forward once. dtype: of all floating-point parameters, buffers and inputs, instead of their own.
+def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observation:
+    """Run ``model(x, *extras)`` forward once.
 
     The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
     and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
@@ -79,9 +79,9 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any], *, dtype: 
     """
     _check(model, x)
     arguments = dict(zip(_input_names(), (x, *extras)))
-    given = {name: _dense(value, dtype) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    inputs = {name: _copy(tensor, dtype) for name, tensor in given.items()}
-    state = _state(model, dtype)
+    given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    inputs = {name: _copy(tensor) for name, tensor in given.items()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tensors: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,12 +90,12 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any], *, dtype: 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
-        torch.func.functional_call(model, state, tuple((arguments | inputs).values()))
+        torch.func.functional_call(model, buffers, tuple((arguments | inputs).values()))
     if not plans:
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
-    weights = {f"parameter {name}": state.get(name, parameter) for name, parameter in model.named_parameters()}
-    weights |= {f"buffer {name}": state[name] for name, _ in model.named_buffers()}
+    weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+    weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     memory = _Memory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
     return Observation(tuple(plans), tuple(values), memory.totals())
@@ -141,10 +141,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
-    """For the address of each part of a copied input: the block of the input itself, as large as in the copy's dtype."""
+    """For the address of each part of a copied input: the block of the input itself."""
     for original, part in zip(_parts(given), _parts(copy)):
-        address, size = _Block.of(original)
-        yield _Block.of(part).address, _Block(address, size * part.element_size() // original.element_size())
+        yield _Block.of(part).address, _Block.of(original)
 
 
 class _Memory:
@@ -224,26 +223,8 @@ def _undone(model: nn.Module) -> Iterator[None]:
 # -- copies --------------------------------------------------------------------------------------------------------------
 
 
-def _state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """What stands for parameters, where ``dtype`` is given, and for buffers, which the run may write to."""
-    buffers = {name: _in(dtype, buffer).clone() for name, buffer in model.named_buffers()}
-    if dtype is None:
-        return buffers
-    return {name: _in(dtype, p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()} | buffers
-
-
-def _in(dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in ``dtype``; what is no floating-point number, and without a dtype anything, stays."""
-    return tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
-
-
-def _dense(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """``x``, dequantized if it is to be of another dtype."""
-    return _in(dtype, x).requires_grad_(x.requires_grad) if dtype is not None and isinstance(x, QuantizedTensor) else x
-
-
-def _copy(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """``x`` in memory of its own and, if it is of floating-point numbers, in ``dtype``.
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in memory of its own.
 
     Strides, alignment, need of a gradient and being a leaf stay as they are: so the call has the same plan.
     """
@@ -251,7 +232,7 @@ def _copy(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if type(plain) is not torch.Tensor or plain.layout != torch.strided:
         return plain.clone().requires_grad_(x.requires_grad)
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) if x.numel() else 0
-    room = plain.new_empty(span + ALIGNMENT, dtype=dtype if x.is_floating_point() else None)
+    room = plain.new_empty(span + ALIGNMENT)
     shift = (x.data_ptr() - room.data_ptr()) % ALIGNMENT // room.element_size()
     room[shift : shift + span].copy_(plain.as_strided((span,), (1,)))
     copy = room.new_empty(0).set_(room.untyped_storage(), shift, x.shape, x.stride())

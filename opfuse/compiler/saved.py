@@ -15,9 +15,6 @@ from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import KEEP
 
-BASELINE = torch.bfloat16
-"""The dtype of the call without a recipe that others are compared with."""
-
 
 @dataclass(frozen=True)
 class Refused:
@@ -34,7 +31,8 @@ class Saved:
     """What one call saves, and what it would save otherwise.
 
     by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe.
-    baseline: of the same call in bfloat16 without a recipe, or why it cannot run so.
+    baseline: of the same call, in its own dtypes, without a recipe, or why it cannot run so. dtype: of its parameters, as
+    "bfloat16", or "mixed dtypes".
     """
 
     recipe: str
@@ -42,6 +40,7 @@ class Saved:
     totals: Totals
     by_override: Mapping[str, Totals | Refused]
     baseline: Totals | Refused
+    dtype: str
 
     def __str__(self) -> str:
         head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
@@ -54,7 +53,7 @@ class Saved:
             "values": [asdict(value) for value in self.values],
             **self.totals._asdict(),
             "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
-            "baseline": {"dtype": str(BASELINE).removeprefix("torch."), **_plain(self.baseline)},
+            "baseline": {"dtype": self.dtype, **_plain(self.baseline)},
         }
 
 
@@ -69,7 +68,7 @@ def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Sav
     found = observe(model, x, extra_inputs)
     others = {} if recipe is None else totals_by_override(recipe, found.totals, model, x, extra_inputs)
     baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
-    return Saved("none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline)
+    return Saved("none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline, _dtype(model, x))
 
 
 def totals_by_override(
@@ -89,7 +88,13 @@ def totals_by_override(
 
 def _baseline(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Totals:
     with autocast(enabled=False):
-        return observe(model, x, extras, dtype=BASELINE).totals
+        return observe(model, x, extras).totals
+
+
+def _dtype(model: nn.Module, x: torch.Tensor) -> str:
+    """The dtype of the parameters, of ``x`` where there are none; "mixed dtypes" where they differ."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {x.dtype}
+    return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "mixed dtypes"
 
 
 def _attempted(call: Callable[[], Totals]) -> Totals | Refused:
@@ -129,7 +134,7 @@ def _row(v: SavedValue) -> tuple[str, ...]:
 
 def _comparison(found: Saved) -> Iterator[str]:
     """A line for each override, and the baseline last."""
-    dtype = str(BASELINE).removeprefix("torch.")
+    dtype = found.dtype
     rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
     base = 0 if isinstance(found.baseline, Refused) else found.baseline.own
     for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():

@@ -9,7 +9,7 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.saved import Refused, Saved
+from opfuse.compiler.saved import Saved
 from opfuse.errors import DtypeError, OpfuseError, PipelineError
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, OVERRIDES, randn, recipe_for, to
@@ -125,6 +125,19 @@ def test_values_are_plain_for_json_and_told_as_text():
     assert f"{found.by_override['None'].own / found.baseline.own:.1%} of bfloat16" in text
 
 
+@pytest.mark.row("B31")
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
+def test_b31_the_baseline_is_the_same_call_in_its_own_dtype(dtype):
+    x, model = randn(ROWS, K).to(dtype).requires_grad_(), to(block(), dtype)
+    with opfuse.autocast(recipe=recipe_for("mxfp8")):
+        found = opfuse.saved(model, x)
+    name = str(dtype).removeprefix("torch.")
+    assert (found.dtype, found.baseline) == (name, counted(to(block(), dtype), x, None))
+    assert f"{name}, no recipe" in str(found)
+    model[0].to(torch.float64 if dtype is torch.float32 else torch.float32)
+    assert opfuse.saved(model, x).dtype == "mixed dtypes"
+
+
 # -- settings that refuse the call ----------------------------------------------------------------------------------------------
 
 
@@ -166,7 +179,7 @@ def test_b31_only_the_override_in_use_may_refuse_the_call(make, recipe, reason):
                 inspect(model, x)
 
 
-def test_a_model_that_needs_its_dtype_has_no_baseline():
+def test_a_model_that_needs_its_dtype_has_a_baseline():
     class Fixed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -176,10 +189,7 @@ def test_a_model_that_needs_its_dtype_has_no_baseline():
             return self.second(self.first(x).float())
 
     found = opfuse.saved(Fixed(), torch.randn(ROWS, K, requires_grad=True))
-    assert isinstance(found.baseline, Refused)
-    assert found.to_dict()["baseline"] == {"dtype": "bfloat16", "refused": found.baseline.reason}
-    assert f"bfloat16, no recipe{'refused':>23}" in str(found)
-    assert found.totals.own == ROWS * K * 4
+    assert found.baseline == found.totals
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

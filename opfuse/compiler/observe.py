@@ -195,13 +195,13 @@ class _Memory:
 
 
 def _parts(value: Value) -> tuple[torch.Tensor, ...]:
-    storage = value.storage if isinstance(value, QuantizedTensor) else value
+    storage = value.record if isinstance(value, QuantizedTensor) else value
     return storage.tensors() if isinstance(storage, QuantizedStorage) else (storage,)
 
 
 def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
     """Formats and directions of a value."""
-    storage = value.storage if isinstance(value, QuantizedTensor) else value
+    storage = value.record if isinstance(value, QuantizedTensor) else value
     if not isinstance(storage, QuantizedStorage):
         return PLAIN, ()
     formats = dict.fromkeys(str(storage.plane(usage).format) for usage in storage.usages)

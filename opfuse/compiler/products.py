@@ -38,7 +38,7 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     if not isinstance(stored, QuantizedTensor):
         return {}
     read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
-    found: dict[str, Format] = {usage: _format(op, role, stored.storage, usage) for usage in USAGES if usage in read}
+    found: dict[str, Format] = {usage: _format(op, role, stored.record, usage) for usage in USAGES if usage in read}
     formats = op.stored_quantizer(role, recipe).formats
     wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
     if found == wanted or recipe.on_recipe_change == "keep":

@@ -67,7 +67,7 @@ class Cast:
     def __call__(self, x: Value) -> QuantizedStorage:
         """Planes of ``x`` of shape (..., K). What is quantized already passes through, but a parameter is cast anew."""
         if isinstance(x, QuantizedTensor):
-            x = x.detach().dequantize() if self.role in self.op.parameter_names else x.storage
+            x = x.detach().dequantize() if self.role in self.op.parameter_names else x.record
         if isinstance(x, QuantizedStorage):
             return x
         dtype = self.op.compute_dtype(self.env, x)

@@ -55,7 +55,7 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
         if not isinstance(x, cls):
             return x
         if id(x) not in plain:
-            plain[id(x)] = decoded(x.storage) if aliases else x.storage.dequantize()
+            plain[id(x)] = decoded(x.record) if aliases else x.record.dequantize()
         return plain[id(x)]
 
     result = func(*tree_map(lower, tuple(args)), **tree_map(lower, kwargs))
@@ -74,7 +74,7 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
 
 
 def _alias(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
-    return t.over(t.storage, readonly=t.readonly)
+    return t.over(t.record, readonly=t.readonly)
 
 
 def _itself(func: Any, t: QuantizedTensor) -> Any:
@@ -84,9 +84,9 @@ def _itself(func: Any, t: QuantizedTensor) -> Any:
 def _reshape(func: Any, t: QuantizedTensor, *args: Any) -> Any:
     """Keep the record under another shape of the same elements, if the last dimension stays, or if it becomes flat."""
     shape = func(_stand_in(t), *args).shape
-    if len(shape) != 1 and shape[-1:] != t.storage.plane(t.usages[0]).shape[-1:]:
+    if len(shape) != 1 and shape[-1:] != t.record.plane(t.usages[0]).shape[-1:]:
         return NotImplemented
-    return t.over(with_shape(t.storage, shape), readonly=t.readonly)
+    return t.over(with_shape(t.record, shape), readonly=t.readonly)
 
 
 def _as_strided(
@@ -99,7 +99,7 @@ def _as_strided(
 def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
     if (start, stop) == (0, t.shape[0]):
         return _alias(None, t)
-    storage = cut_rows(t.storage, start, stop)
+    storage = cut_rows(t.record, start, stop)
     return NotImplemented if storage is None else t.over(storage, readonly=_SLICE)
 
 
@@ -126,20 +126,20 @@ def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
     if dim not in (0, -t.dim()) or t.dim() < 3 or not -count <= index < count:
         return NotImplemented
     piece = _rows(t, index % count, index % count + 1)
-    return piece if piece is NotImplemented else t.over(with_shape(piece.storage, t.shape[1:]), readonly=_SLICE)
+    return piece if piece is NotImplemented else t.over(with_shape(piece.record, t.shape[1:]), readonly=_SLICE)
 
 
 def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    return t.over(map_tensors(t.storage, torch.clone))
+    return t.over(map_tensors(t.record, torch.clone))
 
 
 def _to_copy(func: Any, t: QuantizedTensor, **options: Any) -> Any:
     """To another device the planes go as they are; another dtype is asked for its values."""
     dtype = options.get("dtype") or t.dtype
     if dtype != t.dtype:
-        return func(t.storage.dequantize(dtype if dtype in DECODED_DTYPES else t.dtype), **options)
+        return func(t.record.dequantize(dtype if dtype in DECODED_DTYPES else t.dtype), **options)
     device, non_blocking = options.get("device") or t.device, options.get("non_blocking", False)
-    return t.over(map_tensors(t.storage, lambda plane: plane.to(device, non_blocking=non_blocking, copy=True)))
+    return t.over(map_tensors(t.record, lambda plane: plane.to(device, non_blocking=non_blocking, copy=True)))
 
 
 def _copy_(func: Any, t: QuantizedTensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -157,7 +157,7 @@ def _new_zeros(func: Any, t: QuantizedTensor, size: Sequence[int], **options: An
     """Other rows of the same kind: quantized, because FSDP2 makes a shard so and copies rows into it."""
     if any(value is not None and value is not False for value in options.values()):
         return _fresh(func, t, size, **options)
-    storage = zero_rows(t.storage, size)
+    storage = zero_rows(t.record, size)
     return _fresh(func, t, size) if storage is None else t.over(map_tensors(storage, torch.clone))
 
 
@@ -165,7 +165,7 @@ def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
     """Plain, unless a tensor that has no bytes yet is given some (``Module.to_empty``)."""
     device = torch.device(options.get("device") or t.device)
     if t.is_meta and device.type != "meta" and options.get("dtype") in (None, t.dtype):
-        return t.over(map_tensors(t.storage, lambda plane: torch.empty_like(plane, device=device)))
+        return t.over(map_tensors(t.record, lambda plane: torch.empty_like(plane, device=device)))
     return _fresh(func, t, **options)
 
 
@@ -181,20 +181,20 @@ def _stand_in(t: QuantizedTensor) -> torch.Tensor:
 
 
 def _pin_memory(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
-    return t.over(map_tensors(t.storage, torch.Tensor.pin_memory))
+    return t.over(map_tensors(t.record, torch.Tensor.pin_memory))
 
 
 def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
-    return all(plane.is_pinned() for plane in t.storage.tensors())
+    return all(plane.is_pinned() for plane in t.record.tensors())
 
 
 def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
-    for plane in t.storage.tensors():
+    for plane in t.record.tensors():
         plane.record_stream(stream)
 
 
 def _dequantize(func: Any, t: QuantizedTensor) -> torch.Tensor:
-    return decoded(t.storage)
+    return decoded(t.record)
 
 
 def _refuse(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:

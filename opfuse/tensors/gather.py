@@ -32,7 +32,7 @@ def before(
     shard: QuantizedTensor, shape: Sequence[int], *, ranks: int, dtype: torch.dtype | None
 ) -> tuple[tuple[torch.Tensor, ...], Gathering]:
     """What a shard gives to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
-    storage = shard.storage
+    storage = shard.record
     if storage.shape[0] * ranks != shape[0]:
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
         raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
@@ -66,7 +66,7 @@ def after(
         others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.shard.tensors())}
         return whole, tuple(t for t in tensors if t.untyped_storage().data_ptr() not in others)
     out = getattr(out, "_local_tensor", out)
-    for target, source in zip(out.storage.tensors() if gathering.quantized else (out,), tensors, strict=True):
+    for target, source in zip(out.record.tensors() if gathering.quantized else (out,), tensors, strict=True):
         if target.data_ptr() != source.data_ptr():
             target.data.copy_(source)
     return None

@@ -77,9 +77,14 @@ class QuantizedTensor(torch.Tensor):
     # -- what it holds -------------------------------------------------------------------------------------------------
 
     @property
-    def storage(self) -> QuantizedStorage:  # type: ignore[override]
+    def record(self) -> QuantizedStorage:
         """The record of planes."""
         return self._storage
+
+    def storage(self) -> Any:
+        """QuantizedTensorError: there is no one array, which libraries that write arrays to files, as safetensors, ask for."""
+        wanted, cure = "a plain tensor", "save its dequantize(), or the tensor itself with torch.save; its planes are t.record"
+        raise QuantizedTensorError(describe("storage() of a QuantizedTensor", wanted=wanted, got=repr(self), cure=cure))
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -137,7 +142,7 @@ class QuantizedTensor(torch.Tensor):
 
         Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
         """
-        values: torch.Tensor = _straight_through(lambda tensor: decoded(tensor.storage, dtype, usage), self)
+        values: torch.Tensor = _straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self)
         return values
 
     def quantize_(self, source: torch.Tensor, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
@@ -150,7 +155,7 @@ class QuantizedTensor(torch.Tensor):
             got, cure = tuple(source.shape), "reshape or expand the source"
             raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=got, cure=cure))
         target = as_matrix(self._storage)
-        record = source.storage if isinstance(source, QuantizedTensor) else None
+        record = source.record if isinstance(source, QuantizedTensor) else None
         if record is not None and noop_flag is None and covers(record, target):
             self.check_writable("copy_", casting=False)
             for tensor, origin in tensor_pairs(target, record):
@@ -316,7 +321,7 @@ def _inner(name: str) -> property:
     """An array by its name; AttributeError for one of a plane that was not made, so that ``hasattr`` tells."""
 
     def array(tensor: QuantizedTensor) -> torch.Tensor:
-        found = named_tensors(tensor.storage)
+        found = named_tensors(tensor.record)
         if name not in found:
             raise AttributeError(f"this {type(tensor).__name__} has no {name}: it holds {', '.join(found)}")
         return found[name]
@@ -349,7 +354,7 @@ def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
 
     def owning(x: torch.Tensor) -> QuantizedTensor:
-        storage = quantizer.quantize(x.storage.dequantize() if isinstance(x, QuantizedTensor) else x)
+        storage = quantizer.quantize(x.record.dequantize() if isinstance(x, QuantizedTensor) else x)
         # An identity plane is the caller's own tensor, which a later write must not reach.
         kept = {id(plane.data) for plane in map(storage.plane, storage.usages) if plane.format.family == "identity"}
         storage = map_tensors(storage, lambda tensor: tensor.clone() if id(tensor) in kept else tensor)

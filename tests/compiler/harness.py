@@ -180,7 +180,7 @@ def saved_values() -> Iterator[dict[str, object]]:
 
 def _flat(name: str, value: object) -> dict[str, torch.Tensor | None]:
     if isinstance(value, opfuse.QuantizedTensor):
-        value = value.storage
+        value = value.record
     if not isinstance(value, QuantizedStorage):
         return {name: None if value is None else value.detach().clone()}
     tensors = {}

@@ -33,7 +33,7 @@ def counted(model: torch.nn.Module, x: torch.Tensor, recipe: recipes.Recipe | No
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.storage.tensors() if isinstance(tensor, opfuse.QuantizedTensor) else (tensor,)
+        parts = tensor.record.tensors() if isinstance(tensor, opfuse.QuantizedTensor) else (tensor,)
         sizes.update({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts})
         return tensor
 
@@ -41,7 +41,7 @@ def counted(model: torch.nn.Module, x: torch.Tensor, recipe: recipes.Recipe | No
     with hooks, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
         model(x)
     for parameter in model.parameters():
-        parts = parameter.storage.tensors() if isinstance(parameter, opfuse.QuantizedTensor) else (parameter,)
+        parts = parameter.record.tensors() if isinstance(parameter, opfuse.QuantizedTensor) else (parameter,)
         for part in parts:
             sizes.pop(part.untyped_storage().data_ptr(), None)
     everything = sum(sizes.values())
@@ -108,7 +108,7 @@ def test_a_quantized_parameter_is_its_own_memory(name):
     found = call(recipe_for(name), model)
     (x, w) = found.values
     assert (w.name, w.memory, w.usages) == ("w", "parameter 0.weight", ("rowwise", "columnwise"))
-    assert w.bytes == model[0].weight.storage.nbytes
+    assert w.bytes == model[0].weight.record.nbytes
     assert found.totals == (x.bytes, x.bytes)
 
 

@@ -72,6 +72,6 @@ def test_quantized_parameters_and_their_states_are_where_they_are_asked_for(kind
         linear.load_state_dict(saved)
         with opfuse.autocast(recipe=recipe):
             linear(X)
-    assert {part.device for part in linear.weight.storage.tensors()} == {X.device}
+    assert {part.device for part in linear.weight.record.tensors()} == {X.device}
     assert {tensor.device for tensor in linear.quantizer_states.to_dict().values()} <= {X.device}
     assert torch.isfinite(linear.weight.dequantize()).all()

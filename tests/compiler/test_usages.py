@@ -74,7 +74,7 @@ def stored(recipe: Recipe) -> ops.Sequential:
 def weight_planes(model: torch.nn.Module) -> list[torch.Tensor]:
     """Copies of the bytes of all quantized parameters."""
     quantized = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
-    return [t.detach().clone() for p in quantized for t in p.storage.tensors()]
+    return [t.detach().clone() for p in quantized for t in p.record.tensors()]
 
 
 def infer(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_u03_u09_data_is_asked_for_and_not_the_flags_of_a_quantizer(name):
     """A product reads the columnwise plane if the input wants a gradient: it is there, or derived, or refused before any cast."""
     recipe, x, values = recipe_for(name), randn(32, 64), randn(96, 64, seed=1)
     whole = BOTH[name](values)
-    half = QuantizedTensor(whole.storage.only(ROWWISE, why="nobody wanted it"), quantizer=BOTH[name])
+    half = QuantizedTensor(whole.record.only(ROWWISE, why="nobody wanted it"), quantizer=BOTH[name])
     assert half.quantizer.usages == USAGES
     model = linear(half)
     for kind in ("frozen", "trained"):
@@ -189,7 +189,7 @@ def test_u03_under_an_override_rowwise_data_is_enough(name, override):
     recipe, x = recipe_for(name, override), randn(32, 64)
     whole = BOTH[name](randn(96, 64, seed=1))
     results = []
-    for weight in (whole.storage.only(ROWWISE, why=""), whole.storage):
+    for weight in (whole.record.only(ROWWISE, why=""), whole.record):
         model = linear(QuantizedTensor(weight, quantizer=BOTH[name]))
         results.append(train(model, x, step=Step(recipe)).tensors)
         assert model[0].weight.usages == weight.usages

@@ -423,7 +423,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
     recipe, x = recipe_of(name, override), randn(128, K)
     op = stored(recipe, **form)
     assert all(isinstance(op.parameter(weight), QuantizedTensor) for weight in op.weight_names)
-    before = [tensor.clone() for weight in op.weight_names for tensor in op.parameter(weight).storage.tensors()]
+    before = [tensor.clone() for weight in op.weight_names for tensor in op.parameter(weight).record.tensors()]
     steps = []
     for stage in stages:
         if stage == "train":
@@ -431,7 +431,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
         else:
             with torch.no_grad(), opfuse.autocast(recipe=recipe):
                 op(x, torch.tensor(EVEN))
-    after = [tensor for weight in op.weight_names for tensor in op.parameter(weight).storage.tensors()]
+    after = [tensor for weight in op.weight_names for tensor in op.parameter(weight).record.tensors()]
     assert all(same(a, b) for a, b in zip(before, after, strict=True))
     if name != "delayed":  # whose scales move
         fresh = step(stored(recipe, **form), x, EVEN, recipe)

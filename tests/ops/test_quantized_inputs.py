@@ -81,7 +81,7 @@ def test_u09_a_plane_that_can_be_derived_is(recipe):
     with opfuse.autocast(recipe=recipe):
         quantized = ops.Quantize()(x)
         y = op(quantized)
-    assert quantized.storage.usages == ("rowwise",)
+    assert quantized.record.usages == ("rowwise",)
     dy = randn(*y.shape, seed=100)
     y.backward(dy)
     assert error(getattr(op, name).grad, dy.double().t() @ quantized.dequantize().double()) < 0.1  # dy is cast

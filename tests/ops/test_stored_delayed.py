@@ -151,9 +151,9 @@ def test_u12_an_optimizer_keeps_weights_at_fp8_accuracy(form, kind):
 @every_form
 def test_no_call_casts_a_stored_weight_or_keeps_a_state_for_it(form, kind):
     layer = stored(form, kind)
-    before = [tensor.clone() for weight in layer.parameters() for tensor in weight.storage.tensors()]
+    before = [tensor.clone() for weight in layer.parameters() for tensor in weight.record.tensors()]
     step(layer, kind)
-    after = [tensor for weight in layer.parameters() for tensor in weight.storage.tensors()]
+    after = [tensor for weight in layer.parameters() for tensor in weight.record.tensors()]
     assert all(map(torch.equal, before, after))
     assert not any("weight" in name for name in layer.basic_ops[0].quantizer_states.to_dict())
 

@@ -38,7 +38,7 @@ def weights(layer: nn.Module) -> dict[str, Any]:
 
 
 def planes(layer: nn.Module) -> list[torch.Tensor]:
-    return [tensor.clone() for weight in weights(layer).values() for tensor in weight.storage.tensors()]
+    return [tensor.clone() for weight in weights(layer).values() for tensor in weight.record.tensors()]
 
 
 # -- Module.to and its kin ---------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_moved_parameter_keeps_its_bytes_its_attributes_its_gradient_and_its_h
         assert p.get_high_precision_init_val() is preserved[name]
         assert p.grad is grads[name]
         assert (p.grad.dtype, p.grad.device) == (p.dtype, p.device)
-        assert {tensor.device for tensor in p.storage.tensors()} == {p.device}
+        assert {tensor.device for tensor in p.record.tensors()} == {p.device}
         p.grad = None
         p.dequantize().sum().backward()
         assert torch.equal(p.grad, torch.ones_like(p.grad))
@@ -108,7 +108,7 @@ def test_to_the_meta_device_and_back_the_parameter_stays(form):
     for move in (lambda: layer.to("meta"), lambda: layer.to_empty(device="cpu")):
         move()
         assert all(weights(layer)[name] is p and p.tag == name for name, p in found.items())
-        assert {t.device for p in found.values() for t in p.storage.tensors()} == {next(iter(found.values())).device}
+        assert {t.device for p in found.values() for t in p.record.tensors()} == {next(iter(found.values())).device}
     layer.reset_parameters()
     for p in found.values():
         p.dequantize().sum().backward()

@@ -57,7 +57,7 @@ def parameter(kind, **kwargs):
 
 def planes(tensor):
     """A copy of the tensors of all planes."""
-    return [t.detach().clone() for t in tensor.storage.tensors()]
+    return [t.detach().clone() for t in tensor.record.tensors()]
 
 
 def same_bytes(a, b):

@@ -20,7 +20,7 @@ SIZES = (33, 0, PADDING, 7)
 def test_b28_padded_groups_decode_to_their_own_rows(kind, usage):
     x = torch.randn(sum(SIZES), 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(torch.get_default_device())
     padded = GroupedQuantizer((QUANTIZERS[kind],) * len(SIZES), SIZES, padded=True)(x)
-    plane = padded.storage.plane(usage)
+    plane = padded.record.plane(usage)
     assert isinstance(plane, GroupedPlane)
     rows = [member.shape[0] for member in plane.members]
     assert rows == [-(-size // PADDING) * PADDING for size in SIZES]

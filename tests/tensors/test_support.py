@@ -38,10 +38,10 @@ def test_h35_columnwise_data_comes_from_rowwise_bytes_where_the_table_says_so(qu
     derives = cells(quantizer)[5] == "yes"
     assert cells(quantizer)[5] == WORDS[derives]
     if derives:
-        assert torch.equal(half.storage.derived(COLUMNWISE).data, whole.columnwise.data)
+        assert torch.equal(half.record.derived(COLUMNWISE).data, whole.columnwise.data)
     else:
         with pytest.raises(MissingPlaneError):
-            half.storage.derived(COLUMNWISE)
+            half.record.derived(COLUMNWISE)
 
 
 @pytest.mark.row("H35")
@@ -65,4 +65,4 @@ def test_h35_every_format_stands_in_a_hybrid_and_takes_writes(quantizer):
         made.copy_(y)
         assert same_bytes(planes(made), planes(hybrid(y)))
         with pytest.raises(QuantizedTensorError):
-            QuantizedTensor(made.storage).mul_(2)
+            QuantizedTensor(made.record).mul_(2)

@@ -35,7 +35,7 @@ def test_quantizer_call_returns_a_tensor_of_its_values(kind):
 @every_kind
 def test_u07_dequantize_without_quantizer(kind):
     t = make(kind)
-    bare = QuantizedTensor(t.storage)
+    bare = QuantizedTensor(t.record)
     assert bare.quantizer is None
     for usage in t.usages:
         assert torch.equal(bare.dequantize(torch.float32, usage), t.dequantize(torch.float32, usage))
@@ -56,7 +56,7 @@ def test_planes_usages_format_signature_and_repr():
     t = MXFP8Quantizer(columnwise=False)(values())
     assert t.usages == ("rowwise",)
     assert t.columnwise is None
-    assert t.rowwise is t.plane("rowwise") is t.storage.rowwise
+    assert t.rowwise is t.plane("rowwise") is t.record.rowwise
     assert t.format.name == "mxfp8_e4m3"
     assert t.signature == ("rowwise=mxfp8_e4m3",)
     text = "QuantizedTensor(shape=(64, 96), dtype=torch.bfloat16, rowwise=mxfp8_e4m3, device=cpu"
@@ -173,7 +173,7 @@ def test_parameter(kind):
     module = torch.nn.Module()
     module.weight = w
     assert dict(module.named_parameters()) == {"weight": w}
-    assert QuantizedTensor(t.storage, requires_grad=True).requires_grad
+    assert QuantizedTensor(t.record, requires_grad=True).requires_grad
 
 
 @every_kind
@@ -284,7 +284,7 @@ def test_saved_planes_that_share_a_tensor_share_it_again(tmp_path):
     assert t.rowwise.amax is t.columnwise.amax
     for twin in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t), t.clone(), t.to("meta")):
         assert twin.rowwise.amax is twin.columnwise.amax
-    assert t.storage.nbytes < sum(tensor.nbytes for tensor in t.storage.tensors())
+    assert t.record.nbytes < sum(tensor.nbytes for tensor in t.record.tensors())
 
 
 @every_kind
@@ -292,7 +292,7 @@ def test_meta_device_and_back(kind):
     module = holder(kind).to("meta")
     assert isinstance(module.weight, QuantizedTensor)
     assert module.weight.is_meta
-    assert all(tensor.is_meta for tensor in module.weight.storage.tensors())
+    assert all(tensor.is_meta for tensor in module.weight.record.tensors())
     assert (module.weight @ torch.empty(96, 4, dtype=torch.bfloat16, device="meta")).shape == (64, 4)
     module.to_empty(device=torch.get_default_device())
     assert isinstance(module.weight, QuantizedTensor)
@@ -309,7 +309,7 @@ def test_meta_tensor_pickles():
 
 def test_to_dtype_and_the_dtype_methods_give_plain_values():
     t = make("mxfp8")
-    exact = t.storage.dequantize(torch.float32)
+    exact = t.record.dequantize(torch.float32)
     for plain in (t.float(), t.to(torch.float32), t.type(torch.float32)):
         assert type(plain) is torch.Tensor
         assert torch.equal(plain, exact)
@@ -409,3 +409,17 @@ def test_dlpack_and_shared_memory_do_not_touch_a_null_pointer():
     assert torch.equal(torch.from_dlpack(t), t.dequantize())
     assert t.share_memory_() is t
     assert t.is_shared()
+
+
+def test_who_writes_arrays_to_files_is_told_what_to_save(tmp_path):
+    """safetensors asks for ``untyped_storage().data_ptr()``, and for ``storage()`` where that fails."""
+    t = make("mxfp8")
+    with pytest.raises(RuntimeError):
+        t.untyped_storage().data_ptr()
+    with pytest.raises(QuantizedTensorError, match=r"wants a plain tensor.*Cure: save its dequantize\(\)"):
+        t.storage()
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(QuantizedTensorError, match="wants a plain tensor"):
+        safetensors.save_file({"t": t}, tmp_path / "t.safetensors")
+    safetensors.save_file({"t": t.dequantize()}, tmp_path / "t.safetensors")
+    assert torch.equal(safetensors.load_file(tmp_path / "t.safetensors")["t"].to(t.device), t.dequantize())

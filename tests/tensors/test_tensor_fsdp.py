@@ -70,13 +70,13 @@ def test_h20_gathered_shards_decode_to_the_shards(kind):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_h20_gathered_shards_are_the_whole_bit_for_bit(kind, ranks):
     t = make(kind, shape=SHAPE)
-    t = QuantizedTensor(t.storage, quantizer=REDUCING.get(kind, t.quantizer))
+    t = QuantizedTensor(t.record, quantizer=REDUCING.get(kind, t.quantizer))
     shards = [shard(t, rank, ranks) for rank in range(ranks)]
     _, (whole, owned) = gather(shards, SHAPE)
     assert isinstance(whole, QuantizedTensor)
     assert whole.signature == t.signature
     assert same_bytes(planes(whole), planes(t))
-    shard_memory = {tensor.data_ptr() for tensor in shards[0].storage.tensors()}
+    shard_memory = {tensor.data_ptr() for tensor in shards[0].record.tensors()}
     assert not shard_memory & {tensor.data_ptr() for tensor in owned}
 
 

@@ -173,10 +173,10 @@ def test_u12_writes_reach_every_plane(kind, name):
 @every_kind
 def test_quantize_casts_from_the_sources_own_dtype_in_place(kind):
     t = make(kind)
-    tensors = t.storage.tensors()
+    tensors = t.record.tensors()
     x = values(seed=1, dtype=torch.bfloat16 if kind == "nvfp4_rotated" else torch.float32)
     assert t.quantize_(x) is t
-    assert all(a is b for a, b in zip(t.storage.tensors(), tensors))
+    assert all(a is b for a, b in zip(t.record.tensors(), tensors))
     assert torch.equal(t.dequantize(), QUANTIZERS[kind]()(x).dequantize(torch.bfloat16))
     with pytest.raises(ShapeError):
         t.quantize_(x[0])
@@ -199,7 +199,7 @@ def test_h17_noop_flag_leaves_the_bytes(kind):
 def test_copy_between_the_same_layout_moves_bytes_and_needs_no_quantizer(kind):
     source = make(kind, seed=1)
     for write in (QuantizedTensor.copy_, QuantizedTensor.quantize_, lambda t, s: torch._foreach_copy_([t], [s])):
-        t = QuantizedTensor(make(kind).storage)
+        t = QuantizedTensor(make(kind).record)
         write(t, source)
         assert same_bytes(planes(t), planes(source))
 
@@ -215,7 +215,7 @@ def test_copy_between_formats_casts():
 
 
 def test_writes_without_a_quantizer_raise_and_change_nothing():
-    t, x = QuantizedTensor(make("mxfp8").storage), values(seed=1)
+    t, x = QuantizedTensor(make("mxfp8").record), values(seed=1)
     before = planes(t)
     other = make("mxfp8")
     for name, write in WRITES.items():
@@ -264,7 +264,7 @@ def test_h24_views_of_other_leading_dimensions_share_the_bytes(kind, shape):
     view = t.view(shape)
     assert isinstance(view, QuantizedTensor)
     assert view is not t
-    assert view.storage.tensors() == t.storage.tensors()
+    assert view.record.tensors() == t.record.tensors()
     assert torch.equal(view.dequantize(), t.dequantize().view(shape))
     assert torch.equal(view + 0, t.dequantize().view(shape))
     assert isinstance(view.view(SHAPE), QuantizedTensor)

@@ -76,10 +76,10 @@ def test_u12_a_write_between_forward_and_backward_is_noticed(name):
 def test_writes_bump_the_versions_of_planes(name):
     """Who saves the planes instead of the tensor is warned as well."""
     w = parameter("mxfp8")
-    before = [t._version for t in w.storage.tensors()]
+    before = [t._version for t in w.record.tensors()]
     with torch.no_grad():
         IN_PLACE[name](w, values(seed=2))
-    assert all(t._version > old for t, old in zip(w.storage.tensors(), before))
+    assert all(t._version > old for t, old in zip(w.record.tensors(), before))
 
 
 def test_torch_saves_and_checks_the_parameter_too():
@@ -289,7 +289,7 @@ def test_fused_adam_writes_back():
 
 def test_optimizer_on_a_parameter_without_quantizer_raises_instead_of_doing_nothing():
     for foreach in (False, True):
-        w = torch.nn.Parameter(QuantizedTensor(make("mxfp8").storage))
+        w = torch.nn.Parameter(QuantizedTensor(make("mxfp8").record))
         w.grad = torch.ones_like(w)
         with pytest.raises(QuantizedTensorError, match="quantizer"):
             torch.optim.SGD([w], lr=1.0, foreach=foreach).step()

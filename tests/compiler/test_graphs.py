@@ -15,6 +15,8 @@ from opfuse.fusions import RULES
 from tests.compiler.graphs import Graph, graph
 from tests.compiler.harness import CASES, UNFUSED, Result, Step, differences, gradient, randn, recipe_for, run, to, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:autocast region of:opfuse.errors.OpfuseWarning")
+"""Some graphs have nothing that a recipe quantizes."""
 RELATIVE = 1e-10
 """Of the largest value of a tensor; what some tens of fp64 operations lose is a millionth of that."""
 LARGE = {"unit": 64, "rows": (32,)}

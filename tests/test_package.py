@@ -59,7 +59,7 @@ def test_the_wheel_runs_an_example_and_the_source_distribution_tests_itself(tmp_
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    build = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+    build = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
     subprocess.run([sys.executable, "-c", build, str(built)], cwd=copy, check=True, capture_output=True)
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     site = tmp_path / "site"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from math import gcd
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,16 +18,18 @@ import torch
 from opfuse.compiler.inputs import check_call, check_tensors
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
+from opfuse.compiler.recompute import repeated
 from opfuse.compiler.registry import RuleSet, active_rules
-from opfuse.compiler.segment import run_plan
+from opfuse.compiler.segment import recorded_saves, run_plan
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
 from opfuse.core.tracers import break_graph, check_followed, check_partial, check_proxy, is_followed, outside
 from opfuse.core.watched import Tree, WatchedModule
-from opfuse.errors import PipelineError, PlanMissError, UnsupportedError, describe
+from opfuse.errors import PipelineError, PlanMissError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_quantized
+from opfuse.recipes.passes import is_recomputing
 
 ROWS = 128
 PLANS = 64
@@ -274,8 +276,6 @@ class OperationFuser:
         except (AttributeError, KeyError, RuntimeError):
             check_call(self, x, extras)
             raise
-        if key[1][0] is None and torch._C._current_graph_task_id() >= 0:
-            self._check_recomputation(key)
         plan = self.cache.get(key)
         if plan is None:
             check_call(self, x, extras)
@@ -283,24 +283,6 @@ class OperationFuser:
         if key[1][0] is not None and plan.quantizes:
             note_quantized()
         return plan
-
-    def _check_recomputation(self, key: tuple[Any, ...]) -> None:
-        """UnsupportedError where a backward pass recomputes, without its recipe, what ran under one with gradients off.
-
-        That is torch's reentrant checkpoint. High-precision checkpoints, reentrant or not, run the same pipeline without a
-        recipe just before.
-        """
-        used = self.cache.items()
-        last = used[-1][0].env if used else None
-        if last is not None and last.recipe is not None and not last.grad and key[1][2]:
-            raise UnsupportedError(
-                describe(
-                    f"{self.label} inside a backward pass",
-                    wanted=f"the recipe of the forward pass, {last.recipe!r}",
-                    got="a recomputation without it, by a reentrant checkpoint",
-                    cure="use opfuse.checkpoint",
-                )
-            )
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
         if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -346,6 +328,8 @@ class OperationFuser:
         if torch.compiler.is_compiling():
             break_graph(self.label)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
+        if (repeat := repeated(self)) is not None:
+            return repeat(partial(self._repeated, x, *extras, kwargs=kwargs))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
             check_tensors(self.label, x)
@@ -370,6 +354,13 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None) -> Any:
+        """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
+        if not is_recomputing():
+            return self(x, *extras, kwargs=kwargs)
+        with recorded_plans(), recorded_saves():
+            return self(x, *extras, kwargs=kwargs)
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss."""

@@ -16,7 +16,8 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.segment import Kept, recorded_saves
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
-from opfuse.recipes.delayed import DelayedScalingStates, Snapshot
+from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.recipes.passes import Pass, running
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -213,7 +214,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
     states = [getattr(module, "quantizer_states", None) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(Snapshot().replaying())
+        stack.enter_context(running(Pass.LOOK))
         for state in states:
             if isinstance(state, DelayedScalingStates):
                 stack.enter_context(state.kept())

@@ -17,6 +17,7 @@ from opfuse.kernels.encoding import Encoded, Encoding
 from opfuse.kernels.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
+from opfuse.recipes.passes import is_trained
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -111,16 +112,15 @@ class Cast:
         return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
-        recipe = self._delayed_scaling
-        state.resize(recipe.amax_history_len)
+        recipe, backward = self._delayed_scaling, self.role == GRADIENT
+        counts = backward or self.env.grad or is_trained()
         state.to(device)
-        if self.role == GRADIENT:
-            touch_backward(state, recipe, group=self.group)
-        elif self.env.grad:
-            touch_forward(state, recipe)
-        wanted = cast(Float8Quantizer, self.quantizer)
-        counts = self.role == GRADIENT or self.env.grad
-        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts)
+        if backward:
+            touch_backward(state, recipe, group=self.group, name=self.where)
+        elif counts:
+            touch_forward(state, recipe, name=self.where)
+        wanted, rule = cast(Float8Quantizer, self.quantizer), recipe.backward_rule if backward else recipe.forward_rule
+        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=rule)
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:

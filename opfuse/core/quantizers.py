@@ -11,6 +11,7 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
+from opfuse.kernels.delayed import UpdateRule
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_quantized
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.tensors.quantizers import (
@@ -20,6 +21,7 @@ from opfuse.tensors.quantizers import (
     IdentityQuantizer,
     Quantizer,
 )
+from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.tensors.storage import QuantizedStorage
 
 Mode = Literal["forward", "backward"]
@@ -39,21 +41,22 @@ class _Delayed(Float8Quantizer):
 
     slot: DelayedScalingState = field(compare=False, repr=False)
     recipe: DelayedScaling = field(compare=False, repr=False)
+    rule: UpdateRule = field(compare=False, repr=False)
+    where: str = field(compare=False, repr=False)
     group: Any = field(compare=False, repr=False)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
-        if x.device != self.scale.device:
-            self.slot.to(x.device)
-            made = self.slot.quantizer(self.fp8_dtype)
-            return replace(self, scale=made.scale, amax=made.amax).quantize(x)
-        if torch._C._current_graph_task_id() >= 0:
-            touch_backward(self.slot, self.recipe, group=self.group)
-        elif torch.is_grad_enabled() or recorded.get():
-            touch_forward(self.slot, self.recipe)
-        else:
-            made = self.slot.quantizer(self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise, counts=False)
-            return made.quantize(x)
-        return super().quantize(x)
+        self.slot.to(x.device)
+        backward = torch._C._current_graph_task_id() >= 0 and not is_recomputing()
+        counts = backward or torch.is_grad_enabled() or recorded.get() or is_trained()
+        if backward:
+            touch_backward(self.slot, self.recipe, rule=self.rule, group=self.group, name=self.where)
+        elif counts:
+            touch_forward(self.slot, self.recipe, rule=self.rule, name=self.where)
+        made = self.slot.quantizer(
+            self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise, counts=counts, rule=self.rule
+        )
+        return made.quantize(x)
 
 
 class QuantizerSlotsMixin:
@@ -91,19 +94,28 @@ class QuantizerSlotsMixin:
         if recipe is None:
             return None
         note_quantized()
-        roles = self.get_quantizer_roles(mode) or (None,) * count
-        role = roles[index] or self.quantizer_role(SLOTS[mode][index % len(SLOTS[mode])])
-        repeated = index >= len(SLOTS[mode]) or role in roles[:index]
-        quantizer, state = self.quantizer_of(role, recipe, slot=numbered(role, index) if repeated else role)
+        role, slot = self._slots_of(mode, count)[index]
+        quantizer, state = self.quantizer_of(role, recipe, slot=slot)
         if role.tensor_type in _LIKE and isinstance(quantizer, (HybridQuantizer, IdentityQuantizer)):
             where, cure = f"{self.label} {role.tensor_type}", "return a quantizer of one format for this role"
             raise QuantizerError(describe(where, wanted="a format that a product can emit", got=repr(quantizer), cure=cure))
         delayed = recipe.delayed_scaling(role)
         if state is None or delayed is None:
             return quantizer
-        state.resize(delayed.amax_history_len)
-        made = state.quantizer(cast(Float8Quantizer, quantizer).fp8_dtype)
-        return _Delayed(made.scale, made.amax, made.fp8_dtype, slot=state, recipe=delayed, group=current_amax_group())
+        made, rule = cast(Float8Quantizer, quantizer), delayed.forward_rule if mode == "forward" else delayed.backward_rule
+        where = f"{self.label} {mode} quantizer {index}"
+        return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, rule, where, current_amax_group())
+
+    def _slots_of(self, mode: Mode, count: int) -> list[tuple[QuantizerRole, QuantizerRole]]:
+        """The role of each slot, and the role that its state is kept under."""
+        roles = self.get_quantizer_roles(mode) or (None,) * count
+        named = [role or self.quantizer_role(SLOTS[mode][i % len(SLOTS[mode])]) for i, role in enumerate(roles)]
+        repeated = [i >= len(SLOTS[mode]) or role in roles[:i] for i, role in enumerate(named)]
+        return [(role, numbered(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
+
+    def state_roles(self) -> tuple[QuantizerRole, ...]:
+        """What the op's delayed-scaling states are kept under, whether or not any is there yet."""
+        return tuple(slot for mode in get_args(Mode) for _, slot in self._slots_of(mode, self.num_quantizers(mode)))
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
         """Called before a call whose recipe is not that of the last one; quantizers are derived at each call all the same."""

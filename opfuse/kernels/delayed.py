@@ -1,8 +1,10 @@
 """The update of delayed scaling: many histories and scales in one launch.
 
-An update takes ``amax`` = the maximum of the history, or its slot 0; shifts the history (``new[i] = old[i+1]``,
-``new[L-1] = old[0]``, slot 0 zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this order of divisions,
-infinite quotients becoming the largest fp32. A zero or non-finite ``amax`` keeps the old scale.
+An update leaves out what is not finite: a history entry that is infinite or NaN counts as 0, and one in slot 0, the latest, is
+counted in ``left_out``. It then takes ``amax`` = the maximum of the history, or its slot 0; shifts the history
+(``new[i] = old[i+1]``, ``new[L-1] = old[0]``, slot 0 zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this
+order of divisions, infinite quotients becoming the largest fp32. An ``amax`` of 0 keeps the old scale. So one overflow of a loss
+costs one entry of the history, rather than freezing the scale for as long as the history is.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Algorithm = Literal["max", "most_recent"]
 
 _ALGORITHMS = get_args(Algorithm)
 
-_STATE = "PPifiI"
-_MOST = 125  # states of a launch, in a parameter of 4000 bytes
+_STATE = "PPPifiI"
+_MOST = 100  # states of a launch, in a parameter of 4000 bytes
 _THREADS = 256
 
 
@@ -38,34 +40,52 @@ class UpdateRule(NamedTuple):
     algorithm: Algorithm
 
 
-def _definition(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> None:
-    """Update contiguous fp32 histories (length,), of any lengths, and fp32 scales (1,), in place, all on one device.
+def _definition(
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    left_out: Sequence[torch.Tensor],
+    rules: Sequence[UpdateRule],
+) -> None:
+    """Update contiguous fp32 histories (length,), of any lengths, fp32 scales (1,), int32 counts (1,), in place, on one device.
 
     QuantizerError if they are anything else, or not as many.
     """
-    _check(histories, scales, rules)
-    for history, scale, rule in zip(histories, scales, rules):
+    _check(histories, scales, left_out, rules)
+    for history, scale, count, rule in zip(histories, scales, left_out, rules):
+        count += ~history[:1].isfinite()
+        history.copy_(torch.where(history.isfinite(), history, 0.0))
         amax = history.amax(0, keepdim=True) if rule.algorithm == "max" else history[:1]
         # full_like: torch divides a Python number by a tensor through a reciprocal, which rounds twice.
         quotient = torch.full_like(amax, rule.fp8_max) / amax / 2.0**rule.margin
         quotient = torch.where(quotient.isinf(), FLT_MAX, quotient)
-        scale.copy_(torch.where((amax > 0) & amax.isfinite(), quotient, scale))
+        scale.copy_(torch.where(amax > 0, quotient, scale))
         history.copy_(history.roll(-1))
         history[0] = 0
 
 
-def _check(histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> None:
+def _check(
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    left_out: Sequence[torch.Tensor],
+    rules: Sequence[UpdateRule],
+) -> None:
     """QuantizerError unless these can be updated: a kernel would misread what is stored in another way."""
-    if not len(histories) == len(scales) == len(rules):
-        raise _refused("as many histories as scales and rules", f"{len(histories)}, {len(scales)} and {len(rules)}")
-    fp32, device = torch.float32, histories[0].get_device() if histories else 0
-    for history, scale, rule in zip(histories, scales, rules):
-        is_history = history.dtype is fp32 and history.stride() == (1,) and history.numel() and history.get_device() == device
-        if not (is_history and scale.dtype is fp32 and scale.numel() == 1 and scale.get_device() == device):
-            wanted = "fp32 histories (length,), contiguous, and scales (1,) on one device"
-            raise _refused(wanted, f"{_told(history)} and {_told(scale)}")
+    if not len(histories) == len(scales) == len(left_out) == len(rules):
+        got = f"{len(histories)}, {len(scales)}, {len(left_out)} and {len(rules)}"
+        raise _refused("as many histories as scales, counts and rules", got)
+    device = histories[0].get_device() if histories else 0
+    for history, scale, count, rule in zip(histories, scales, left_out, rules):
+        is_history = history.dtype is torch.float32 and history.stride() == (1,) and history.numel()
+        is_state = is_history and _is_number(scale, torch.float32) and _is_number(count, torch.int32)
+        if not is_state or not history.get_device() == scale.get_device() == count.get_device() == device:
+            wanted = "fp32 histories (length,), contiguous, fp32 scales (1,) and int32 counts (1,) on one device"
+            raise _refused(wanted, f"{_told(history)}, {_told(scale)} and {_told(count)}")
         if rule.algorithm not in _ALGORITHMS:
             raise _refused(f"one of {', '.join(_ALGORITHMS)}", rule.algorithm)
+
+
+def _is_number(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype is dtype and x.numel() == 1
 
 
 def _told(x: torch.Tensor) -> str:
@@ -92,19 +112,28 @@ def _case(lengths: Sequence[int], algorithm: Algorithm, device: torch.device) ->
         history[(slice(1), slice(None), slice(middle, middle + 1))[i // len(hard) % 3]] = hard[i % len(hard)]
     scales = torch.exp2(torch.rand(len(lengths), generator=generator) * 20 - 10)
     rules = [UpdateRule((448.0, 57344.0)[i % 2], (0, 1, -2, 100, -100)[i % 5], algorithm) for i in range(len(lengths))]
-    return Arguments((list(histories.to(device).split(lengths)), list(scales.to(device).split(1)), rules))
+    counts = torch.arange(len(lengths), dtype=torch.int32)
+    states = (list(x.to(device).split(parts)) for x, parts in ((histories, lengths), (scales, 1), (counts, 1)))
+    return Arguments((*states, rules))
 
 
 @kernel("delayed.cu", reference=_definition, tolerance=BITWISE, cases=dict(_cases()))
 def delayed_update(
-    launch: Launcher, histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], rules: Sequence[UpdateRule]
+    launch: Launcher,
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    left_out: Sequence[torch.Tensor],
+    rules: Sequence[UpdateRule],
 ) -> None:
-    """One launch for each 125 states; a block each."""
-    _check(histories, scales, rules)
+    """One launch for each 100 states; a block each."""
+    _check(histories, scales, left_out, rules)
     variant, device = variant_of("delayed.cu", _layout(_MOST), MOST=_MOST), histories[0].get_device()
     states = [
-        (history.data_ptr(), scale.data_ptr(), history.numel(), rule.fp8_max, rule.margin, rule.algorithm == "most_recent")
-        for history, scale, rule in zip(histories, scales, rules)
+        (
+            *(history.data_ptr(), scale.data_ptr(), count.data_ptr()),
+            *(history.numel(), rule.fp8_max, rule.margin, rule.algorithm == "most_recent"),
+        )
+        for history, scale, count, rule in zip(histories, scales, left_out, rules)
     ]
     for chunk in (states[i : i + _MOST] for i in range(0, len(states), _MOST)):
         fields = itertools.chain.from_iterable(chunk)

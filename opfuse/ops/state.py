@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from opfuse.recipes import QuantizerRole
 from opfuse.recipes.delayed import DelayedScalingStates
 
 
 class QuantizerStateMixin:
-    """Extra state of a module with ``quantizer_states``: a dictionary of tensors, empty where scaling was never delayed."""
+    """Extra state of a module with ``quantizer_states``: a dictionary of tensors."""
 
     quantizer_states: DelayedScalingStates
 
@@ -22,10 +23,30 @@ class QuantizerStateMixin:
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """Every state tensor under ``role/field``."""
-        return self.quantizer_states.to_dict()
+        """Every state tensor under ``role/field``, also of states that nothing was cast with yet.
 
-    def set_extra_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take :meth:`get_extra_state` back; may come before the first call."""
-        device = next((p.device for p in self.parameters()), None)  # type: ignore[attr-defined]
-        self.quantizer_states.load_dict(state, device=device)
+        Which there are, and their shapes, depend on the op alone, so a model that has not run can be loaded into in place.
+        OpfuseWarning for amaxes that were not finite: this is where the host reads states.
+        """
+        self.quantizer_states.tell(self._name)
+        return self.quantizer_states.to_dict(self._state_roles, device=self._device)
+
+    def set_extra_state(self, state: object) -> None:
+        """Take :meth:`get_extra_state` back, all of it or nothing; may come before the first call.
+
+        QuantizerError for anything else: no dictionary of tensors, roles that the op does not have, scales that are not finite
+        and positive, tensors that claim more memory than they have.
+        """
+        self.quantizer_states.load_dict(state, slots=self._state_roles, device=self._device, where=f"{self._name} _extra_state")
+
+    @property
+    def _name(self) -> str:
+        return self.label  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def _state_roles(self) -> tuple[QuantizerRole, ...]:
+        return tuple(role for op in self.basic_ops for role in op.state_roles())  # type: ignore[attr-defined]
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((p.device for p in self.parameters()), None)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from opfuse.recipes.builtin import (
     NVFP4BlockScaling,
 )
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, Snapshot, touch_backward, touch_forward
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.recipes.kinds import RECIPES, recipe_of
 from opfuse.recipes.recipe import TENSOR_TYPES, BackwardOverride, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import UnknownFieldError
@@ -50,7 +50,6 @@ __all__ = [
     "NVFP4BlockScaling",
     "QuantizerRole",
     "Recipe",
-    "Snapshot",
     "Support",
     "UnknownFieldError",
     "as_recipe",

@@ -22,17 +22,21 @@ from opfuse.recipes.transformer_engine import as_recipe
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Hook = TypeVar("Hook", bound=Callable[[], None])
+Hook = TypeVar("Hook", bound=Callable[[bool], None])
 
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """One ``with`` block: its recipe and group, the block around it, what runs when the outermost block ends."""
+    """One ``with`` block: its recipe and group, and the block around it.
+
+    hooks: what runs when the outermost block ends. scales: those that casts in it used, where a checkpoint will need them again.
+    """
 
     recipe: Recipe | None
     group: ProcessGroup | None
     outer: _Region | None
-    hooks: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    hooks: dict[Hashable, Callable[[bool], None]] = field(default_factory=dict)
+    scales: dict[Hashable, Any] = field(default_factory=dict)
     quantized: list[bool] = field(default_factory=list)
     """Filled by the first cast in the outermost block."""
 
@@ -61,8 +65,8 @@ class autocast(contextlib.ContextDecorator):
     recipe: an opfuse recipe, or a TransformerEngine one, which is converted. None is ``Float8CurrentScaling()``, which has no
     state, takes any shape and is native on most hardware. amax_reduction_group: the ranks that share delayed-scaling amaxes;
     None is the default group. ``enabled=False`` computes in high precision whatever the recipe says, also inside
-    another region. The innermost region counts; delayed-scaling states are updated when the outermost one ends
-    without an exception.
+    another region. The innermost region counts; delayed-scaling states are updated when the outermost one ends. If it ends by an
+    exception, they stay as they are, and the amaxes that its casts counted are dropped.
     """
 
     def __init__(self, *, enabled: bool = True, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
@@ -71,7 +75,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> Self:
         outer = _REGION.get()
-        shared: Any = () if outer is None else (outer.hooks, outer.quantized)
+        shared: Any = () if outer is None else (outer.hooks, outer.scales, outer.quantized)
         recipe = None if self.recipe is None else self.recipe.current()
         _REGION.set(_Region(recipe, self.amax_reduction_group, outer, *shared))
         return self
@@ -82,10 +86,10 @@ class autocast(contextlib.ContextDecorator):
             cure = "enter it first, in the same thread: with opfuse.autocast(...)"
             raise RecipeError(describe("autocast.__exit__", wanted="an entered region", got=None, cure=cure))
         _REGION.set(region.outer)
-        if region.outer is None and kind is None:
+        if region.outer is None:
             for hook in region.hooks.values():
-                hook()
-            if region.recipe is not None and not region.quantized:
+                hook(kind is None)
+            if kind is None and region.recipe is not None and not region.quantized:
                 _tell_unquantized(region.recipe)
 
 
@@ -126,10 +130,16 @@ def current_amax_group() -> ProcessGroup | None:
     return None if region is None else region.group
 
 
+def kept_scales() -> dict[Hashable, Any] | None:
+    """Scales that the outermost region around keeps for recomputations; None outside any region."""
+    region = _REGION.get()
+    return None if region is None else region.scales
+
+
 def at_outermost_exit(key: Hashable, make: Callable[[], Hook]) -> Hook:
     """The hook of ``key`` that runs when the outermost region ends, made by ``make`` when there is none yet.
 
-    RecipeError outside any region.
+    It gets whether the region ended without an exception. RecipeError outside any region.
     """
     region = _REGION.get()
     if region is None:

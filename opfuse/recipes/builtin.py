@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
 from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe, nearest
+from opfuse.kernels.delayed import UpdateRule
 from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
@@ -92,13 +94,22 @@ class DelayedScaling(_Float8Recipe):
     def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling:
         return self
 
+    @cached_property
+    def forward_rule(self) -> UpdateRule:
+        """How the scales of activations and weights follow from their amaxes."""
+        return UpdateRule(self.fp8_format.value[False].max, self.margin, self.amax_compute_algo)
+
+    @cached_property
+    def backward_rule(self) -> UpdateRule:
+        """How the scales of gradients follow from their amaxes."""
+        return UpdateRule(self.fp8_format.value[True].max, self.margin, self.amax_compute_algo)
+
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+        """A quantizer over ``state``, which stays as it is: what touches it before a cast makes it this recipe's."""
         if state is None:
             cure = "pass the state that the op keeps for this role"
             raise RecipeError(describe(f"DelayedScaling.quantizer({role})", wanted="a DelayedScalingState", got=None, cure=cure))
-        dtype = self.fp8_dtype(role)
-        state.resize(self.amax_history_len)
-        return state.quantizer(dtype)
+        return state.live_quantizer(self.fp8_dtype(role))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

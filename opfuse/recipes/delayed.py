@@ -5,9 +5,13 @@ from the history, and moves that by a slot; ``opfuse/kernels/delayed.py`` has it
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
 them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
-casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data. A second
-backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it
-again.
+casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data and its
+recipe. A second backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one
+updated, and updates it again.
+
+A state knows which rule its scale was found under. A training call under another element or margin converts the scale, by the
+ratio of what the two rules make of one amax, and under another history length cuts the history or pads it; a call that records no
+gradients casts with a converted copy.
 
 A parameter that lives quantized has no state: no call casts it. Every write does, with the scale of the amax of what is written.
 """
@@ -16,35 +20,41 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed
 
-from opfuse.errors import QuantizerError, RecipeError, describe
+from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.kernels.delayed import UpdateRule, delayed_update
-from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
+from opfuse.kernels.scalars import FLT_MAX
+from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
+from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
 from opfuse.recipes.builtin import DelayedScaling
+from opfuse.recipes.passes import Pass, current_pass, is_recomputing
 from opfuse.recipes.recipe import QuantizerRole
+from opfuse.recipes.saved_states import Saved, checked_states, saved_state, unused_state
 from opfuse.tensors.quantizers import Float8Quantizer
-from opfuse.tensors.quantizers.base import reduce_amax
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_FORWARD, _BACKWARD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="grad_output")
+_LEAST = 2.0**-149
+"""The least fp32 above 0."""
 
 
 class DelayedScalingState:
     """Scale and amax history of one tensor of one op.
 
     scale: fp32 (1,), what a cast multiplies by, initially 1. amax_history: fp32 (length,), initially 0: slot 0 accumulates, the
-    others hold earlier steps, the latest in the last slot. Both are written in place, so quantizers and graphs that hold them
-    stay valid; only :meth:`resize` and :meth:`to` replace them.
+    others hold earlier steps, the latest in the last slot. left_out: int32 (1,), how many amaxes were not finite and so entered
+    no history. All are written in place, so quantizers and graphs that hold them stay valid; only :meth:`adopt`, for another
+    length, and :meth:`to` replace them.
+
+    rule: what the scale was found under; None while it is the initial one, or where a file does not tell.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -53,18 +63,25 @@ class DelayedScalingState:
     def _begin(self, length: int, device: torch.device | str | None) -> None:
         with torch.inference_mode(mode=False):  # what that mode makes, a later call could not write
             scale = torch.ones(1, dtype=torch.float32, device=device)
-            self._hold(scale, torch.zeros(length, dtype=torch.float32, device=device))
+            history = torch.zeros(length, dtype=torch.float32, device=device)
+            self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
+        self._told = 0
 
-    def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Take these tensors in place of those before, with the quantizers over them."""
-        self.scale, self.amax_history = scale, amax_history
+    def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
+        """Take these in place of those before, with the quantizers over them."""
+        self.scale, self.amax_history, self.left_out, self.rule = scale, amax_history, left_out, rule
         self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
+        self._adopted: DelayedScaling | None = None
 
-    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scale, self.amax_history
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
+        return self.scale, self.amax_history, self.left_out, self.rule
 
-    def __setstate__(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self._hold(*tensors)
+    def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
+        return self._held()
+
+    def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
+        self._hold(*held)
+        self._told = 0
 
     @property
     def amax(self) -> torch.Tensor:
@@ -72,18 +89,29 @@ class DelayedScalingState:
         return self.amax_history[:1]
 
     def quantizer(
-        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, counts: bool = True
+        self,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        counts: bool = True,
+        rule: UpdateRule | None = None,
     ) -> Float8Quantizer:
-        """A quantizer over this state; during a recomputation, one over the scale of the first run that records nothing.
+        """A quantizer over this state; in a recomputation, one over the scale of the first run that records nothing.
 
-        counts: its amaxes enter the history.
+        counts: its amaxes enter the history. rule: what its scale shall be for: the state's own, or a converted copy, which
+        counts nothing. RecipeError for a recomputation that casts what the first run did not.
         """
-        active = _SNAPSHOT.get()
-        if active is not None:
-            scale, amax = active.snapshot.tensors(self, replaying=active.replaying)
-            amax = amax if counts else torch.zeros_like(scale)
+        run = current_pass()
+        if run is Pass.AGAIN:
+            scale, amax = self._kept(rule)
             return Float8Quantizer(scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        return self.live_quantizer(fp8_dtype, rowwise=rowwise, columnwise=columnwise, counts=counts)
+        scale = self._scale_for(rule)
+        if run in (Pass.FIRST, Pass.TRAINED):
+            self._keep(rule, scale)
+        if scale is self.scale and run is not Pass.LOOK:
+            return self.live_quantizer(fp8_dtype, rowwise=rowwise, columnwise=columnwise, counts=counts)
+        return Float8Quantizer(scale, torch.zeros_like(scale), fp8_dtype, rowwise=rowwise, columnwise=columnwise)
 
     def live_quantizer(
         self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, counts: bool = True
@@ -96,40 +124,87 @@ class DelayedScalingState:
             self._quantizers[key] = Float8Quantizer(self.scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         return self._quantizers[key]
 
+    def _keep(self, rule: UpdateRule | None, scale: torch.Tensor) -> None:
+        """Keep the scale of a cast, and the spare amax: a recomputation must run no operation that the first run did not."""
+        kept, key = kept_scales(), (self, rule and rule[:2])
+        if kept is not None and key not in kept:
+            with torch.inference_mode(mode=False):
+                kept[key] = scale.clone(), torch.zeros_like(scale)
+
+    def _kept(self, rule: UpdateRule | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale that the first run cast with, and a spare amax."""
+        kept = kept_scales()
+        found = None if kept is None else kept.get((self, rule and rule[:2]))
+        if found is None:
+            wanted, cure = "the casts of the first run", "checkpoint a function that does the same whenever it is called"
+            raise RecipeError(describe("recomputation", wanted=wanted, got="a cast that it did not make", cure=cure))
+        scale, amax = found
+        return scale, amax
+
+    # -- under another recipe ------------------------------------------------------------------------------------------------
+
+    def adopt(self, recipe: DelayedScaling, rule: UpdateRule) -> None:
+        """Serve ``recipe`` from now on, whose ``rule`` is meant: convert the scale, cut the history or pad it."""
+        if self._adopted is recipe:
+            return
+        scale = self._scale_for(rule)
+        if scale is not self.scale:
+            self.scale.copy_(scale)
+            self.rule = rule
+        self.resize(recipe.amax_history_len)
+        self._adopted = recipe
+
+    def _scale_for(self, rule: UpdateRule | None) -> torch.Tensor:
+        """The scale itself where it is what ``rule`` makes of the amax behind it, or of none; else a converted copy.
+
+        All maxima are 7 times a power of two: so is the ratio of two rules, and the copy is exact, but at the ends of fp32.
+        """
+        old = self.rule
+        if rule is None or old is None or rule is old or rule[:2] == old[:2]:
+            return self.scale
+        power = max(-600, min(600, old.margin - rule.margin))
+        ratio = rule.fp8_max / old.fp8_max * 2.0**power
+        return (self.scale.double() * ratio).clamp(_LEAST, FLT_MAX).float()
+
     def resize(self, length: int) -> None:
         """Cut the history to its first ``length`` slots or pad it with zeros; the scale stays."""
         old = self.amax_history
         if len(old) != length:
             with torch.inference_mode(mode=False):
-                self._hold(self.scale, old.new_zeros(length))
+                self._hold(self.scale, old.new_zeros(length), self.left_out, self.rule)
                 self.amax_history[: len(old)] = old[:length]
 
     def to(self, device: torch.device) -> None:
-        """Move both tensors, if they are elsewhere; from the meta device, which has no values, to a new state."""
+        """Move all tensors, if they are elsewhere; from the meta device, which has no values, to a new state."""
         if self.scale.device == device:
             return
         if self.scale.is_meta:
             self._begin(len(self.amax_history), device)
         else:
             with torch.inference_mode(mode=False):
-                self._hold(self.scale.to(device), self.amax_history.to(device))
+                self._hold(self.scale.to(device), self.amax_history.to(device), self.left_out.to(device), self.rule)
+
+    # -- to and from files -----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, torch.Tensor]:
-        """The state as plain tensors (clones)."""
-        return {"scale": self.scale.clone(), "amax_history": self.amax_history.clone()}
+        """The state as plain tensors (clones): :func:`opfuse.recipes.saved_states.saved_state`."""
+        return saved_state(self.scale, self.amax_history, self.rule)
 
     def load_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state of :meth:`to_dict`, of any history length; QuantizerError when it is not one."""
-        wanted = {"scale": saved.get("scale"), "amax_history": saved.get("amax_history")}
-        shapes = {name: None if tensor is None else tuple(tensor.shape) for name, tensor in wanted.items()}
-        scale, history = wanted["scale"], wanted["amax_history"]
-        if scale is None or history is None or scale.numel() != 1 or history.ndim != 1 or not len(history):
-            cure = "load what DelayedScalingState.to_dict() made"
-            wants = "'scale' of shape (1,) and 'amax_history' of shape (length,)"
-            raise QuantizerError(describe("delayed-scaling state", wanted=wants, got=shapes, cure=cure))
-        self.resize(len(history))
-        self.scale.copy_(scale.reshape(1))
-        self.amax_history.copy_(history)
+        """Take over a state of :meth:`to_dict`, of any history length; QuantizerError when it is not one, and nothing changed."""
+        for state in checked_states({f"/{name}": value for name, value in saved.items()}, where="delayed-scaling state").values():
+            self._load(state)
+
+    def _load(self, saved: Saved) -> None:
+        device = saved.scale.device if self.scale.is_meta else self.scale.device
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self.scale.is_meta:
+                self._begin(len(saved.amax_history), device)
+            self.resize(len(saved.amax_history))
+            self.scale.copy_(saved.scale)
+            self.amax_history.copy_(saved.amax_history)
+            self.left_out.zero_()
+        self.rule, self._adopted, self._told = saved.rule, None, 0
 
 
 class DelayedScalingStates:
@@ -155,91 +230,67 @@ class DelayedScalingStates:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Afterwards there are the states that there were, with the very tensors they had; writes to these are not undone."""
-        before = {key: (state, state.scale, state.amax_history) for key, state in self._states.items()}
+        before = {key: (state, state._held()) for key, state in self._states.items()}
         try:
             yield
         finally:
-            self._states = {key: state for key, (state, _, _) in before.items()}
-            for state, scale, history in before.values():
-                state._hold(scale, history)
+            self._states = {key: state for key, (state, _) in before.items()}
+            for state, held in before.values():
+                state._hold(*held)
 
     def __iter__(self) -> Iterator[DelayedScalingState]:
         return iter(self._states.values())
 
-    def to_dict(self) -> dict[str, torch.Tensor]:
-        """Every tensor under ``role/field``; empty when delayed scaling was never used."""
-        return {f"{key}/{name}": tensor for key, state in self._states.items() for name, tensor in state.to_dict().items()}
+    def to_dict(
+        self, slots: Collection[QuantizerRole] = (), *, device: torch.device | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Every tensor under ``role/field``. slots: roles that are there also if nothing was cast for them yet, on ``device``."""
+        named = {_key(role): unused_state(device) for role in slots} if slots else {}
+        named |= {key: state.to_dict() for key, state in self._states.items()}
+        return {f"{key}/{name}": tensor for key, fields in named.items() for name, tensor in fields.items()}
 
-    def load_dict(self, saved: Mapping[str, torch.Tensor], *, device: torch.device | str | None = None) -> None:
-        """Take over :meth:`to_dict`; states that ``saved`` does not mention stay as they are."""
-        for key in dict.fromkeys(name.rpartition("/")[0] for name in saved):
-            fields = {name.rpartition("/")[2]: tensor for name, tensor in saved.items() if name.rpartition("/")[0] == key}
-            self._states.setdefault(key, DelayedScalingState(device=device)).load_dict(fields)
+    def load_dict(
+        self,
+        saved: object,
+        *,
+        slots: Collection[QuantizerRole] | None = None,
+        device: torch.device | str | None = None,
+        where: str = "delayed-scaling states",
+    ) -> None:
+        """Take over :meth:`to_dict`; states that ``saved`` does not mention stay as they are.
+
+        All or nothing: QuantizerError, and no state changed, for anything that is no such dictionary, for tensors of other
+        shapes or without the memory that these take, scales that are not finite and positive, and roles that are not among
+        ``slots`` (None: any). New states are on ``device``.
+        """
+        known = None if slots is None else [*map(_key, slots), *self._states]
+        for key, state in checked_states(saved, known=known, where=where).items():
+            if key in self._states or state.used:
+                self._states.setdefault(key, DelayedScalingState(len(state.amax_history), device=device))._load(state)
+
+    def tell(self, where: str) -> None:
+        """OpfuseWarning for amaxes that were not finite since the last time that this was asked. Waits for the device."""
+        for key, state in self._states.items():
+            count = 0 if state.left_out.is_meta else int(state.left_out.item())
+            if count > state._told:
+                text = f"{where} {key}: {count - state._told} amaxes were infinite or NaN, and left out of the history"
+                warnings.warn(f"{text}. Look at the losses of those steps.", OpfuseWarning, stacklevel=3)
+                state._told = count
 
 
 def _key(role: QuantizerRole) -> str:
     return f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
 
 
-class Snapshot:
-    """Scales that a checkpointed forward used, so that its recomputation casts the same bits and counts no amax twice.
-
-    Nested checkpoints share the outermost snapshot. Whatever runs inside a recomputation is one: it records nothing.
-    """
-
-    def __init__(self) -> None:
-        self._scales: dict[DelayedScalingState, torch.Tensor] = {}
-
-    @classmethod
-    def current(cls) -> Snapshot:
-        """The snapshot of the checkpoint around, or a new one."""
-        active = _SNAPSHOT.get()
-        return cls() if active is None else active.snapshot
-
-    def tensors(self, state: DelayedScalingState, *, replaying: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and amax for a cast: the live ones while recording; the recorded scale and a spare amax while replaying."""
-        if replaying:
-            return self._scales.get(state, state.scale), torch.zeros_like(state.scale)
-        if state not in self._scales:
-            self._scales[state] = state.scale.clone()
-        return state.scale, state.amax
-
-    @contextlib.contextmanager
-    def _active(self, *, replaying: bool) -> Iterator[None]:
-        token = _SNAPSHOT.set(_Active(self, replaying))
-        try:
-            yield
-        finally:
-            _SNAPSHOT.reset(token)
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Around the first run of a checkpointed forward."""
-        return self._active(replaying=is_recomputing())
-
-    def replaying(self) -> contextlib.AbstractContextManager[None]:
-        """Around its recomputation."""
-        return self._active(replaying=True)
-
-
-class _Active(NamedTuple):
-    snapshot: Snapshot
-    replaying: bool
-
-
-_SNAPSHOT: ContextVar[_Active | None] = ContextVar("opfuse_scale_snapshot", default=None)
-
-
 @dataclass(frozen=True, eq=False)
 class _Use:
     """How a state was last used: what its update needs."""
 
-    recipe: DelayedScaling
-    element_max: float
+    rule: UpdateRule
     group: ProcessGroup | None
-
-    @property
-    def rule(self) -> UpdateRule:
-        return UpdateRule(self.element_max, self.recipe.margin, self.recipe.amax_compute_algo)
+    shared: bool
+    name: str
+    counts: bool = True
 
 
 class _Pending:
@@ -251,14 +302,23 @@ class _Pending:
     def add(self, state: DelayedScalingState, use: _Use) -> None:
         self._uses[state] = use
 
-    def __call__(self) -> None:
-        """Update every state once. Ranks of a group must have used the same states in the same order."""
+    def __call__(self, completed: bool = True) -> None:
+        """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
         with torch.no_grad():
-            _reduce_amaxes(self._uses)
-            for _, states in _grouped({state: state.scale.device for state in self._uses}):
-                histories, scales = [state.amax_history for state in states], [state.scale for state in states]
-                delayed_update(histories, scales, [self._uses[state].rule for state in states])
+            if not completed:
+                torch._foreach_zero_([state.amax for state, use in self._uses.items() if use.counts])
+            else:
+                _reduce(self._uses)
+                for _, states in _grouped({state: state.scale.device for state in self._uses}):
+                    _update(states, [self._uses[state].rule for state in states])
         self._uses.clear()
+
+
+def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
+    histories, scales = [state.amax_history for state in states], [state.scale for state in states]
+    delayed_update(histories, scales, [state.left_out for state in states], rules)
+    for state, rule in zip(states, rules):
+        state.rule = rule
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -272,54 +332,67 @@ def _grouped(keys: Mapping[DelayedScalingState, _Key]) -> Iterator[tuple[_Key, l
     yield from groups.items()
 
 
-def _reduce_amaxes(uses: Mapping[DelayedScalingState, _Use]) -> None:
-    """Slot 0 of every history becomes its maximum over the ranks of its group: one collective a group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+def _reduce(uses: Mapping[DelayedScalingState, _Use]) -> None:
+    """Slot 0 of every history becomes its maximum over the ranks of its group."""
+    if not in_distributed_run():
         return
-    shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.recipe.reduce_amax}
+    shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.shared}
     for (group, _), states in _grouped(shared):
-        amaxes = reduce_amax(torch.cat([state.amax for state in states]), group)
-        torch._foreach_copy_([state.amax for state in states], list(torch.split(amaxes, 1)))
+        reduce_amaxes([state.amax for state in states], [uses[state].name for state in states], group)
 
 
-def is_recomputing() -> bool:
-    """Whether this is a recomputation, which records nothing."""
-    active = _SNAPSHOT.get()
-    return active is not None and active.replaying
+def touch_forward(
+    state: DelayedScalingState,
+    recipe: DelayedScaling,
+    *,
+    rule: UpdateRule | None = None,
+    name: str = "",
+    counts: bool = True,
+) -> None:
+    """Have ``state`` serve ``recipe``, and be updated when the outermost region ends: before a cast that records gradients.
 
-
-def touch_forward(state: DelayedScalingState, recipe: DelayedScaling) -> None:
-    """Have ``state``, which a cast of a forward pass that records gradients uses, updated when the outermost region ends.
-
-    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. Nothing in a recomputation;
-    RecipeError outside any region.
+    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. rule: by default that of
+    activations and weights. name: of the cast, equal on the ranks that share its amax. counts: what it counts is dropped if the
+    region fails. Nothing in a recomputation; RecipeError outside any region.
     """
     if is_recomputing():
         return
-    element = recipe.fp8_format.element(_FORWARD)
-    at_outermost_exit("delayed scaling", _Pending).add(state, _Use(recipe, element.max, current_amax_group()))
+    rule = rule or recipe.forward_rule
+    state.adopt(recipe, rule)
+    use = _Use(rule, current_amax_group(), recipe.reduce_amax, name, counts)
+    at_outermost_exit("delayed scaling", _Pending).add(state, use)
 
 
 _BACKWARD_PASSES: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
 """Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
 
 
-def touch_backward(state: DelayedScalingState, recipe: DelayedScaling, *, group: ProcessGroup | None = None) -> None:
-    """Have ``state``, which a cast of a gradient uses, updated once after the running backward pass.
+def touch_backward(
+    state: DelayedScalingState,
+    recipe: DelayedScaling,
+    *,
+    rule: UpdateRule | None = None,
+    group: ProcessGroup | None = None,
+    name: str = "",
+) -> None:
+    """Have ``state`` serve ``recipe``, and be updated once after the running backward pass: before a cast of a gradient.
 
     Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
-    The engine runs the update after the last node of the pass. RecipeError outside a backward pass.
+    rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
+    after the last node of the pass. RecipeError outside a backward pass.
     """
     task = torch._C._current_graph_task_id()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
         raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
+    rule = rule or recipe.backward_rule
+    state.adopt(recipe, rule)
     with _LOCK:
         pending = _BACKWARD_PASSES.get(task)
         if pending is None:
             pending = _BACKWARD_PASSES[task] = _Pending()
             torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(state, _Use(recipe, recipe.fp8_format.element(_BACKWARD).max, group))
+        pending.add(state, _Use(rule, group, recipe.reduce_amax, name))
 
 
 _LOCK = threading.Lock()

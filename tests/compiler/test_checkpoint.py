@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import threading
 from collections.abc import Callable
 
@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.compiler import recompute
 from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import UnsupportedError
 
@@ -113,27 +114,221 @@ def test_reentrant_is_refused() -> None:
         opfuse.checkpoint(block(), torch.randn(32, 64), use_reentrant=True)
 
 
-def run_torch(model: ops.Sequential, recipe: recipes.Recipe | None, *, reentrant: bool) -> None:
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
-        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
-    y.sum().backward()
+# -- torch's own checkpoints -------------------------------------------------------------------------------------------------
+
+HIGH = recipes.MXFP8BlockScaling(backward_override="high_precision")
+TORCH_RECIPES = RECIPES | {"mxfp8 high_precision": HIGH}
+torch_checkpoint = torch.utils.checkpoint.checkpoint
+Function = Callable[..., torch.Tensor]
 
 
-def test_torch_checkpoints_that_lose_the_recipe_are_loud() -> None:
-    model = block()
-    run_torch(model, None, reentrant=True)  # high-precision plans are there
-    for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"opfuse\.checkpoint"):
-            run_torch(model, recipes.MXFP8BlockScaling(), reentrant=True)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="number of"):
-        run_torch(model, recipes.MXFP8BlockScaling(), reentrant=False)
+def under(recipe: recipes.Recipe | None) -> opfuse.autocast:
+    return opfuse.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def flat(run: Checkpoint, first: Function, second: Function, x: torch.Tensor) -> torch.Tensor:
+    return run(second, run(first, x))
+
+
+def within(run: Checkpoint, first: Function, second: Function, x: torch.Tensor) -> torch.Tensor:
+    return run(lambda x: second(run(first, x)), x)
+
+
+def hooked(run: Checkpoint, first: Function, second: Function, x: torch.Tensor) -> torch.Tensor:
+    """With other hooks of saved tensors around and inside."""
+
+    def offloaded(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return first(x)
+
+    with torch.autograd.graph.save_on_cpu():
+        return run(second, run(offloaded, x))
+
+
+SHAPES = {"flat": flat, "nested": within, "hooks": hooked}
+KINDS: dict[str, Checkpoint] = {
+    "plain": lambda function, x: function(x),
+    "non-reentrant": lambda function, x: torch_checkpoint(function, x, use_reentrant=False),
+    "late": lambda function, x: torch_checkpoint(function, x, use_reentrant=False, early_stop=False),
+    "reentrant": lambda function, x: torch_checkpoint(function, x, use_reentrant=True),
+    "opfuse": opfuse.checkpoint,
+}
+
+
+def steps(kind: str, shape: str, recipe: recipes.Recipe | None, place: str, between: str) -> list[torch.Tensor]:
+    """Outputs, gradients and states of two steps of two micro-batches, whose backward passes come after both forward passes.
+
+    place: of the regions, "outside" or "inside" the checkpoint, or "two", one after the other inside. between: what happens
+    before and during the backward pass: "nothing", a "call" of the same pipelines, or another "region".
+    """
+    models = first, second = block().eval(), block().eval()  # dropout would draw other numbers where there are more calls
+    torch.manual_seed(1)
+    seen: list[torch.Tensor] = []
+
+    def inside(model: ops.Sequential) -> Function:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with under(recipe):
+                y = model[:2](x)
+            if place != "two":
+                with under(recipe):
+                    return model[2:](y)
+            with under(recipe):
+                return model[2:](2 * y)
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            with under(recipe):
+                return model(x)
+
+        return run if place == "two" else whole
+
+    functions = models if place == "outside" else tuple(map(inside, models))
+    for step in range(2):
+        xs = [(3 * step + i + 1) * torch.randn(32, 64, dtype=torch.bfloat16) for i in range(2)]
+        ys = []
+        for x in xs:
+            x.requires_grad_()
+            with under(recipe if place == "outside" else None):
+                ys.append(SHAPES[shape](KINDS[kind], *functions, x))
+        if between == "call":
+            with torch.no_grad(), under(recipes.Float8CurrentScaling()):
+                second(first(xs[0]))
+            second(first(xs[0].detach()))
+        with under(recipes.MXFP8BlockScaling() if between == "region" else None):
+            for y in reversed(ys):
+                y.square().sum().backward()
+        seen += [*(y.detach() for y in ys), *(x.grad for x in xs)]
+        seen += [p.grad.clone() for model in models for p in model.parameters()]
+    states = [op.quantizer_states for model in models for op in model if hasattr(op, "quantizer_states")]
+    return seen + [tensor for each in states for tensor in each.to_dict().values()]
+
+
+def equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted))
+
+
+@pytest.mark.row("H26")
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("recipe", TORCH_RECIPES)
+def test_torchs_own_checkpoints_recompute_the_forward_pass(recipe: str, kind: str) -> None:
+    wanted = steps("plain", "flat", TORCH_RECIPES[recipe], "outside", "nothing")
+    assert equal(steps(kind, "flat", TORCH_RECIPES[recipe], "outside", "nothing"), wanted)
+
+
+PLACES = [("outside", "nothing"), ("outside", "call"), ("inside", "region"), ("inside", "call"), ("two", "nothing")]
+unchecked = functools.cache(lambda place: steps("plain", "flat", RECIPES["delayed"], place, "nothing"))
+
+
+@pytest.mark.row("H26")
+@pytest.mark.parametrize(("place", "between"), PLACES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["non-reentrant", "late", "reentrant", "opfuse"])
+def test_checkpoints_find_the_region_and_the_scales_of_the_forward_pass(kind: str, shape: str, place: str, between: str) -> None:
+    """Under delayed scaling, which another scale, and an amax that is counted twice, would show in."""
+    assert equal(steps(kind, shape, RECIPES["delayed"], place, between), unchecked(place))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_torch_checkpoints_in_high_precision_run_beside_recipes(reentrant: bool) -> None:
-    model = block()
-    with torch.no_grad(), opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
-        model(torch.randn(32, 64, dtype=torch.bfloat16))
-    run_torch(model, None, reentrant=reentrant)
-    run_torch(copy.deepcopy(model), None, reentrant=reentrant)
+    model, found = block(), []
+    for recipe in (None, recipes.MXFP8BlockScaling()):
+        torch.manual_seed(1)
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        y = torch_checkpoint(model, x, use_reentrant=reentrant)
+        with torch.no_grad(), under(recipe):
+            model(torch.randn(32, 64, dtype=torch.bfloat16))
+        with under(recipe):
+            y.sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_what_a_checkpoint_finds_when_it_runs_again_is_the_forward_pass() -> None:
+    found = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        found.append(recipes.current_recipe())
+        return 2 * x
+
+    x = torch.randn(4, requires_grad=True)
+    with under(HIGH):
+        y = opfuse.checkpoint(lambda x: run(x).square(), x)
+    y.sum().backward()
+    assert found == [HIGH, HIGH]
+
+
+def test_a_function_that_calls_other_pipelines_when_it_runs_again_is_refused() -> None:
+    models, calls = [block().eval(), block()[:4].eval()], []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return models[len(calls) - 1](x)
+
+    y = torch_checkpoint(run, torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), use_reentrant=False)
+    with pytest.raises(UnsupportedError, match=r"recomputation by a checkpoint: wants a call of .* got a call of"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_call_in_a_hook_of_the_backward_pass_is_a_call_of_its_own(reentrant: bool) -> None:
+    model, found = block().eval(), []
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def probe(grad: torch.Tensor) -> None:
+        with under(recipes.MXFP8BlockScaling()):
+            found.append(model(x.detach()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = model(2 * x)
+        if y.requires_grad:
+            y.register_hook(probe)
+        return 2 * y
+
+    torch_checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+    with under(recipes.MXFP8BlockScaling()):
+        assert all(torch.equal(each, model(x.detach())) for each in found)
+    assert found
+
+
+class Averaged(torch.autograd.Function):
+    """No checkpoint: its forward calls a pipeline, and its backward another one."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, model: ops.Sequential, other: ops.Sequential) -> torch.Tensor:
+        ctx.other = other
+        ctx.save_for_backward(x)
+        return model(x)
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.other(dy), None, None
+
+
+def test_the_backward_of_a_function_may_call_another_pipeline() -> None:
+    model, other = block().eval(), block().eval()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with under(recipes.MXFP8BlockScaling()):
+        y = Averaged.apply(x, model, other)
+        wanted = model(x)
+    assert torch.equal(y, wanted)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert torch.equal(x.grad, other(dy))
+
+
+def test_validation_in_a_checkpoint_counts_no_amax() -> None:
+    model = block().eval()
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    for reentrant in (True, False):
+        with torch.no_grad(), under(RECIPES["delayed"]):
+            torch_checkpoint(model, x, use_reentrant=reentrant)
+    assert not any(state.amax_history.any() for op in model for state in getattr(op, "quantizer_states", ()))
+
+
+def test_a_torch_whose_checkpoint_works_in_another_way_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_hook", object)
+    recompute._codes.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="a torch with a known checkpoint"), torch.autograd.graph.save_on_cpu():
+            block()(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+    finally:
+        recompute._codes.cache_clear()

@@ -228,36 +228,43 @@ def test_a_normalisation_refuses_casts_that_its_kernel_would_misread(encode, mat
 RULE = UpdateRule(448.0, 0, "max")
 
 
+def count(dtype=torch.int32, size=1):
+    return torch.zeros(size, dtype=dtype)
+
+
 @pytest.mark.parametrize(
-    ("histories", "scales", "rules", "match"),
+    ("histories", "scales", "counts", "rules", "match"),
     [
-        ([torch.zeros(4, 3)[:, 0]], [one()], [RULE], r"contiguous.*strides \(3,\)"),
-        ([torch.zeros(4, dtype=FP64)], [one()], [RULE], "torch.float64"),
-        ([torch.zeros(2, 2)], [one()], [RULE], r"\(2, 2\)"),
-        ([torch.zeros(0)], [one()], [RULE], r"\(0,\)"),
-        ([torch.zeros(4)], [one(FP64)], [RULE], "torch.float64"),
-        ([torch.zeros(4)], [one(size=2)], [RULE], r"\(2,\)"),
-        ([torch.zeros(4)], [one()], [RULE._replace(algorithm="least")], "one of max, most_recent, got least"),
-        ([torch.zeros(4)], [one()], [], "as many histories as scales and rules, got 1, 1 and 0"),
-        ([torch.zeros(4)], [], [], "got 1, 0 and 0"),
-        ([], [one()], [RULE], "got 0, 1 and 1"),
+        ([torch.zeros(4, 3)[:, 0]], [one()], [count()], [RULE], r"contiguous.*strides \(3,\)"),
+        ([torch.zeros(4, dtype=FP64)], [one()], [count()], [RULE], "torch.float64"),
+        ([torch.zeros(2, 2)], [one()], [count()], [RULE], r"\(2, 2\)"),
+        ([torch.zeros(0)], [one()], [count()], [RULE], r"\(0,\)"),
+        ([torch.zeros(4)], [one(FP64)], [count()], [RULE], "torch.float64"),
+        ([torch.zeros(4)], [one(size=2)], [count()], [RULE], r"\(2,\)"),
+        ([torch.zeros(4)], [one()], [count(torch.int64)], [RULE], "torch.int64"),
+        ([torch.zeros(4)], [one()], [count(size=2)], [RULE], r"\(2,\)"),
+        ([torch.zeros(4)], [one()], [count()], [RULE._replace(algorithm="least")], "one of max, most_recent, got least"),
+        ([torch.zeros(4)], [one()], [count()], [], "as many histories as scales, counts and rules, got 1, 1, 1 and 0"),
+        ([torch.zeros(4)], [], [count()], [], "got 1, 0, 1 and 0"),
+        ([torch.zeros(4)], [one()], [], [RULE], "got 1, 1, 0 and 1"),
+        ([], [one()], [count()], [RULE], "got 0, 1, 1 and 1"),
     ],
 )
-def test_an_update_refuses_states_that_its_kernel_would_misread(histories, scales, rules, match):
+def test_an_update_refuses_states_that_its_kernel_would_misread(histories, scales, counts, rules, match):
     calls = [delayed_update, delayed_update.reference]
     calls += [lambda *args: delayed_update.run(unlaunched, *args)]
     for call in calls:
         with pytest.raises(QuantizerError, match=match):
-            call(histories, scales, rules)
+            call(histories, scales, counts, rules)
 
 
 def test_an_update_takes_any_sequence_and_none_at_all():
-    assert delayed_update([], [], []) is None
-    assert delayed_update((), (), ()) is None
+    assert delayed_update([], [], [], []) is None
+    assert delayed_update((), (), (), ()) is None
     history, scale = torch.tensor([2.0, 1.0]), one()
-    delayed_update((history,), (scale,), (RULE,))
+    delayed_update((history,), (scale,), (count(),), (RULE,))
     assert (history.tolist(), scale.item()) == ([0.0, 2.0], 224.0)
-    delayed_update(histories=(history,), scales=(scale,), rules=(RULE._replace(fp8_max=8.0),))
+    delayed_update(histories=(history,), scales=(scale,), left_out=(count(),), rules=(RULE._replace(fp8_max=8.0),))
     assert (history.tolist(), scale.item()) == ([0.0, 0.0], 4.0)
 
 
@@ -343,7 +350,7 @@ def test_the_first_argument_may_have_its_name(monkeypatch):
     assert cast.tensor_amax(x=torch.tensor([-3.0])).item() == 3.0
     reported = Reported(monkeypatch)
     reported.of(cast.tensor_amax)(x=torch.ones(2, 8))
-    reported.of(delayed_update)(histories=(torch.ones(2),), scales=(one(),), rules=(RULE,))
+    reported.of(delayed_update)(histories=(torch.ones(2),), scales=(one(),), left_out=(count(),), rules=(RULE,))
     assert reported.ran == 2
 
 

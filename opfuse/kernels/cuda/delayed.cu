@@ -1,7 +1,8 @@
 // delayed: one update of delayed scaling of many tensors, in place: the scale for the next casts, and the history moved by a slot.
 //
 // history     fp32 [length]: slot 0 the amax since the last update, the others those of earlier steps, the latest last
-// scale       fp32, what casts multiply by; kept where amax is 0 or not finite
+// scale       fp32, what casts multiply by; kept where amax is 0
+// left_out    int32, how many amaxes were not finite: such entries of the history count as 0, one in slot 0 is counted here
 // Grid        one block of 256 threads for each state; only the fields of as many are there
 // Defined by  opfuse/kernels/delayed.py, delayed_update.
 #include "common.cuh"
@@ -9,6 +10,7 @@
 struct State {
     float* history;
     float* scale;
+    int* left_out;
     int length;
     float fp8_max;
     int margin;
@@ -21,8 +23,10 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 constexpr int THREADS = 256, SLOTS = 4;
 
-// The bits of an amax, which order as positive numbers with NaN on top; 0 for what is no amax.
-OPFUSE_FN u32 amax_bits(float x) { return x > 0.0f ? bits_of(x) : x == x ? 0 : NAN_BITS; }
+OPFUSE_FN float finite(float x) { return is_finite(x) ? x : 0.0f; }
+
+// The bits of a finite amax, which order as positive numbers; 0 for what is no amax.
+OPFUSE_FN u32 amax_bits(float x) { return x > 0.0f ? bits_of(x) : 0; }
 
 OPFUSE_FN float new_scale(const State& s, float amax) {
     float quotient = s.fp8_max / amax / ldexpf(1.0f, s.margin);
@@ -32,14 +36,14 @@ OPFUSE_FN float new_scale(const State& s, float amax) {
 extern "C" __global__ void __launch_bounds__(THREADS) delayed_update(const __grid_constant__ Parameters p) {
     __shared__ u32 of_warp[THREADS / 32];
     const State& s = p.state[blockIdx.x];
-    float newest = s.history[0];
+    float recorded = s.history[0], newest = finite(recorded);
     u32 best = 0;
     for (int first = 0; first < s.length; first += THREADS * SLOTS) {
         float next[SLOTS];
 #pragma unroll
         for (int k = 0; k < SLOTS; ++k) {
             int from = first + k * THREADS + threadIdx.x + 1;
-            next[k] = from < s.length ? s.history[from] : newest;
+            next[k] = from < s.length ? finite(s.history[from]) : newest;
         }
         __syncthreads();  // a slot is read before it is written; those of the next turn lie behind all that this one writes
 #pragma unroll
@@ -54,5 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) delayed_update(const __gri
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (u32 of_other : of_warp) best = larger(best, of_other);
-    if (best > 0 && best < INF_BITS) *s.scale = new_scale(s, float_of(best));
+    if (best > 0) *s.scale = new_scale(s, float_of(best));
+    if (!is_finite(recorded)) ++*s.left_out;
 }

@@ -1,0 +1,223 @@
+"""Calls of pipelines that a checkpoint repeats in the backward pass: they run as they ran first.
+
+A checkpoint is known by what it leaves on Python's stack while it runs its function: ``torch.utils.checkpoint`` in its
+non-reentrant kind, or any ``autograd.Function`` whose forward calls pipelines, as reentrant checkpoints do. The first run writes
+down the context of every call (recipe, region, rules, what a miss does). The recomputation finds the same object, the frame of
+the checkpoint or the ``ctx`` of the function, and makes each call in the context that it had; the ambient one counts for nothing.
+
+A checkpoint within a checkpoint is run again by the outer one, and then by itself: all of them share one record, and each knows
+where in it its own calls begin. The stack is searched only where an ordinary call never is: in a backward pass, under hooks of
+saved tensors, and in the forward of an ``autograd.Function``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context, copy_context
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from opfuse.errors import UnsupportedError, describe
+from opfuse.recipes import note_quantized
+from opfuse.recipes.passes import Pass, current_pass, running
+
+_in_backward: Callable[[], int] = torch._C._current_graph_task_id
+_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_outside_function: Callable[[], bool] = torch._C._is_fwd_grad_enabled
+"""Off in the forward of an ``autograd.Function``, but not under ``torch.no_grad()``; off also in inference mode."""
+
+
+class Pipeline(Protocol):
+    """What is called. structure: a digest of its ops. ops: the ops themselves."""
+
+    structure: str
+    label: str
+
+    @property
+    def ops(self) -> Sequence[object]: ...
+
+
+class _Call(NamedTuple):
+    """One call of a first run."""
+
+    pipeline: Pipeline
+    context: Context
+
+
+class _Record:
+    """The calls of an outermost checkpoint, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+class _Part:
+    """The calls of one checkpoint: those of a record from ``start`` on. reached: how far the recomputation of a pass has come."""
+
+    def __init__(self, record: _Record, start: int) -> None:
+        self.record = record
+        self.start = start
+        self.reached: dict[Any, int] = {}
+
+
+class _Found(NamedTuple):
+    """A checkpoint on the stack.
+
+    again: the backward pass that it recomputes in; None while it runs for the first time. strict: it does nothing but recompute,
+    so each of its calls is one of the first run. trains: a call with gradients off is one of training.
+    """
+
+    owner: Any
+    again: Any
+    strict: bool
+    trains: bool
+
+
+Runs = Callable[..., Any]
+
+
+def repeated(pipeline: Pipeline) -> Callable[[Runs], Any] | None:
+    """How to make this call of ``pipeline``, if a checkpoint will repeat it or repeats it now; None for an ordinary call."""
+    if _in_backward() < 0 and _hooks(False) is None and (_outside_function() or torch.is_inference_mode_enabled()):
+        return None
+    if current_pass() is not None:  # called by an op of a call that was found
+        return None
+    return _search(pipeline, sys._getframe(1))
+
+
+def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any] | None:
+    first: list[_Found] = []  # innermost first
+    part: _Part | None = None
+    for found in _checkpoints(frame):
+        if found.again is None:
+            first.append(found)
+        elif (part := getattr(found.owner, _NAME, None)) is not None:
+            at = part.reached.get(found.again, part.start)
+            calls = part.record.calls
+            if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
+                part.reached[found.again] = at + 1
+                _join(first, part.record, at)
+                note_quantized()  # in the region that the function has entered again, if it has
+                return lambda run: calls[at].context.copy().run(_again, run)
+            if found.strict:
+                raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)
+            part = None
+    if not first:
+        return None
+    outermost = getattr(first[-1].owner, _NAME, None)
+    record = _Record() if outermost is None else outermost.record
+    _join(first, record, len(record.calls))
+    record.calls.append(_Call(pipeline, copy_context()))
+    kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
+    return lambda run: _under(kind, run)
+
+
+def _join(first: list[_Found], record: _Record, at: int) -> None:
+    """Have the checkpoints that run for the first time know ``record``, from this call on."""
+    for found in first:
+        if getattr(found.owner, _NAME, None) is None:
+            setattr(found.owner, _NAME, _Part(record, at))
+
+
+_NAME = "_opfuse_calls"
+"""The attribute of a checkpoint, or of the ``ctx`` of a function, that holds its part of a record."""
+
+
+def _same(one: Pipeline, other: Pipeline, *, strict: bool) -> bool:
+    """Whether one call repeats another: a function may slice a pipeline anew, or make its ops, whenever it runs."""
+    if strict:
+        return one.structure == other.structure
+    return len(one.ops) == len(other.ops) and all(a is b for a, b in zip(one.ops, other.ops))
+
+
+def _under(kind: Pass, run: Runs) -> Any:
+    with running(kind):
+        return run()
+
+
+def _again(run: Runs) -> Any:
+    return _under(Pass.AGAIN, run)
+
+
+def _changed(pipeline: Pipeline, wanted: Pipeline | None) -> UnsupportedError:
+    label = "no further call" if wanted is None else f"a call of {wanted.label}"
+    cure = "checkpoint a function that calls the same pipelines whenever it runs"
+    return UnsupportedError(describe("recomputation by a checkpoint", wanted=label, got=f"a call of {pipeline.label}", cure=cure))
+
+
+# -- the stack ---------------------------------------------------------------------------------------------------------------
+
+
+_ENGINE = "_engine_run_backward"
+"""The function of torch that runs a backward pass on the calling thread."""
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""What the node of a reentrant checkpoint is called, torch's own as well as those of others."""
+
+
+class _Codes(NamedTuple):
+    """The functions of ``torch.utils.checkpoint`` whose frames are looked for."""
+
+    run: CodeType
+    unpack: CodeType
+
+
+@cache
+def _codes() -> _Codes:
+    """UnsupportedError under a torch whose checkpoint has other parts: nothing here could be told from an ordinary call."""
+    from torch.utils import checkpoint
+
+    run = inspect.unwrap(checkpoint.checkpoint).__code__
+    made_by = getattr(getattr(checkpoint, "_checkpoint_hook", None), "__init__", None)
+    inner = [code for code in getattr(getattr(made_by, "__code__", None), "co_consts", ()) if isinstance(code, CodeType)]
+    unpack = next((code for code in inner if code.co_name == "unpack_hook"), None)
+    generator = getattr(checkpoint, "_checkpoint_without_reentrant_generator", None)
+    made = () if generator is None else (*generator.__code__.co_varnames, *generator.__code__.co_cellvars)
+    if unpack is None or "frame" not in unpack.co_freevars or "gid" not in unpack.co_varnames or "gen" not in run.co_varnames:
+        raise _unknown_torch()
+    if "new_frame" not in made or not hasattr(torch.autograd.graph, _ENGINE):
+        raise _unknown_torch()
+    return _Codes(run, unpack)
+
+
+def _unknown_torch() -> UnsupportedError:
+    cure = "use a torch that opfuse was tried with (see pyproject.toml), or no checkpoint"
+    got = f"torch {torch.__version__}, whose checkpoint works in another way"
+    return UnsupportedError(describe("activation checkpointing", wanted="a torch with a known checkpoint", got=got, cure=cure))
+
+
+def _checkpoints(frame: FrameType | None) -> Iterator[_Found]:
+    """The checkpoints around, innermost first."""
+    codes, task = _codes(), _in_backward()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == _ENGINE:
+            return  # what lies beyond is about a backward pass around this one
+        if code is codes.run:
+            generator = frame.f_locals.get("gen")
+            if generator is not None and (run := generator.gi_frame) is not None:
+                yield _Found(run.f_locals["new_frame"], None, strict=True, trains=False)
+        elif code is codes.unpack:
+            yield _Found(frame.f_locals["frame"], frame.f_locals["gid"], strict=True, trains=False)
+        elif code.co_name in ("forward", "backward") and code.co_argcount and not _is_ours(frame):
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, FunctionCtx):
+                again = task if code.co_name == "backward" else None
+                strict = type(ctx).__name__ == _REENTRANT
+                yield _Found(ctx, again, strict, trains=again is None and any(_needs(ctx)))
+        frame = frame.f_back
+
+
+def _needs(ctx: Any) -> tuple[bool, ...]:
+    return getattr(ctx, "needs_input_grad", ())
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether the function is one of opfuse: what runs inside of those is a part of the call."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]

@@ -1,0 +1,51 @@
+"""What a call of a pipeline is to the delayed-scaling states that its casts use.
+
+A call outside of any checkpoint has no pass. A checkpoint runs a call twice: the first time the scales of its casts are kept in
+the outermost ``autocast`` region, for its recomputation to cast with, whatever the states hold by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+
+class Pass(enum.Enum):
+    """A call that is not an ordinary one.
+
+    FIRST: a recomputation will follow. TRAINED: as FIRST, and amaxes are counted although gradients are off, as in the forward of
+    a reentrant checkpoint. AGAIN: the recomputation, which records nothing. LOOK: a call that leaves no trace.
+    """
+
+    FIRST = "first"
+    TRAINED = "trained"
+    AGAIN = "again"
+    LOOK = "look"
+
+
+_PASS: ContextVar[Pass | None] = ContextVar("opfuse_pass", default=None)
+
+current_pass = _PASS.get
+"""The pass around, or None."""
+
+
+@contextlib.contextmanager
+def running(kind: Pass) -> Iterator[None]:
+    """Calls inside the block are of this pass."""
+    reset = _PASS.set(kind)
+    try:
+        yield
+    finally:
+        _PASS.reset(reset)
+
+
+def is_recomputing() -> bool:
+    """Whether casts record nothing: those of a recomputation, and of a call that is looked at."""
+    return _PASS.get() in (Pass.AGAIN, Pass.LOOK)
+
+
+def is_trained() -> bool:
+    """Whether casts count their amaxes although gradients are off."""
+    return _PASS.get() is Pass.TRAINED

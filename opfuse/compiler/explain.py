@@ -17,6 +17,7 @@ from opfuse.compiler.products import how
 from opfuse.compiler.rules import JOINT
 from opfuse.compiler.saved import Refused, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
+from opfuse.recipes.delayed import DelayedScalingStates
 
 ENVIRONMENT = "environment "
 """How the source of a recipe's field begins that was taken from a variable."""
@@ -95,10 +96,14 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     the caller see it. overrides: also measure the bytes saved for backward under every backward override, as
     :func:`opfuse.saved` does in more detail; an override under which the call cannot run is told as refused, and why.
 
-    PipelineError for what is no module or runs no op of opfuse; DtypeError for an input that is no tensor.
+    OpfuseWarning for amaxes of delayed scaling that were not finite. PipelineError for what is no module or runs no op of opfuse;
+    DtypeError for an input that is no tensor.
     """
     recipe = current_recipe()
     found = observe(model, x, extra_inputs)
+    for name, module in model.named_modules():
+        if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
+            states.tell(name or type(module).__name__)
     if recipe is None:
         return Explanation("none", "high precision", "no recipe is active", found.plans, found.values, found.totals)
     status = support(recipe)

@@ -132,18 +132,18 @@ def test_hooks_run_once_at_the_outermost_exit():
     runs = []
 
     def make():
-        return lambda: runs.append(current_recipe())
+        return lambda completed: runs.append((completed, current_recipe()))
 
     with autocast(recipe=MX):
         with autocast(recipe=NV):
             first = at_outermost_exit("hook", make)
         assert runs == []
         assert at_outermost_exit("hook", make) is first
-    assert runs == [None]
+    assert runs == [(True, None)]
     fail = autocast(recipe=MX)(lambda: at_outermost_exit("hook", make) and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert runs == [None]
+    assert runs == [(True, None), (False, None)]
     with pytest.raises(RecipeError, match="active autocast region"):
         at_outermost_exit("hook", make)
 

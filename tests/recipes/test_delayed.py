@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from contextvars import copy_context
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import QuantizerError, RecipeError
+from opfuse.errors import RecipeError
 from opfuse.kernels.delayed import UpdateRule, delayed_update
 from opfuse.recipes import (
     DelayedScaling,
@@ -20,12 +21,12 @@ from opfuse.recipes import (
     DelayedScalingStates,
     MXFP8BlockScaling,
     QuantizerRole,
-    Snapshot,
     autocast,
     delayed,
     touch_backward,
     touch_forward,
 )
+from opfuse.recipes.passes import Pass, running
 
 ROOT = Path(__file__).parents[2]
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -34,25 +35,26 @@ INPUT, GRAD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="gra
 
 
 def oracle(history, scale, fp8_max, margin, algorithm):
-    """The rule, one state at a time, with correctly rounded fp32 divisions."""
-    amax = np.float32(max(history) if algorithm == "max" and not np.isnan(history).any() else history[0])
-    if algorithm == "max" and np.isnan(history).any():
-        amax = np.float32(np.nan)
+    """The rule, one state at a time, with correctly rounded fp32 divisions; last, how many amaxes it left out."""
+    left_out = int(not np.isfinite(history[0]))
+    history = [value if np.isfinite(value) else np.float32(0) for value in history]
+    amax = np.float32(max(history) if algorithm == "max" else history[0])
     shifted = np.append(history[1:], history[0]).astype(np.float32)
     shifted[0] = 0
-    if not np.isfinite(amax) or amax == 0:
-        return shifted, np.float32(scale)
+    if amax == 0:
+        return shifted, np.float32(scale), left_out
     with np.errstate(over="ignore"):
         quotient = np.float32(np.float32(fp8_max) / amax) / np.float32(2.0**margin)
-    return shifted, np.float32(FLOAT_MAX) if np.isinf(quotient) else np.float32(quotient)
+    return shifted, np.float32(FLOAT_MAX) if np.isinf(quotient) else np.float32(quotient), left_out
 
 
 def used(state, *, recipe, backward=False, values=None):
     """One cast of ``values`` with the state, touched as an op would."""
-    quantizer = recipe.quantizer(GRAD if backward else INPUT, state=state)
-    if values is not None:
-        quantizer(torch.as_tensor(values, dtype=torch.float32).reshape(1, -1))
     (touch_backward if backward else touch_forward)(state, recipe)
+    if values is not None:
+        role, rule = (GRAD, recipe.backward_rule) if backward else (INPUT, recipe.forward_rule)
+        quantizer = state.quantizer(recipe.fp8_dtype(role), rule=rule)
+        quantizer(torch.as_tensor(values, dtype=torch.float32).reshape(1, -1))
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -66,18 +68,22 @@ def test_update_rule_is_bitwise_the_formula(algorithm, margin):
     history[len(special) : 2 * len(special)] = np.array(special, dtype=np.float32)[:, None]
     scale = np.exp(rng.uniform(-5, 5, (400, 1))).astype(np.float32)
     new_history, new_scale = torch.from_numpy(history.copy()), torch.from_numpy(scale.copy())
-    delayed_update([*new_history], [*new_scale], [UpdateRule(E4M3_MAX, margin, algorithm)] * len(history))
+    left_out = torch.zeros(len(history), 1, dtype=torch.int32)
+    delayed_update([*new_history], [*new_scale], [*left_out], [UpdateRule(E4M3_MAX, margin, algorithm)] * len(history))
     wanted = [oracle(h, s, E4M3_MAX, margin, algorithm) for h, s in zip(history, scale[:, 0])]
     assert new_scale.numpy().tobytes() == np.array([w[1] for w in wanted]).tobytes()
     assert new_history.numpy().tobytes() == np.stack([w[0] for w in wanted]).tobytes()
+    assert left_out.flatten().tolist() == [w[2] for w in wanted]
+    assert left_out.sum() == 4
 
 
 def test_update_shifts_the_history_by_one():
     history, scale, rule = torch.tensor([4.0, 1.0, 2.0, 3.0]), torch.ones(1), UpdateRule(E4M3_MAX, 0, "max")
-    delayed_update([history], [scale], [rule])
+    count = torch.zeros(1, dtype=torch.int32)
+    delayed_update([history], [scale], [count], [rule])
     assert history.tolist() == [0.0, 2.0, 3.0, 4.0]
     assert scale.item() == 112.0
-    delayed_update([history], [scale], [rule._replace(algorithm="most_recent")])
+    delayed_update([history], [scale], [count], [rule._replace(algorithm="most_recent")])
     assert scale.item() == 112.0  # slot 0 is empty
 
 
@@ -134,7 +140,7 @@ def test_states_of_different_lengths_and_formats_update_together():
     assert (one.scale.item(), two.scale.item()) == (64.0, 32.0)
 
 
-def test_failed_region_moves_no_scale():
+def test_failed_region_moves_no_scale_and_leaves_no_amax():
     state, recipe = DelayedScalingState(4), DelayedScaling(amax_history_len=4)
 
     @autocast(recipe=recipe)
@@ -147,7 +153,13 @@ def test_failed_region_moves_no_scale():
     assert state.scale.item() == 1.0
     with autocast(recipe=recipe):
         touch_forward(state, recipe)
-    assert state.scale.item() == 224.0
+    assert state.scale.item() == 1.0
+    with autocast(recipe=recipe):
+        used(state, recipe=recipe, values=[4.0])
+    assert state.scale.item() == 112.0
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert state.amax_history.tolist() == [0.0, 0.0, 0.0, 4.0]
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -269,7 +281,10 @@ def test_u10_history_length_change_truncates_or_pads(length, wanted):
     state = DelayedScalingState(4)
     state.amax_history.copy_(torch.tensor([5.0, 1.0, 2.0, 3.0]))
     state.scale.fill_(3.0)
-    DelayedScaling(amax_history_len=length).quantizer(INPUT, state=state)
+    recipe = DelayedScaling(amax_history_len=length)
+    recipe.quantizer(INPUT, state=state)
+    assert len(state.amax_history) == 4
+    state.adopt(recipe, recipe.forward_rule)
     assert state.amax_history.tolist() == wanted
     assert state.scale.item() == 3.0
 
@@ -313,61 +328,73 @@ def test_state_is_plain_tensors_that_load_into_any_length():
     states = DelayedScalingStates()
     assert states.to_dict() == {}
     states.get(INPUT, length=4, device=None).amax_history.copy_(torch.arange(4.0))
-    states.get(QuantizerRole(tensor_type="weight", name="w1"), length=2, device=None).scale.fill_(9.0)
+    states.get(QuantizerRole(tensor_type="weight", name="w1"), length=2000, device=None).scale.fill_(9.0)
     saved = states.to_dict()
-    assert sorted(saved) == ["input/amax_history", "input/scale", "w1:weight/amax_history", "w1:weight/scale"]
+    fields = ("amax_history", "made_for", "scale")
+    assert sorted(saved) == [f"{role}/{field}" for role in ("input", "w1:weight") for field in fields]
     assert all(type(tensor) is torch.Tensor and tensor.dtype is torch.float32 for tensor in saved.values())
+    assert [len(saved[f"{role}/amax_history"]) for role in ("input", "w1:weight")] == [1024, 2000]
     loaded = DelayedScalingStates()
     kept = loaded.get(INPUT, length=16, device=None)
     grown = loaded.get(GRAD, length=3, device=None)
     loaded.load_dict(saved)
     assert len(loaded) == 3
+    assert kept.amax_history.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert loaded.get(INPUT, length=16, device=None) is kept
     assert loaded.get(GRAD, length=3, device=None) is grown
     assert all(torch.equal(loaded.to_dict()[name], tensor) for name, tensor in saved.items())
     saved["input/scale"].fill_(0.5)
     assert kept.scale.item() == 1.0
-    with pytest.raises(QuantizerError, match=r"scale.*amax_history"):
-        loaded.load_dict({"input/scale": torch.ones(3), "input/amax_history": torch.ones(3)})
-    with pytest.raises(QuantizerError, match="amax_history"):
-        kept.load_dict({"scale": torch.ones(1)})
 
 
 def test_recomputation_uses_the_first_scale_and_records_nothing():
     state, recipe = DelayedScalingState(4), DelayedScaling(amax_history_len=4)
     x = torch.linspace(-3, 3, 32).reshape(1, 32)
-    snapshot = Snapshot()
-    with autocast(recipe=recipe), snapshot.recording():
-        first = recipe.quantizer(INPUT, state=state)(x)
+
+    def cast(values):
         touch_forward(state, recipe)
+        return state.quantizer(torch.float8_e4m3fn, rule=recipe.forward_rule)(values)
+
+    with autocast(recipe=recipe):
+        with running(Pass.FIRST):
+            first = cast(x)
+        region = copy_context()
     after = state.to_dict()
     assert after["scale"].item() != 1.0
-    with snapshot.replaying():
-        again = recipe.quantizer(INPUT, state=state)(x)
-        touch_forward(state, recipe)  # outside any region: nothing to record
-    with autocast(recipe=recipe), snapshot.replaying():
-        recipe.quantizer(INPUT, state=state)(x * 100)
-        touch_forward(state, recipe)
+    with running(Pass.AGAIN):
+        for _ in range(2):
+            again = region.copy().run(lambda: _again(cast, x))
     assert torch.equal(first.rowwise.data, again.rowwise.data)
     assert torch.equal(first.rowwise.scale, again.rowwise.scale)
+    region.copy().run(lambda: _again(cast, 100 * x))
+    with running(Pass.LOOK), autocast(recipe=recipe):
+        cast(100 * x)
     assert all(torch.equal(state.to_dict()[name], tensor) for name, tensor in after.items())
     with autocast(recipe=recipe):
         used(state, recipe=recipe, values=[64.0])
     assert state.scale.item() == 7.0
 
 
-def test_recording_marks_the_scale_before_any_update():
-    state, recipe, snapshot = DelayedScalingState(2), DelayedScaling(amax_history_len=2), Snapshot()
+def _again(cast, x):
+    with running(Pass.AGAIN):
+        return cast(x)
+
+
+def test_every_region_keeps_the_scale_of_its_own_casts():
+    state, recipe, regions = DelayedScalingState(2), DelayedScaling(amax_history_len=2), []
     for amax in (2.0, 4.0):
-        with autocast(recipe=recipe), snapshot.recording():
+        with autocast(recipe=recipe), running(Pass.FIRST):
             used(state, recipe=recipe, values=[amax])
-    with snapshot.replaying():
-        assert state.quantizer(torch.float8_e4m3fn).scale.item() == 1.0
-        with Snapshot.current().recording():
-            assert Snapshot.current() is snapshot
-            assert state.quantizer(torch.float8_e4m3fn).scale.item() == 1.0  # a checkpoint inside is recomputed, too
-    assert Snapshot.current() is not snapshot
-    assert state.quantizer(torch.float8_e4m3fn).scale.item() == state.scale.item() != 1.0
+            regions.append(copy_context())
+
+    def scale():
+        with running(Pass.AGAIN):
+            return state.quantizer(torch.float8_e4m3fn, rule=recipe.forward_rule).scale.item()
+
+    assert [region.run(scale) for region in regions] == [1.0, 224.0]
+    assert state.scale.item() == 112.0
+    with autocast(recipe=recipe), pytest.raises(RecipeError, match="a cast that it did not make"):
+        scale()
 
 
 def test_gradients_of_autocast_leave_the_tape_alone():

@@ -47,7 +47,7 @@ def multiply(left: Operand, right: Operand) -> torch.Tensor:
     result = _sums(left.values, right.values)
     if left.factor is not None and right.factor is not None:
         for factor in balanced(left.factor, right.factor.t()):
-            result *= factor
+            result = result * factor  # a checkpoint may keep the sums, so nothing writes to them
     return result
 
 

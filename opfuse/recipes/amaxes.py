@@ -2,8 +2,8 @@
 
 The collective takes the maximum of 1024 words: how many casts there are and a digest of their names, digests of the first 300
 names, each with its complement, and the first 420 amaxes; what is left over follows in a second one. Where all ranks agree,
-maxima of a word and of its complement are the rank's own. The host looks at that when a list of casts is new to it: the first
-time in a run, and whenever a rank casts something else than before.
+maxima of a word and of its complement are the rank's own. On a CPU the host always looks at that; elsewhere, since it would have
+to wait, when a list of casts is new to it: the first time in a run, and whenever the rank casts something else than before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: A
     room = WORDS - _HEAD - len(amaxes)
     first = torch.cat([head, *amaxes[: WORDS - _HEAD], head.new_zeros(max(room, 0))])
     first = _maximum(first, group)
-    if known is None:
+    if known is None or first.device.type == "cpu":
         _check(first[:_HEAD], head, key[0])
         heads[key] = head
     whole = first[_HEAD:]

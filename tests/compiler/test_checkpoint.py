@@ -114,6 +114,27 @@ def test_reentrant_is_refused() -> None:
         opfuse.checkpoint(block(), torch.randn(32, 64), use_reentrant=True)
 
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+
+
+def keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> torch.utils.checkpoint.CheckpointPolicy:
+    kept = torch.utils.checkpoint.CheckpointPolicy
+    return kept.MUST_SAVE if op in PRODUCTS else kept.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_selective_checkpoint_may_keep_products(recipe: str) -> None:
+    """They were scaled in place: RuntimeError, a tensor that is kept has been changed."""
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, keep_products)
+
+    def selective(first: ops.Sequential, second: ops.Sequential, x: torch.Tensor) -> torch.Tensor:
+        run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=contexts)
+        return run(second.eval(), run(first.eval(), x))
+
+    wanted = trained(lambda first, second, x: second.eval()(first.eval()(x)), RECIPES[recipe], steps=2)
+    assert equal(trained(selective, RECIPES[recipe], steps=2), wanted)
+
+
 # -- torch's own checkpoints -------------------------------------------------------------------------------------------------
 
 HIGH = recipes.MXFP8BlockScaling(backward_override="high_precision")

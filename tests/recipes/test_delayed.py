@@ -437,17 +437,69 @@ dist.destroy_process_group()
 """
 
 
-def test_amaxes_are_reduced_over_their_group(tmp_path):
+def ranks(program: str, *args: str) -> list[tuple[str, str]]:
+    """What two ranks of a program print, and what they print of errors."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", RANK_PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    options = {"env": environment, "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", program, str(rank), *args], **options) for rank in range(2)]
+    return [rank.communicate(timeout=120) for rank in started]
+
+
+def test_amaxes_are_reduced_over_their_group(tmp_path):
+    printed = [out.split() for out, _ in ranks(RANK_PROGRAM, str(tmp_path / "store"))]
     assert printed == [["2.0", "8.0", "1.0", "1.0", "2.0"], ["2.0", "8.0", "2.0", "2.0", "2.0"]]
+
+
+LAYERS_PROGRAM = """
+import sys, torch, torch.distributed as dist, opfuse
+from opfuse import errors, ops
+from opfuse.recipes import DelayedScaling
+from opfuse.recipes.amaxes import reduce_amaxes
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(rank)
+for depth, last in ((2, 16), (2, 16 + 16 * rank), (2 + rank, 16)):
+    model = ops.Sequential(*(ops.Linear(16, 16) for _ in range(depth)), ops.Linear(16, last))
+    states = [op.quantizer_states for op in model]
+    try:
+        for _ in range(2):
+            with opfuse.autocast(recipe=DelayedScaling(amax_history_len=4)):
+                y = model((1 + rank) * torch.randn(16, 16, requires_grad=True))
+            y.sum().backward()
+    except errors.OpfuseError as error:
+        print(type(error).__name__, error, all(s.scale.item() == 1 for each in states for s in each))
+    else:
+        scales = torch.stack([s.scale for each in states for s in each])
+        both = [torch.empty_like(scales) for _ in range(2)]
+        dist.all_gather(both, scales)
+        print("equal", torch.equal(*both), (scales != 1).all().item())
+for count in (0, 420, 421, 1000):
+    amaxes = [torch.tensor([float(i + 1 if i % 2 == rank else 0)]) for i in range(count + 1)]
+    for _ in range(2):
+        reduce_amaxes(amaxes, ["cast"] * len(amaxes), None)
+    print([amax.item() for amax in amaxes] == [i + 1 for i in range(count + 1)])
+try:
+    reduce_amaxes([torch.ones(1)] * (350 + rank), ["cast"] * (350 + rank), None)
+except errors.RecipeError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_other_layers_are_told_instead_of_sharing_amaxes(tmp_path):
+    for rank, (out, err) in enumerate(ranks(LAYERS_PROGRAM, str(tmp_path / "store"))):
+        equal, shapes, number, *reduced, many = out.splitlines() or [err]
+        assert equal == "equal True True"
+        for line in (shapes, number):
+            assert line.startswith(
+                "RecipeError delayed scaling, shared amaxes: wants the same casts in the same order on every rank"
+            )
+            assert line.endswith("True")
+        assert f"'BasicLinear(in_features=16, out_features={16 + 16 * rank}) input' as number 5 here" in shapes
+        assert ("as number 7 here" if rank else "6 casts here") in number
+        assert reduced == ["True"] * 4
+        assert f"got {350 + rank} casts here, and another rank has others. Cure: give autocast an amax_reduction_group" in many
 
 
 MODELS = {

@@ -1,0 +1,181 @@
+"""Delayed-scaling states in state dicts: which keys there are, what is taken over, and what is refused, all of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import opfuse
+from opfuse import ops
+from opfuse.errors import QuantizerError
+from opfuse.recipes import DelayedScaling, Float8CurrentScaling, Format
+
+RECIPE = DelayedScaling(amax_history_len=4)
+STATE = "0._extra_state"
+
+
+def model() -> ops.Sequential:
+    return ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Quantize(True, True), ops.BasicLinear(32, 32))
+
+
+def grouped() -> ops.Sequential:
+    return ops.Sequential(ops.GroupedLinear(2, 32, 32), ops.GELU())
+
+
+def call(module: ops.Sequential, recipe: opfuse.Recipe | None = RECIPE) -> torch.Tensor:
+    extras = (torch.tensor([16, 16]),) if isinstance(module[0], ops.GroupedLinear) else ()
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        return module(torch.randn(32, 32, requires_grad=True), *extras)
+
+
+def train(module: ops.Sequential, recipe: opfuse.Recipe | None = RECIPE, steps: int = 2) -> ops.Sequential:
+    for _ in range(steps):
+        call(module, recipe).square().sum().backward()
+    return module
+
+
+def shapes(module: torch.nn.Module) -> dict[str, object]:
+    state = module.state_dict()
+    extra = {
+        name: {key: each.shape for key, each in value.items()} for name, value in state.items() if name.endswith("_extra_state")
+    }
+    return {name: value.shape for name, value in state.items() if name not in extra} | extra
+
+
+def flat(state: dict[str, object]) -> dict[str, torch.Tensor]:
+    inner = {f"{name}/{key}": each for name, value in state.items() if isinstance(value, dict) for key, each in value.items()}
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} | inner
+
+
+def equal(one: dict[str, object], other: dict[str, object]) -> bool:
+    one, other = flat(one), flat(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("make", [model, grouped])
+def test_keys_and_shapes_depend_on_no_recipe_and_no_use(make):
+    wanted = shapes(make())
+    assert "input/scale" in wanted[STATE]
+    for recipe in (RECIPE, RECIPE.replace(amax_history_len=1024), Float8CurrentScaling(), None):
+        assert shapes(train(make(), recipe)) == wanted
+
+
+@pytest.mark.row("R17")
+@pytest.mark.parametrize("make", [model, grouped])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_restores_states_of_a_model_that_has_not_run(make, tmp_path):
+    trained, fresh = train(make()), make()
+    dcp.save({"model": trained.state_dict()}, checkpoint_id=tmp_path)
+    held = {"model": fresh.state_dict()}
+    dcp.load(held, checkpoint_id=tmp_path)
+    fresh.load_state_dict(held["model"])
+    assert equal(fresh.state_dict(), trained.state_dict())
+    assert fresh.state_dict()[STATE]["input/made_for"].tolist() == [448.0, 0.0, 4.0]
+    outputs = []
+    for each in (trained, fresh):
+        torch.manual_seed(1)
+        outputs.append(call(each))
+    assert torch.equal(*outputs)
+
+
+def test_a_model_that_was_not_used_is_restored_as_such():
+    trained, fresh = train(model()), model()
+    fresh.load_state_dict(model().state_dict())
+    assert not fresh[0].quantizer_states
+    trained.load_state_dict(model().state_dict())
+    for state in trained[0].quantizer_states:
+        assert (state.scale.item(), state.amax_history.any().item(), state.rule) == (1.0, False, None)
+
+
+def test_what_a_state_was_made_for_travels():
+    trained, other = train(model(), RECIPE.replace(fp8_format=Format.E4M3, margin=2)), model()
+    other.load_state_dict(trained.state_dict())
+    assert other.state_dict()[STATE]["grad_output/made_for"].tolist() == [448.0, 2.0, 4.0]
+    before = trained.state_dict()[STATE]["grad_output/scale"]
+    y = call(other)
+    y.backward(torch.zeros_like(y))
+    assert torch.equal(other.state_dict()[STATE]["grad_output/made_for"], torch.tensor([57344.0, 0.0, 4.0]))
+    amax = trained.state_dict()[STATE]["grad_output/amax_history"].max()
+    assert torch.equal(before, torch.full_like(before, 448.0) / amax / 4)
+
+
+def test_states_without_what_they_were_made_for_load():
+    """Files of earlier versions: histories of their own length, which may hold what was not finite."""
+    trained, other = train(model()), model()
+    saved = trained.state_dict()
+    for value in saved.values():
+        if isinstance(value, dict):
+            for name in [name for name in value if name.endswith("made_for")]:
+                del value[name]
+                history = name.replace("made_for", "amax_history")
+                value[history] = value[history][:4].clone()
+                value[history][1] = torch.inf
+    other.load_state_dict(saved)
+    state = next(iter(other[0].quantizer_states))
+    assert (len(state.amax_history), state.rule, state.amax_history[1].item()) == (4, None, 0.0)
+    scales = [each[0].quantizer_states.to_dict()["input/scale"] for each in (trained, other)]
+    assert torch.equal(*scales)
+
+
+def test_a_model_on_the_meta_device_takes_the_values_over():
+    trained = train(model())
+    with torch.device("meta"):
+        other = model()
+    other.load_state_dict(trained.state_dict(), assign=True)
+    assert equal(other.state_dict(), trained.state_dict())
+
+
+HUGE = torch.zeros(1).expand(2**33)
+BAD = {
+    "None": None,
+    "text": "input/scale",
+    "pickle": torch.zeros(7),
+    "a field of None": {"input/scale": None},
+    "a field of text": {"input/scale": "1"},
+    "no field": {"weight": torch.ones(1)},
+    "half a state": {"input/amax_history": ...},
+    "NaN": {"input/scale": torch.tensor([torch.nan])},
+    "negative": {"input/scale": torch.tensor([-1.0])},
+    "zero": {"input/scale": torch.zeros(1)},
+    "infinite": {"input/scale": torch.tensor([torch.inf])},
+    "integers": {"input/scale": torch.ones(1, dtype=torch.int64)},
+    "two scales": {"input/scale": torch.ones(2)},
+    "no history": {"input/amax_history": torch.zeros(0)},
+    "a matrix": {"input/amax_history": torch.zeros(2, 2)},
+    "negative amaxes": {"input/amax_history": -torch.ones(4)},
+    "32 GiB of nothing": {"input/amax_history": HUGE},
+    "4 MiB of nothing": {"input/amax_history": HUGE[: 2**20]},
+    "too long": {"input/amax_history": torch.zeros(2**20 + 1)},
+    "no values": {"input/amax_history": torch.zeros(4, device="meta")},
+    "another element": {"input/made_for": torch.tensor([240.0, 0.0, 4.0])},
+    "half a margin": {"input/made_for": torch.tensor([448.0, 0.5, 4.0])},
+    "a length that is not there": {"input/made_for": torch.tensor([448.0, 0.0, 2000.0])},
+    "NaN as length": {"input/made_for": torch.tensor([448.0, 0.0, torch.nan])},
+    "an unknown role": {"inputs/scale": torch.ones(1), "inputs/amax_history": torch.zeros(4)},
+    "an unknown field": {"input/margin": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_state_is_refused_and_nothing_is_loaded(kind):
+    """The roles before the bad one are in order: nothing of them is taken over either."""
+    trained = train(model())
+    bad = BAD[kind]
+    if isinstance(bad, dict):
+        whole = {name: 2 * tensor for name, tensor in trained.state_dict()[STATE].items()}
+        whole |= {name: tensor / 2 for name, tensor in whole.items() if name.endswith("made_for")}
+        bad = {name: value for name, value in (whole | bad).items() if value is not ...}
+    for each in (trained, model()):
+        before, number = copy.deepcopy(each.state_dict()), len(each[0].quantizer_states)
+        with pytest.raises(QuantizerError, match=r"_extra_state.*: wants .*\. Cure: "):
+            each[0].set_extra_state(bad)
+        assert equal(each.state_dict(), before)
+        assert len(each[0].quantizer_states) == number
+
+
+def test_an_unknown_role_is_told_with_the_nearest_one():
+    with pytest.raises(QuantizerError, match="'inputs'; did you mean 'input'"):
+        model()[0].set_extra_state(BAD["an unknown role"])

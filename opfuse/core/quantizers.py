@@ -14,6 +14,7 @@ from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.kernels.delayed import UpdateRule
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_quantized
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -21,7 +22,6 @@ from opfuse.tensors.quantizers import (
     IdentityQuantizer,
     Quantizer,
 )
-from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.tensors.storage import QuantizedStorage
 
 Mode = Literal["forward", "backward"]

@@ -290,7 +290,6 @@ class _Use:
     group: ProcessGroup | None
     shared: bool
     name: str
-    counts: bool = True
 
 
 class _Pending:
@@ -305,12 +304,13 @@ class _Pending:
     def __call__(self, completed: bool = True) -> None:
         """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
         with torch.no_grad():
-            if not completed:
-                torch._foreach_zero_([state.amax for state, use in self._uses.items() if use.counts])
-            else:
+            if completed:
                 _reduce(self._uses)
-                for _, states in _grouped({state: state.scale.device for state in self._uses}):
+            for _, states in _grouped({state: state.scale.device for state in self._uses}):
+                if completed:
                     _update(states, [self._uses[state].rule for state in states])
+                else:
+                    torch._foreach_zero_([state.amax for state in states])
         self._uses.clear()
 
 
@@ -347,19 +347,18 @@ def touch_forward(
     *,
     rule: UpdateRule | None = None,
     name: str = "",
-    counts: bool = True,
 ) -> None:
     """Have ``state`` serve ``recipe``, and be updated when the outermost region ends: before a cast that records gradients.
 
     Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. rule: by default that of
-    activations and weights. name: of the cast, equal on the ranks that share its amax. counts: what it counts is dropped if the
-    region fails. Nothing in a recomputation; RecipeError outside any region.
+    activations and weights. name: of the cast, equal on the ranks that share its amax. Nothing in a recomputation; RecipeError
+    outside any region.
     """
     if is_recomputing():
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule)
-    use = _Use(rule, current_amax_group(), recipe.reduce_amax, name, counts)
+    use = _Use(rule, current_amax_group(), recipe.reduce_amax, name)
     at_outermost_exit("delayed scaling", _Pending).add(state, use)
 
 

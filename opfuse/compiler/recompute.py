@@ -36,8 +36,11 @@ _outside_function: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 class Pipeline(Protocol):
     """What is called. structure: a digest of its ops. ops: the ops themselves."""
 
-    structure: str
-    label: str
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def structure(self) -> Any: ...
 
     @property
     def ops(self) -> Sequence[object]: ...

@@ -157,6 +157,7 @@ def test_r9_a_factory_is_asked_again_when_a_region_begins():
 # -- what a miss says --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("X01")
 def test_x01_a_registered_fusion_is_named():
     def fuse(ops_, *, recipe):
         return ops_
@@ -171,6 +172,7 @@ def test_x01_a_registered_fusion_is_named():
     assert model.cache_info().last_miss == "rules.epilogue: registered -> nothing"
 
 
+@pytest.mark.row("X01")
 def test_x01_parameters_are_named_as_in_the_state_dict():
     inner = ops.Sequential({"up": ops.Linear(8, 8), "act": ops.GELU(), "fused": ops.FusedOperation([ops.BasicLinear(8, 8)])})
     x = torch.randn(4, 8)
@@ -183,6 +185,7 @@ def test_x01_parameters_are_named_as_in_the_state_dict():
     assert {name.removeprefix("inputs.params.").removesuffix(".requires_grad") for name in told} <= set(inner.state_dict())
 
 
+@pytest.mark.row("X01")
 def test_x01_the_log_names_the_module_once_its_path_is_known(caplog):
     model, x = nn.ModuleDict({"block": nn.ModuleList([ops.Sequential(ops.Linear(8, 8), ops.GELU())])}), torch.randn(4, 8)
     with caplog.at_level(logging.INFO, "opfuse.misses"):
@@ -194,6 +197,7 @@ def test_x01_the_log_names_the_module_once_its_path_is_known(caplog):
     assert "env.rows_class: 4 -> 1 (was: 4 rows, now: 3 rows)" in caplog.messages[-1]
 
 
+@pytest.mark.row("X01")
 def test_x01_eval_plans_again_only_what_may_read_it():
     class Own(ops.BasicOperation):
         def op_forward(self, ctx, input_, **_):
@@ -211,6 +215,7 @@ def test_x01_eval_plans_again_only_what_may_read_it():
     assert type("Mixed", (type("Mixin", (), {"operands": lambda self: {}}), ops.GELU), {}).reads_training
 
 
+@pytest.mark.row("X01")
 def test_x01_functions_may_read_the_mode_of_any_op():
     seen = []
 

@@ -17,6 +17,7 @@ VARIABLES = {
     "OPFUSE_BACKWARD_OVERRIDE": "the backward_override of recipes that are given none: high_precision, dequantized or none",
     "OPFUSE_CACHE_DIR": "where compiled kernels are kept, instead of the user's cache directory",
     "OPFUSE_DEBUG": "1: an error of the command line shows where it came from",
+    "OPFUSE_PROGRAMS": "0: segments of plans are interpreted at every call, in place of being recorded once and repeated",
     "OPFUSE_REFERENCE": "1: the definitions in torch compute everything, in place of CUDA kernels",
 }
 """Every variable that is read here, and what it says."""

@@ -12,7 +12,7 @@ import opfuse
 
 PACKAGE = Path(opfuse.__file__).parent
 ROOMS = (
-    *("leaf", "kernels", "tensors", "recipes", "core", "compiler", "ops", "fusions", "distributed", "config", "train"),
+    *("leaf", "kernels", "program", "tensors", "recipes", "core", "compiler", "ops", "fusions", "distributed", "config", "train"),
     *("cli", "__main__"),
 )
 """In import order: a room imports only itself and rooms to its left."""

@@ -13,7 +13,8 @@ from torch import nn
 from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.inputs import check_tensors
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.segment import Kept, recorded_saves
+from opfuse.compiler.run import Kept
+from opfuse.compiler.segment import recorded_saves
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
 from opfuse.recipes.delayed import DelayedScalingStates

@@ -56,7 +56,8 @@ class Plan:
     """Graph, groups, segments, and what became of every rule.
 
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
-    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops.
+    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. programs,
+    repeatable: what was recorded of each segment, and whether it can be, by its first node.
     """
 
     key: PlanKey
@@ -68,6 +69,8 @@ class Plan:
     own_casts: dict[int, dict[str, Cast]] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
+    programs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    repeatable: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,15 @@ from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
 Kwargs = Sequence[Mapping[str, Any]]
+
+
+class Kept(NamedTuple):
+    """What an op saved under a name: its plan, its node, the value."""
+
+    plan: Plan
+    node: int
+    name: str
+    value: Value
 
 
 class Runner:
@@ -176,7 +185,27 @@ class Runner:
         taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
         return {role: cast for casts in (*own, taken) for role, cast in casts.items()}
 
+    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
+        """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
+        if recording is not None:
+            for index, context in self.contexts.items():
+                named = context.saved_state().items()
+                recording += [Kept(self.plan, index, name, value) for name, value in named if value is not None]
+        saved = [tensor for context in self.contexts.values() for tensor in context.release()]
+        self.dirty, self.kwargs = [], ()
+        return saved
+
     # -- backward ----------------------------------------------------------------------------------------------------
+
+    def gradients(
+        self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Of the segment's inputs, of its ops' parameters, the last op first, and of the inputs that are read again."""
+        grads = self.backward(grad_outputs, tensors)
+        inputs = [plain_or_none(grads.take(value)) for value in self.segment.inputs]
+        again = [plain_or_none(grads.take(value)) for value in self.segment.again]
+        slots = [(op, name) for op in reversed(self.segment.ops) for name in self.ops[op].parameter_names]
+        return [*inputs, *(grads.params.get(slot) for slot in slots), *again]
 
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
         """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""

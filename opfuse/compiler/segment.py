@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.run import Kwargs, Runner
-from opfuse.core.context import Value, plain_or_none
+from opfuse.compiler.programs import runner_of
+from opfuse.compiler.run import Kept, Kwargs, Runner
+from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.grouped import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
-
-
-class Kept(NamedTuple):
-    """What an op saved under a name: its plan, its node, the value."""
-
-    plan: Plan
-    node: int
-    name: str
-    value: Value
-
 
 _recording: ContextVar[list[Kept] | None] = ContextVar("opfuse_saves", default=None)
 
@@ -59,8 +50,7 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        ctx.slots = [(op, name) for op in reversed(runner.segment.ops) for name in runner.ops[op].parameter_names]
-        ctx.save_for_backward(*_released(runner))
+        ctx.save_for_backward(*runner.released(_recording.get()))
         ctx.set_materialize_grads(False)
         return tuple(_distinct(outputs))
 
@@ -81,10 +71,7 @@ class _SegmentFunction(torch.autograd.Function):
             received[value] = grad if earlier is None or grad is None else earlier + grad
             if grad is None:
                 received[value] = earlier
-        grads = ctx.runner.backward(received, _handed_over(ctx))
-        inputs = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.inputs]
-        again = [plain_or_none(grads.take(value)) for value in ctx.runner.segment.again]
-        return (None, None, *inputs, *(grads.params.get(slot) for slot in ctx.slots), *again)
+        return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 
 
 def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
@@ -93,17 +80,6 @@ def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
         where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
         wanted, got = "a tensor to overwrite that is no view", "a view beside other outputs"
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
-
-
-def _released(runner: Runner) -> list[torch.Tensor]:
-    """The saved tensors of a segment; whatever else its contexts hold of this call is let go."""
-    if (recording := _recording.get()) is not None:
-        for index, context in runner.contexts.items():
-            named = context.saved_state().items()
-            recording += [Kept(runner.plan, index, name, value) for name, value in named if value is not None]
-    saved = [tensor for context in runner.contexts.values() for tensor in context.release()]
-    runner.dirty, runner.kwargs = [], ()
-    return saved
 
 
 def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
@@ -180,12 +156,13 @@ def _run_segments(
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
+    observed = _recording.get() is not None
     for segment in plan.segments:
-        runner = Runner(plan, segment, ops, kwargs)
         inputs = [values[value] for value in segment.inputs]
+        # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
+        params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
+        runner = Runner(plan, segment, ops, kwargs) if observed else runner_of(plan, segment, ops, kwargs, [*inputs, *params])
         if segment.requires_grad:
-            # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
-            params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
             again = [values[value] for value in segment.again]
             try:
                 outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from opfuse.core.signature import Env
 from opfuse.core.sizes import cure_of
 from opfuse.errors import DtypeError, describe
 from opfuse.kernels.encoding import Encoded, Encoding
+from opfuse.kernels.launch import listener
 from opfuse.kernels.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
@@ -112,6 +113,20 @@ class Cast:
         return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
+        """The quantizer over the live tensors of a state. Where this is recorded, a program asks for them at every call."""
+        tape = listener()
+        if tape is None:
+            return self._live(state, device)
+        found: list[Float8Quantizer] = []
+
+        def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+            found[:] = [self._live(state, device)]
+            return found[0].scale, found[0].amax
+
+        tape.call(tensors)
+        return found[0]
+
+    def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:
         recipe, backward = self._delayed_scaling, self.role == GRADIENT
         counts = backward or self.env.grad or is_trained()
         state.to(device)

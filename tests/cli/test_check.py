@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pkgutil import resolve_name
 
 import pytest
@@ -111,18 +110,12 @@ def test_every_command_of_the_table_exists(name):
     assert entry.summary.endswith(".")
 
 
-def test_help_imports_no_torch_and_is_fast():
+def test_help_imports_no_torch():
     done = run("-X", "importtime", "-m", "opfuse", "--help")
     assert done.returncode == 0
     assert "check" in done.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "pydantic", "networkx", "ruamel"}
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run("-m", "opfuse", "--help")
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
 
 
 def test_the_module_exits_with_the_code(tmp_path):

@@ -13,6 +13,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.plan import Plan
+from opfuse.compiler.programs import interpreted
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.run import Runner
 from opfuse.core.context import Context
@@ -148,7 +149,8 @@ def watched(see: Callable[[int, Context], None]) -> Iterator[None]:
 
     Runner.forward = watching
     try:
-        yield
+        with interpreted():  # a program has no contexts
+            yield
     finally:
         Runner.forward = forward
 

@@ -1,0 +1,121 @@
+"""The steps of a recorded run, with tensors as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.kernels.launch import Grid, Variant
+from opfuse.program.cublaslt import Form
+
+
+class Ref(NamedTuple):
+    """A tensor by its number, in the arguments of an op."""
+
+    number: int
+
+
+class Place(NamedTuple):
+    """Where something lies in memory: bytes after the first element of the tensor ``number``."""
+
+    number: int
+    offset: int
+
+
+class Hole(NamedTuple):
+    """An address in a launch's parameter: the word of 8 bytes where it stands, and what it is the address of."""
+
+    word: int
+    place: Place
+
+
+@dataclass(frozen=True, eq=False)
+class OpStep:
+    """A torch op. results: the numbers of what it returns; single: which is one tensor, not a tuple."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...]
+    single: bool
+
+    def reads(self) -> Iterator[int]:
+        """Numbers of the tensors that the step reads or writes."""
+        return numbers_in((self.args, self.kwargs))
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether nothing is left of the step where nobody reads its results; a draw of random numbers moves a generator."""
+        return not self.op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchStep:
+    """A kernel. parameter: its one parameter as it is packed, with 0 for the addresses, which are in ``holes``."""
+
+    variant: Variant
+    entry: str
+    grid: Grid
+    device: int
+    parameter: bytes
+    holes: tuple[Hole, ...]
+
+    def reads(self) -> Iterator[int]:
+        """As of an op."""
+        return (hole.place.number for hole in self.holes)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductStep:
+    """A product by addresses: of the operands, of their scales, of the result."""
+
+    form: Form
+    left: Place
+    right: Place
+    left_scale: Place
+    right_scale: Place
+    out: Place
+
+    @property
+    def device(self) -> int:
+        """As of a launch."""
+        return self.form.device
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All addresses, in the order of the fields."""
+        return self.left, self.right, self.left_scale, self.right_scale, self.out
+
+    def reads(self) -> Iterator[int]:
+        """As of an op."""
+        return (place.number for place in self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class CallStep:
+    """A function of the host that gives tensors of one look at every call, such as the live state that a cast uses."""
+
+    function: Callable[[], Sequence[torch.Tensor]]
+    results: tuple[int, ...]
+
+    def reads(self) -> Iterator[int]:
+        """Nothing."""
+        return iter(())
+
+
+Step = OpStep | LaunchStep | ProductStep | CallStep
+
+
+def numbers_in(value: Any) -> Iterator[int]:
+    """The numbers of the tensors in arguments."""
+    if isinstance(value, Ref):
+        yield value.number
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from numbers_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from numbers_in(each)

@@ -1,0 +1,246 @@
+"""Recording one run: every torch op and every kernel launch, with tensors as numbers.
+
+What a run does follows from what its caller's key says and from the looks of the tensors that come in: shapes, strides, dtypes,
+alignment. So one run tells what all runs do. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
+:func:`opfuse.kernels.launch.launch` tells it of each kernel. A tensor is known by the memory that it shows, an address in a
+kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so that no memory
+has two owners.
+
+What no program can repeat ends the recording, not the run: a value that the host reads, a shape that values decide, a tensor that
+came from outside without a number. ``refusal`` says which.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from opfuse.kernels.launch import Launch, listening
+from opfuse.program.steps import CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
+
+_aten: Any = torch.ops.aten
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WORD = 8
+
+_UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""What torch says of ops whose results the values decide: a tensor's size, or a number for the host."""
+
+Look = tuple[Any, ...]
+"""What a tensor shows: storage, offset in it, shape, strides, dtype."""
+
+
+class Unrecordable(Exception):
+    """What no program can repeat; the text says why. Never leaves the library."""
+
+
+class _Memory(NamedTuple):
+    """A storage: its end, and the first tensor that was seen in it, with its address."""
+
+    end: int
+    number: int
+    address: int
+
+
+class Tape(TorchDispatchMode):
+    """What one run did, in order. Inside ``with tape.recording():`` it is told of what the thread does.
+
+    given: the tensors that come in, with numbers from 0; one that comes twice comes twice in every run. A tensor subclass is
+    passed on as it is, and the tensors that it wraps must be given as well. refusal: why the run cannot be repeated; empty if
+    it can.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.given = tuple(given)
+        self.refusal = ""
+        self.steps: list[Step] = []
+        self.tensors: list[torch.Tensor] = []
+        self._alive: list[torch.Tensor] = []
+        self._paused = False
+        self._wrappers: dict[int, int] = {}
+        self._looks: dict[Look, int] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._starts: list[int] = []
+        with self._refusing():
+            for tensor in self.given:
+                known = self._memory.get(tensor.untyped_storage().data_ptr()) if type(tensor) in _PLAIN else None
+                if known is not None and _look(tensor) not in self._looks:
+                    raise Unrecordable("two tensors that come in share memory")
+                self._new(tensor)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread does."""
+        if self.refusal:
+            yield
+            return
+        with listening(self), self:
+            yield
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """End the recording where something inside the block cannot be repeated."""
+        try:
+            yield
+        except Unrecordable as reason:
+            self._refuse(str(reason))
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        for kept in (self.steps, self.tensors, self._alive, self._looks, self._memory, self._starts, self._wrappers):
+            kept.clear()  # type: ignore[attr-defined]
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that was seen; of another view of known memory a new one, and a step that makes the view."""
+        if type(tensor) not in _PLAIN:
+            if id(tensor) in self._wrappers:
+                return self._wrappers[id(tensor)]
+            raise Unrecordable(f"a {type(tensor).__name__} that came from elsewhere")
+        found = self._looks.get(_look(tensor))
+        return self._view(tensor) if found is None else found
+
+    def place(self, number: int) -> Place:
+        """Where a tensor begins."""
+        return self._at(self.tensors[number].data_ptr())
+
+    def _new(self, tensor: torch.Tensor) -> int:
+        number = len(self.tensors)
+        self.tensors.append(tensor)
+        if type(tensor) not in _PLAIN:
+            self._wrappers[id(tensor)] = number
+            return number
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if not start or not tensor.numel():
+            raise Unrecordable("a tensor without elements")
+        if start not in self._memory:
+            insort(self._starts, start)
+            self._memory[start] = _Memory(start + storage.nbytes(), number, tensor.data_ptr())
+        self._looks[_look(tensor)] = number
+        return number
+
+    def _view(self, tensor: torch.Tensor) -> int:
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        if memory is None:
+            raise Unrecordable(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} that came from elsewhere")
+        if self.tensors[memory.number].dtype != tensor.dtype:
+            raise Unrecordable(f"a view of {tensor.dtype} that no op made")
+        args = Ref(memory.number), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        number = self._new(tensor)
+        self.steps.append(OpStep(_aten.as_strided.default, args, {}, (number,), single=True))
+        return number
+
+    def _at(self, address: int) -> Place:
+        before = bisect_right(self._starts, address) - 1
+        memory = self._memory[self._starts[before]] if before >= 0 else None
+        if memory is None or address >= memory.end:
+            raise Unrecordable("the address of a tensor that came from elsewhere")
+        return Place(memory.number, address - memory.address)
+
+    # -- what is seen ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or self.refusal:
+            return func(*args, **kwargs)
+        if wrapper := next((kind for kind in types if kind not in _PLAIN), None):
+            with self:  # what it does with the tensors that it wraps is what is recorded
+                return wrapper.__torch_dispatch__(func, types, args, kwargs)
+        filled: Any = ()
+        with self._refusing():
+            if not _UNKNOWN_SHAPE.isdisjoint(func.tags):
+                raise Unrecordable(f"values decide the result of {func}")
+            filled = tree_map_only(torch.Tensor, lambda tensor: Ref(self.number(tensor)), (args, kwargs))
+        result = self._run(func, args, kwargs)
+        if not self.refusal:
+            with self._refusing():
+                self._note(func, filled, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op; without the recording, whose tensors it sets free, if there is no memory for both."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._refuse("there is no memory to keep all tensors of the run")
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:
+        if func is _aten.detach.default:  # the same memory, under the same number
+            self._alive.append(result)
+            return
+        single = isinstance(result, torch.Tensor)
+        tensors = (
+            (result,) if single else () if result is None else tuple(result) if isinstance(result, (tuple, list)) else (None,)
+        )
+        if not all(type(tensor) in _PLAIN for tensor in tensors):
+            raise Unrecordable(f"{func} returns more than tensors")
+        written = func._schema.is_mutable
+        numbers = [self._looks[look] if written and (look := _look(t)) in self._looks else self._new(t) for t in tensors]
+        self.steps.append(OpStep(func, *filled, tuple(numbers), single))
+
+    def launched(self, launch: Launch) -> None:
+        """A kernel is about to be queued."""
+        if self.refusal:
+            return
+        with self._refusing():
+            if self._paused:
+                raise Unrecordable(f"{launch.entry} is launched by a function of the host")
+            blank, holes = list(launch.fields), []
+            for index, word in pointers(launch.layout.format):
+                if address := int(blank[index]):
+                    holes.append(Hole(word, self._at(address)))
+                    blank[index] = 0
+            parameter = launch.layout.pack(*blank)
+            self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(holes)))
+
+    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Call a function of the host whose tensors are read; a program calls it at the same place."""
+        paused, self._paused = self._paused, True
+        try:
+            tensors = function()
+        finally:
+            self._paused = paused
+        if not self.refusal:
+            with self._refusing():
+                numbers = tuple(self._looks[look] if (look := _look(t)) in self._looks else self._new(t) for t in tensors)
+                self.steps.append(CallStep(function, numbers))
+
+
+def _look(tensor: torch.Tensor) -> Look:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@cache
+def pointers(layout: str) -> tuple[tuple[int, int], ...]:
+    """Of every address in a native ``struct`` format: its index among the fields, and among the words of what is packed."""
+    found, index, before = [], 0, ""
+    for count, char in _codes(layout):
+        if count == 0:
+            before += f"0{char}"
+        for _ in range(count):
+            before += char
+            if char == "P":
+                found.append((index, struct.calcsize(before) // _WORD - 1))
+            index += char != "x"
+    return tuple(found)
+
+
+def _codes(layout: str) -> Iterable[tuple[int, str]]:
+    count = ""
+    for char in layout:
+        if char.isdigit():
+            count += char
+        else:
+            yield int(count or 1), char
+            count = ""

@@ -1,0 +1,324 @@
+"""Segments that are recorded once and repeated: the bits of the interpreter, whatever changes between two calls."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.compiler import programs
+from opfuse.compiler.programs import LOOKS, Backward, Recorded, interpreted
+from opfuse.errors import SavedTensorError
+from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
+
+BF16 = torch.bfloat16
+
+PIPELINES = {
+    "mlp": lambda: [ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64)],
+    "gated": lambda: [ops.RMSNorm(64), ops.Linear(64, 256, bias=False), ops.SwiGLU(), ops.Linear(128, 64, bias=False)],
+    "dropout": lambda: [ops.LayerNorm(64), ops.Linear(64, 64), ops.Dropout(0.25), ops.SReLU(), ops.Linear(64, 32)],
+    "residual": lambda: [ops.MakeExtraOutput(), ops.Linear(64, 64), ops.ReLU(), ops.Reshape((-1, 64)), ops.AddExtraInput()],
+}
+
+
+def model_of(name: str) -> ops.Sequential:
+    made = PIPELINES[name]()
+    if name == "residual":
+        made[0].set_extra_output_channel(0, "skip", output_to_caller=False)
+        made[-1].set_extra_input_channel(0, "skip")
+    return to(ops.Sequential(*made), BF16)
+
+
+def run(model, recipe, *, calls: int = 4, train: bool = True, rows: int = 32, autocast: bool = False) -> list[dict]:
+    """Calls with values of their own: outputs, gradients, and at the end delayed-scaling state."""
+    seen = []
+    for call in range(calls):
+        torch.manual_seed(call)
+        x = (randn(rows, 64, seed=call) * (call + 1)).requires_grad_(train)
+        model.zero_grad(set_to_none=True)
+        device = torch.get_default_device().type
+        with (
+            torch.set_grad_enabled(train),
+            opfuse.autocast(enabled=recipe is not None, recipe=recipe),
+            torch.autocast(device, enabled=autocast, dtype=BF16),
+        ):
+            y = model(x)
+        if train:
+            y.backward(gradient(y, call))
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        seen.append({"y": y.detach().clone(), "x.grad": x.grad, **grads})
+    seen.append(delayed_state(model))
+    return seen
+
+
+def recorded_in(model) -> list[Recorded]:
+    """What was recorded of all plans of a model."""
+    plans = [plan for run in model.runs() if hasattr(run, "cache") for _, plan in run.cache.items()]
+    return [made for plan in plans for looks in plan.programs.values() for made in looks.values() if isinstance(made, Recorded)]
+
+
+def backwards_of(model) -> list[Backward]:
+    return [made for each in recorded_in(model) for made in each.backward.values() if isinstance(made, Backward)]
+
+
+def assert_same(got: list[dict], wanted: list[dict]) -> None:
+    for call, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert one.keys() == other.keys()
+        for name in one:
+            same = one[name] is other[name] is None or torch.equal(one[name], other[name])
+            assert same, (call, name)
+
+
+def compared(model, recipe, **options) -> None:
+    """Repeated equals interpreted, and was repeated."""
+    other = copy.deepcopy(model)
+    with interpreted():
+        wanted = run(other, recipe, **options)
+    assert recorded_in(other) == []
+    assert_same(run(model, recipe, **options), wanted)
+
+
+@pytest.mark.row("B21")
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_repeated_segments_equal_interpreted_ones(pipeline, name, override, train):
+    model = model_of(pipeline)
+    compared(model, recipe_for(name, override), train=train)
+    assert recorded_in(model)
+    assert bool(backwards_of(model)) == train
+
+
+def test_torch_autocast_has_its_say_once():
+    model = model_of("mlp").float()
+    compared(model, None, autocast=True)
+    assert recorded_in(model)
+
+
+def test_every_look_of_an_input_has_a_program_of_its_own_up_to_a_limit():
+    model = model_of("mlp")
+    x = randn(64, 64)
+    looks = [x, x[::2], randn(64, 128)[:, :64], randn(64 * 64 + 1)[1:].view(64, 64), randn(64, 64).t()]
+    for _ in range(3):
+        for look in looks:
+            with torch.no_grad():
+                got = model(look)
+                with interpreted():
+                    assert torch.equal(got, model(look))
+    segments = len({id(program) for program in recorded_in(model)})
+    assert segments >= len(looks)
+    for rows in range(1, 3 * LOOKS):
+        with torch.no_grad():
+            model(x[:1].expand(rows, 64).contiguous())
+    (run,) = model.runs()
+    assert all(len(looks) <= LOOKS for _, plan in run.cache.items() for looks in plan.programs.values())
+
+
+def test_a_parameter_that_is_replaced_moved_or_written_is_read_anew():
+    model = model_of("mlp")
+    other = copy.deepcopy(model)
+
+    def change(module, step):
+        if step == 0:
+            module[0].weight = torch.nn.Parameter(randn(128, 64, seed=50))
+        elif step == 1:
+            module[0].weight.data = randn(128, 64, seed=51)
+        elif step == 2:
+            with torch.no_grad():
+                module[2].bias.fill_(3.0)
+        else:
+            module[0].weight = torch.nn.Parameter(randn(128, 65, seed=52)[:, :64])  # of other strides
+
+    recipe = recipes.MXFP8BlockScaling()
+    for step in range(4):
+        for _ in range(2):
+            with interpreted():
+                wanted = run(other, recipe, calls=2)
+            assert_same(run(model, recipe, calls=2), wanted)
+        change(model, step)
+        change(other, step)
+    assert_same(run(model, recipe, calls=2), run(other, recipe, calls=2))
+
+
+@pytest.mark.parametrize("name", ["delayed", "fp8_current", "mxfp8", "nvfp4"])
+def test_weights_that_live_quantized(name):
+    recipe = recipe_for(name)
+    with opfuse.quantized_model_init(recipe=recipe):
+        model = to(ops.Sequential(ops.Linear(64, 64, dtype=BF16), ops.GELU(), ops.Linear(64, 64, dtype=BF16)), BF16)
+    compared(model, recipe)
+    assert recorded_in(model)
+    assert backwards_of(model)
+
+
+def test_two_backward_passes_of_one_graph():
+    model = model_of("mlp")
+    run(model, recipes.Float8CurrentScaling())
+    x = randn(32, 64).requires_grad_()
+    with opfuse.autocast():
+        y = model(x)
+    grads = [torch.autograd.grad(y, x, gradient(y, 0), retain_graph=True)[0] for _ in range(3)]
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_a_write_between_forward_and_backward_is_noticed():
+    model = model_of("mlp")
+    run(model, None)
+    x = randn(32, 64).requires_grad_()
+    y = model(x)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(SavedTensorError):
+        y.backward(gradient(y, 0))
+
+
+def test_checkpoints_and_offload_see_what_the_interpreter_shows_them():
+    recipe = recipes.Float8CurrentScaling()
+    model = model_of("dropout")
+    run(model, recipe)
+
+    def step(scope, call) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        x = randn(32, 64, seed=9).requires_grad_()
+        with opfuse.autocast(recipe=recipe), scope():
+            y = call(x)
+        y.backward(gradient(y, 0))
+        return [y.detach(), x.grad]
+
+    wanted = step(contextlib.nullcontext, model)
+    for _ in range(3):
+        for got in (
+            step(contextlib.nullcontext, lambda x: opfuse.checkpoint(model, x)),
+            step(torch.autograd.graph.save_on_cpu, model),
+        ):
+            assert all(map(torch.equal, got, wanted))
+
+
+def test_threads_share_programs():
+    model = model_of("gated")
+    recipe = recipes.Float8BlockScaling()
+    x = [randn(32, 64, seed=i) for i in range(4)]
+    with torch.no_grad(), opfuse.autocast(recipe=recipe):
+        wanted = [model(each) for each in x for _ in range(2)][::2]
+    wrong = []
+
+    def loop(i: int) -> None:
+        for _ in range(20):
+            with torch.no_grad(), opfuse.autocast(recipe=recipe):
+                wrong.extend([] if torch.equal(model(x[i]), wanted[i]) else [i])
+
+    threads = [threading.Thread(target=loop, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_inference_mode_and_back():
+    model = model_of("mlp")
+    x = randn(32, 64)
+    with interpreted():
+        wanted = model(x).detach()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        for _ in range(3):
+            with mode():
+                assert torch.equal(model(x), wanted)
+
+
+# -- what is interpreted at every call ---------------------------------------------------------------------------------------
+
+
+class Counting(ops.BasicOperation):
+    calls = 0
+
+    def op_forward(self, ctx, input_, **_):
+        Counting.calls += 1
+        return input_ * Counting.calls
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+class CountingGELU(ops.GELU):
+    calls = 0
+
+    def op_forward(self, ctx, input_, **kwargs):
+        CountingGELU.calls += 1
+        return super().op_forward(ctx, input_, **kwargs)
+
+
+class Squared(ops.Activation):
+    math = ops.Pointwise("squared", "x * x", ("dy * 2.0f * x",), value=lambda x: x * x, grad=lambda dy, x: (dy * 2 * x,))
+
+
+@pytest.mark.parametrize("op", [Counting, CountingGELU])
+def test_ops_with_code_of_the_users_own_run_at_every_call(op):
+    model = to(ops.Sequential(ops.Linear(64, 64), op()), BF16)
+    op.calls = 0
+    run(model, None, calls=5)
+    assert op.calls == 5
+
+
+def test_an_activation_of_the_users_own_is_repeated():
+    model = to(ops.Sequential(ops.Linear(64, 64), Squared()), BF16)
+    compared(model, recipes.MXFP8BlockScaling())
+    assert recorded_in(model)
+
+
+def test_a_method_that_is_set_on_an_op_runs():
+    op = ops.GELU()
+    forward, calls = op.op_forward, []
+    op.op_forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    assert not programs._has_own_methods(op)
+    assert programs._has_own_methods(ops.GELU())
+
+
+def test_a_dispatch_mode_of_the_callers_sees_every_op():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = model_of("mlp")
+    x = randn(32, 64)
+    counts = []
+    for _ in range(4):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(x)
+        counts.append(counter.get_total_flops())
+    assert len(set(counts)) == 1
+    assert counts[0] == 2 * 2 * 32 * 64 * 128
+
+
+def test_in_place_results_are_interpreted_and_the_log_says_so(caplog):
+    caplog.set_level(logging.INFO, logger="opfuse.programs")
+    model = to(ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(in_place=True)), BF16)
+    x = randn(32, 64)
+    for call in range(3):
+        extra = randn(32, 64, seed=call)
+        wanted = extra + model[0](x)
+        with torch.no_grad():
+            assert torch.equal(model(x, extra), wanted)
+        assert torch.equal(extra, wanted)
+    assert "changed in place" in caplog.text
+
+
+def test_a_tensor_that_comes_twice_and_two_that_come_once_have_programs_of_their_own():
+    model = to(ops.Sequential(ops.AddExtraInput(), ops.GELU()), BF16)
+    x, other = randn(32, 64), randn(32, 64, seed=1)
+    for extra in (x, x, x, other, other, other, x):
+        with torch.no_grad():
+            got = model(x, extra)
+            with interpreted():
+                assert torch.equal(got, model(x, extra))
+
+
+def test_interpreted_records_nothing():
+    model = model_of("mlp")
+    with interpreted():
+        run(model, None)
+    assert recorded_in(model) == []

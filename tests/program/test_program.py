@@ -1,0 +1,280 @@
+"""Tapes and programs: what one run did, repeated for other values."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuse.kernels import launch as launching
+from opfuse.kernels.launch import Grid, Launch, Variant
+from opfuse.program.program import Frame, Program, _needed
+from opfuse.program.slab import ALIGNMENT, slab_of
+from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref
+from opfuse.program.tape import Tape, Unrecordable, pointers
+
+pytestmark = pytest.mark.cpu
+
+EMPTY = torch.ops.aten.empty.memory_format
+LAYOUT = struct.Struct("PIPq")
+
+
+def record(function, *given: Tensor) -> tuple[Tape, list[Tensor]]:
+    tape = Tape(given)
+    with torch.no_grad(), tape.recording():
+        results = list(function(*given))
+    return tape, results
+
+
+def program_of(function, *given: Tensor) -> Program:
+    tape, results = record(function, *given)
+    assert tape.refusal == ""
+    return Program(tape, [tape.number(result) for result in results])
+
+
+def refusal_of(function, *given: Tensor) -> str:
+    return record(function, *given)[0].refusal
+
+
+def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Views, in-place ops, results that are views, lists of tensors, several results."""
+    y = torch.zeros(4, 3)
+    y.add_(x @ w.t())
+    left, right = y.split([1, 2], dim=1)
+    right.mul_(2.0)
+    values, indices = torch.cat([left, right], dim=1).sort(dim=1)
+    return y, y[:, 1:], values, indices, x.detach()
+
+
+def test_a_program_does_for_other_values_what_the_run_did():
+    program = program_of(mixed, torch.randn(4, 5), torch.randn(3, 5))
+    for _ in range(3):
+        x, w = torch.randn(4, 5), torch.randn(3, 5)
+        for got, wanted in zip(program([x, w]), mixed(x, w), strict=True):
+            assert torch.equal(got, wanted)
+            assert (got.stride(), got.dtype) == (wanted.stride(), wanted.dtype)
+
+
+def test_results_that_are_inputs_are_the_very_tensors():
+    program = program_of(lambda x: (x, x + 1), torch.randn(3))
+    x = torch.randn(3)
+    assert program([x])[0] is x
+
+
+def test_results_share_memory_as_those_of_the_run_do():
+    y, part, *_ = program_of(mixed, torch.randn(4, 5), torch.randn(3, 5))([torch.randn(4, 5), torch.randn(3, 5)])
+    part.fill_(7.0)
+    assert (y[:, 1:] == 7.0).all()
+
+
+def test_random_numbers_are_drawn_anew_at_every_call():
+    program = program_of(lambda x: (x + torch.rand(3),), torch.zeros(3))
+    torch.manual_seed(3)
+    wanted = [torch.rand(3) for _ in range(2)]
+    torch.manual_seed(3)
+    assert all(torch.equal(program([torch.zeros(3)])[0], each) for each in wanted)
+
+
+def test_a_draw_that_nobody_reads_still_moves_the_generator():
+    program = program_of(lambda x: (torch.rand(3), x + torch.rand(3))[1:], torch.zeros(3))
+    torch.manual_seed(3)
+    torch.rand(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(program([torch.zeros(3)])[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: (x * x.sum().item(),), "values decide the result of aten._local_scalar_dense"),
+        (lambda x: (x if bool((x > 0).any()) else -x,), "values decide the result"),
+        (lambda x: (x[x > 0],), "values decide the result of aten.index"),
+        (lambda x: (x.nonzero(),), "values decide the result of aten.nonzero"),
+        (lambda x: (x + ELSEWHERE,), "came from elsewhere"),
+        (lambda x: (x[:0] + 1,), "without elements"),
+    ],
+)
+def test_what_no_program_can_repeat_ends_the_recording_and_not_the_run(function, why):
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    tape, (got,) = record(function, x)
+    assert why in tape.refusal
+    assert torch.equal(got, function(x)[0])
+    assert tape.steps == tape.tensors == []
+
+
+ELSEWHERE = torch.ones(4)
+
+
+def test_two_inputs_in_one_memory_are_refused_but_one_may_come_twice():
+    x = torch.randn(4, 4)
+    assert "share memory" in refusal_of(lambda a, b: (a + b,), x, x[0])
+    program = program_of(lambda a, b: (a * b,), x, x)
+    y = torch.randn(4, 4)
+    assert torch.equal(program([y, y])[0], y * y)
+
+
+def test_no_memory_for_both_ends_the_recording_and_not_the_run(monkeypatch):
+    tape = Tape([torch.zeros(2)])
+    calls = []
+
+    def full(*args, **kwargs):
+        calls.append(len(tape.tensors))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        return "made"
+
+    assert tape._run(full, (), {}) == "made"
+    assert calls == [1, 0]  # the tensors of the recording were set free in between
+    assert "no memory" in tape.refusal
+
+
+def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
+    state = {"scale": torch.tensor([2.0])}
+    tape = Tape([torch.ones(2)])
+
+    def live() -> list[Tensor]:
+        state["calls"] = state.get("calls", 0) + 1
+        return [state["scale"]]
+
+    with tape.recording():
+        launching.listener().call(live)
+        result = tape.given[0] * state["scale"]
+    program = Program(tape, [tape.number(result)])
+    state["scale"] = torch.tensor([5.0])
+    assert program([torch.ones(2)])[0].tolist() == [5.0, 5.0]
+    assert state["calls"] == 2
+
+
+# -- launches, whose parameters are looked at without a device ---------------------------------------------------------------
+
+
+def launch(tape: Tape, *fields: int) -> None:
+    tape.launched(Launch(Variant("none.cu"), "none", Grid(1, 32), LAYOUT, fields, 0))
+
+
+def test_addresses_become_places_and_the_rest_of_a_parameter_stays():
+    x = torch.randn(8)
+    tape = Tape([x])
+    with tape.recording():
+        y = torch.empty(4)
+        launch(tape, x[2:].data_ptr(), 7, y.data_ptr(), 9)
+    (step,) = [step for step in tape.steps if isinstance(step, LaunchStep)]
+    assert step.holes == (Hole(0, Place(0, 8)), Hole(2, Place(tape.number(y), 0)))
+    assert LAYOUT.unpack(step.parameter) == (0, 7, 0, 9)
+
+
+def test_an_address_of_nowhere_is_refused():
+    tape = Tape([torch.randn(8)])
+    launch(tape, ELSEWHERE.data_ptr(), 7, 0, 9)
+    assert "address of a tensor that came from elsewhere" in tape.refusal
+
+
+@pytest.mark.parametrize(
+    ("layout", "found"),
+    [
+        ("PPq", ((0, 0), (1, 1))),
+        ("PIP", ((0, 0), (2, 2))),
+        ("3PfI2q", ((0, 0), (1, 1), (2, 2))),
+        ("IPqq", ((1, 1),)),
+        ("PPPqPqqfIII", ((0, 0), (1, 1), (2, 2), (4, 4))),
+        ("2P2qIf0qP0q", ((0, 0), (1, 1), (6, 5))),
+    ],
+)
+def test_where_the_addresses_of_a_parameter_stand(layout, found):
+    assert pointers(layout) == found
+    fields = [0] * len(struct.unpack(layout, bytes(struct.calcsize(layout))))
+    for index, word in found:
+        packed = struct.pack(layout, *[1 if i == index else 0 for i in range(len(fields))])
+        assert struct.unpack_from("Q", packed, 8 * word) == (1,)
+
+
+def test_a_frame_holds_all_parameters_apart():
+    frame = Frame([b"\1" * 12, b"\2" * 8], [])
+    assert frame.starts == [0, 2]
+    frame.words[2] = 5
+    assert bytes(frame.words) == b"\1" * 12 + bytes(4) + struct.pack("Q", 5)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def room(number: int) -> OpStep:
+    return OpStep(EMPTY, ([4],), {}, (number,), single=True)
+
+
+def reading(*numbers: int) -> LaunchStep:
+    holes = tuple(Hole(i, Place(number, 0)) for i, number in enumerate(numbers))
+    return LaunchStep(Variant("none.cu"), "none", Grid(1, 32), 0, bytes(8 * len(numbers)), holes)
+
+
+def test_a_slab_places_by_lifetimes_and_leaves_out_what_is_read_as_a_tensor_or_outlives_it():
+    steps = [room(0), room(1), reading(0, 1), room(2), reading(1, 2), room(3), room(4), room(5), reading(3, 4, 5)]
+    steps.append(OpStep(torch.ops.aten.add.Tensor, (Ref(4), 1), {}, (6,), single=True))
+    sizes = dict.fromkeys(range(6), 300)
+    slab = slab_of(steps, sizes, EMPTY, results={5}, reserved=10)
+    assert set(slab.offsets) == {0, 1, 2, 3}
+    assert all(offset % ALIGNMENT == 0 and offset >= ALIGNMENT for offset in slab.offsets.values())
+    assert slab.offsets[0] != slab.offsets[1] != slab.offsets[2]
+    assert slab.offsets[2] == slab.offsets[0] == slab.offsets[3]  # which are dead by then
+    assert slab.size == ALIGNMENT + 2 * 2 * ALIGNMENT
+    apart = slab_of(steps, sizes, EMPTY, results={5}, reuses=False)
+    assert len(set(apart.offsets.values())) == 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tensors_that_are_alive_together_never_overlap_in_a_slab(seed):
+    choose = torch.Generator().manual_seed(seed)
+    steps, sizes, made = [], {}, 0
+    for _ in range(40):
+        if made < 2 or torch.rand(1, generator=choose) < 0.5:
+            sizes[made] = int(torch.randint(1, 5000, (1,), generator=choose))
+            steps.append(room(made))
+            made += 1
+        else:
+            steps.append(reading(*torch.randint(0, made, (2,), generator=choose).tolist()))
+    slab = slab_of(steps, sizes, EMPTY, results=())
+    first = {step.results[0]: i for i, step in enumerate(steps) if isinstance(step, OpStep)}
+    last = {n: max([i for i, step in enumerate(steps) if n in step.reads()], default=first[n]) for n in first}
+    for a, begins in first.items():
+        for b in range(a):
+            apart = slab.offsets[a] + sizes[a] <= slab.offsets[b] or slab.offsets[b] + sizes[b] <= slab.offsets[a]
+            assert apart or begins > last[b], (a, b)
+
+
+def test_steps_that_nobody_needs_are_left_out():
+    steps = [room(0), OpStep(torch.ops.aten.t.default, (Ref(0),), {}, (1,), single=True), reading(0)]
+    assert _needed(steps, ()) == [steps[0], steps[2]]
+    written = OpStep(torch.ops.aten.add_.Tensor, (Ref(1), 1), {}, (1,), single=True)
+    assert _needed([*steps[:2], written], ()) == [*steps[:2], written]
+
+
+def test_threads_run_one_program_at_the_same_time():
+    program = program_of(mixed, torch.randn(4, 5), torch.randn(3, 5))
+    wrong = []
+
+    def loop(seed: int) -> None:
+        choose = torch.Generator().manual_seed(seed)
+        for _ in range(100):
+            x, w = torch.randn(4, 5, generator=choose), torch.randn(3, 5, generator=choose)
+            wrong.extend(1 for got, wanted in zip(program([x, w]), mixed(x, w)) if not torch.equal(got, wanted))
+
+    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_view_that_no_op_made_is_made_by_the_program():
+    x = torch.randn(4, 4)
+    tape = Tape([x])
+    number = tape.number(x.as_strided((2, 2), (8, 2), 1))
+    other = torch.randn(4, 4)
+    assert torch.equal(Program(tape, [number])([other])[0], other.as_strided((2, 2), (8, 2), 1))
+    with pytest.raises(Unrecordable, match="elsewhere"):
+        tape.number(ELSEWHERE)

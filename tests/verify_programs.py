@@ -1,0 +1,48 @@
+"""A plugin that checks every program: ``pytest -p tests.verify_programs``.
+
+Each look is recorded at its first call, and the program runs at once for the tensors of the recording: its results must be
+those of the run, bit for bit. Left out are programs that draw random numbers or change state, whose second run differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.compiler import programs
+from opfuse.program.program import Program
+from opfuse.program.steps import CallStep, OpStep
+from opfuse.program.tape import Tape
+from opfuse.tensors import QuantizedTensor
+
+programs.BEFORE = 0
+_make = Program.__init__
+
+
+def _repeats(program: Program) -> bool:
+    """Whether a second run gives what the first one gave."""
+    draws = (isinstance(step, OpStep) and torch.Tag.nondeterministic_seeded in step.op.tags for step in program.steps)
+    return not any(draws) and not any(isinstance(step, CallStep) for step in program.steps)
+
+
+def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> None:
+    _make(program, tape, results)
+    if not _repeats(program):
+        return
+    wanted = [tape.tensors[number].detach().clone() for number in results]
+    device = tape.given[0].device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        got = program(tape.given)
+    for number, one, other in zip(results, got, wanted, strict=True):
+        same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, tape.tensors[number].stride())
+        assert same, f"tensor {number} looks another way"
+        assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    x = x.dequantize() if isinstance(x, QuantizedTensor) else x
+    return x.detach().contiguous().flatten().view(torch.uint8)
+
+
+Program.__init__ = _made_and_checked  # type: ignore[method-assign]

@@ -23,8 +23,8 @@ for name, override in (("none", None), ("fp8_block", None), ("mxfp8", "dequantiz
     step, digests = Step(recipe_for(name, override)), set()
     warm, cold = copy.deepcopy(model), copy.deepcopy(model)
     for number in range(RUNS):
-        cold.extend([])  # a list that changes makes its plans anew
-        cold.insert(0, cold.pop(0))
+        for run in cold.runs():
+            run.cache.clear()
         for each in (warm, cold):
             each.zero_grad(set_to_none=True)
             tensors = train(each, x, step=step).tensors

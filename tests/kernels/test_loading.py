@@ -133,7 +133,7 @@ class Driver:
 def test_r14_the_bytes_that_were_compared_are_the_bytes_that_are_loaded(cache, small, monkeypatch):
     """No file is opened between the two, so nothing can be put in its place; all dynamic shared memory is allowed."""
     driver = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "driver", lambda: driver)
     monkeypatch.setattr(launch, "_functions", {})
     monkeypatch.setattr(launch, "cubin_cache", lambda directory: cache)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -155,7 +155,7 @@ def test_r14_the_bytes_that_were_compared_are_the_bytes_that_are_loaded(cache, s
 @pytest.fixture
 def fresh():
     """The bindings of CuPy, imported anew."""
-    imports = (launch._nvrtc, launch._driver)
+    imports = (launch._nvrtc, launch.driver)
     yield [each.cache_clear() for each in imports]
     for each in imports:
         each.cache_clear()

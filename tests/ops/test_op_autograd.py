@@ -72,7 +72,7 @@ def test_tensors_of_inference_mode_cannot_be_saved_but_a_clone_can():
     model = mlp()
     with torch.inference_mode():
         x = model(torch.randn(3, 8))
-    with pytest.raises(OpfuseError, match="made in torch.inference_mode"):
+    with pytest.raises(OpfuseError, match=r"made in torch\.inference_mode"):
         model(x)
     model(x.clone()).sum().backward()
 

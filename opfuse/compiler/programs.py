@@ -32,7 +32,7 @@ ALIGNMENT = 16
 """Bytes: whether a tensor starts on a multiple decides which kernels run."""
 
 LOOKS = 32
-"""Looks of inputs for which a plan keeps programs; the least recently used goes."""
+"""Looks of inputs for which a plan keeps programs; the one that was entered first goes."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
@@ -74,7 +74,7 @@ class Backward:
 class Recorded:
     """A recorded segment.
 
-    outputs: for each output its structure, if it is quantized. saved: the interpreter with what its ops know of the run, for a
+    outputs: for each output its structure, if it is quantized. interpreter: it, with what its ops know of the run, for a
     backward pass that is not recorded yet. backward: programs by looks.
     """
 

@@ -540,3 +540,12 @@ def test_reset_parameters():
 def _bias_of_linear():
     torch.manual_seed(0)
     return nn.Linear(8, 16).bias
+
+
+def test_pop_takes_a_slice_and_a_list_may_be_added_to_itself():
+    first, second, third = ops.GELU(), ops.ReLU(), ops.SiLU()
+    model = ops.Sequential(first, second, third)
+    popped = model.pop(slice(0, 2))
+    assert (list(popped), list(model)) == ([first, second], [third])
+    popped.extend(popped)
+    assert list(popped) == [first, second, first, second]

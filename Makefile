@@ -22,11 +22,11 @@ check: install
 	$(BIN)/mypy
 
 slow: install
-	$(BIN)/pytest -n $(JOBS) -m slow
+	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0
 
 # 5000 random graphs, fused against op by op against plain torch: half an hour on two cores.
 fuzz: install
-	$(BIN)/pytest -n $(JOBS) -m slow tests/compiler/test_graphs.py
+	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0 tests/compiler/test_graphs.py
 
 # 200 changes of compiler, core and recipes, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
 mutants: install

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
@@ -41,6 +41,7 @@ class DelayedScalingRequest(QuantizerRequest):
 
 Answer = Quantizer | DelayedScalingRequest
 QFactory = Callable[[QuantizerRole], Answer]
+_Asked = Callable[[QuantizerRole], Answer | None]
 
 
 def _is_answer(made: object) -> TypeGuard[Answer]:
@@ -74,6 +75,11 @@ _ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
 """The answers shared by equal custom recipes, by digest, while one of them lives."""
 
 
+def _shown(asked: _Asked, number: int) -> dict[str, Any]:
+    """What a key shows of a factory."""
+    return {**{f"{name}_quantizer": asked(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}, "answers": number}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CustomRecipe(Recipe):
     """Asks ``qfactory(role)`` for each quantizer.
@@ -98,8 +104,7 @@ class CustomRecipe(Recipe):
 
         answers: which of the factory's answers to all other roles they are, counted from 0.
         """
-        probed = {f"{name}_quantizer": self._probed(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}
-        return {**probed, "answers": vars(self).get("_version", 0)}
+        return _shown(self._probed, 0)
 
     @cached_property
     def _answers(self) -> _Answers:
@@ -107,18 +112,22 @@ class CustomRecipe(Recipe):
         return _ANSWERS.setdefault(self.digest, _Answers({role: made for role, made in probed.items() if made is not None}))
 
     def current(self) -> CustomRecipe:
-        """The recipe of what the factory answers now: itself, or one with the same fields that has not answered otherwise."""
-        versions = (self._with_version(number) for number in count())
-        return self if self._agrees() else next(version for version in versions if version._agrees())
+        """The recipe of what the factory answers now: itself, or one with the same fields that has not answered otherwise.
 
-    def _agrees(self) -> bool:
-        """Whether the factory would answer today what it has answered."""
-        return all(self._probed(role) == answer for role, answer in self._answers.items())
+        Each role is asked once, so that a factory that never answers twice alike has one recipe for each region.
+        """
+        today = cache(self._probed)
+        versions = (self._with_version(number, today) for number in count())
+        return self if self._agrees(today) else next(version for version in versions if version._agrees(today))
 
-    def _with_version(self, number: int) -> CustomRecipe:
-        """The recipe whose answers are the ``number``-th that the factory gave beside those that the key shows."""
+    def _agrees(self, today: _Asked) -> bool:
+        """Whether the answers of today are those that the factory has given."""
+        return all(today(role) == answer for role, answer in self._answers.items())
+
+    def _with_version(self, number: int, today: _Asked) -> CustomRecipe:
+        """The recipe whose answers are the ``number``-th that the factory gave beside those of today that the key shows."""
         made = object.__new__(type(self))
-        vars(made).update(self.values(), _version=number)
+        vars(made).update(self.values(), key_extras=_shown(today, number))
         made.__post_init__()
         return made.with_sources(self.sources)
 

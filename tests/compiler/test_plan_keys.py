@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,22 @@ def test_r9_an_impure_factory_under_one_identity_makes_no_stale_plan():
     assert not torch.equal(seen[0], seen[1])
     assert model.cache_info()[:3] == (2, 1, 2)
     assert "input_quantizer" in model.cache_info().last_miss
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5])
+def test_r9_a_factory_that_never_answers_twice_alike_is_asked_once_for_each_region(period):
+    calls = itertools.count()
+
+    def qfactory(role):
+        number = next(calls)
+        if number > 1000:
+            pytest.fail("asked without end")
+        return MXFP8Quantizer() if number // period % 2 else IdentityQuantizer()
+
+    model, x, recipe = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(32, 64), CustomRecipe(qfactory=qfactory)
+    for _ in range(6):
+        with opfuse.autocast(recipe=recipe):
+            assert torch.equal(model(x), copy.deepcopy(model)(x))
 
 
 def test_plain_keys_equal_named_keys():

@@ -34,6 +34,7 @@ _NAMES = {
     "register_backward_fusion": "opfuse.compiler.registry",
     "register_forward_backward_fusion": "opfuse.compiler.registry",
     "on_miss": "opfuse.compiler.fuser",
+    "prepare_delayed": "opfuse.core.state",
     "interpreted": "opfuse.compiler.programs",
     "explain": "opfuse.compiler.explain",
     "saved": "opfuse.compiler.saved",

@@ -21,8 +21,9 @@ from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, hold
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
+from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import Slots, WatchedModule
+from opfuse.core.watched import Slots
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -43,7 +44,7 @@ class Known(NamedTuple):
     casts_itself: bool
 
 
-class FusibleOperation(WatchedModule, ABC):
+class FusibleOperation(StatefulModule, ABC):
     """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
 
     kind: ClassVar[str] = ""
@@ -125,19 +126,7 @@ class FusibleOperation(WatchedModule, ABC):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         with converted(self._parameters, fn):
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load also what plain modules save, which have no extra state, and te.ops, which pickles one for every op."""
-        key = prefix + "_extra_state"
-        foreign = state_dict.pop(key) if isinstance(state_dict.get(key), torch.Tensor) else None
-        if foreign is not None and foreign.numel():
-            warnings.warn(
-                f"{key}: pickled state of another library is not read; delayed scaling starts anew", OpfuseWarning, stacklevel=2
-            )
-        if type(self).get_extra_state is not nn.Module.get_extra_state:
-            state_dict.setdefault(key, {})
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            return super()._apply(fn, recurse)
 
 
 class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):

@@ -113,9 +113,9 @@ class QuantizerSlotsMixin:
         repeated = [i >= len(SLOTS[mode]) or role in roles[:i] for i, role in enumerate(named)]
         return [(role, numbered(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
 
-    def state_roles(self) -> tuple[QuantizerRole, ...]:
-        """What the op's delayed-scaling states are kept under, whether or not any is there yet."""
-        return tuple(slot for mode in get_args(Mode) for _, slot in self._slots_of(mode, self.num_quantizers(mode)))
+    def quantizer_slots(self) -> tuple[tuple[QuantizerRole, QuantizerRole], ...]:
+        """The role of each slot, and the role that its delayed-scaling state is kept under, whether or not it is there yet."""
+        return tuple(pair for mode in get_args(Mode) for pair in self._slots_of(mode, self.num_quantizers(mode)))
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
         """Called before a call whose recipe is not that of the last one; quantizers are derived at each call all the same."""

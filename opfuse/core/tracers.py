@@ -19,7 +19,7 @@ from opfuse.errors import UnsupportedError, describe
 WHY = "opfuse runs its own plans: they, and the state that its casts keep, are no part of a graph of torch.compile"
 """The reason of the graph break."""
 
-_TORCH = "rebuild it of torch.nn modules, which load its state_dict with strict=False"
+_TORCH = "rebuild it of torch.nn modules, which load its state_dict"
 
 
 def is_followed() -> bool:

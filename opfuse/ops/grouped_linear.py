@@ -21,7 +21,6 @@ from opfuse.errors import ShapeError, describe
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.operands import check_forward, kept, multiplied
-from opfuse.ops.state import QuantizerStateMixin
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import cast_quantizer
@@ -50,7 +49,7 @@ class GroupedLinearSpec:
     delay_wgrad_compute: bool = False
 
 
-class GroupedLinear(QuantizerStateMixin, BasicOperation):
+class GroupedLinear(BasicOperation):
     """y_i = x_i W_i^T + b_i for each of ``num_groups`` groups i of consecutive rows of x (..., in_features).
 
     Extra inputs: ``splits``, int64 or int32 (num_groups,), the rows of each group, which may be 0; with ``scale_bias`` also

@@ -19,7 +19,6 @@ from opfuse.errors import ShapeError, describe
 from opfuse.kernels import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
-from opfuse.ops.state import QuantizerStateMixin
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.tensors.gemm import gemm
@@ -34,7 +33,7 @@ class BasicLinearSpec:
     out_features: Size
 
 
-class BasicLinear(QuantizerStateMixin, BasicOperation):
+class BasicLinear(BasicOperation):
     """y = x W^T for x (..., in_features) and W (out_features, in_features), without a bias.
 
     weight: fp32, fp16 or bf16 (fp64 without a recipe), initialised as ``nn.Linear`` does; inside ``quantized_model_init`` a
@@ -143,7 +142,7 @@ class LinearSpec:
     use_bias: bool = True
 
 
-class Linear(QuantizerStateMixin, FusibleOperation):
+class Linear(FusibleOperation):
     """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
 
     x: (..., in_features); y: (..., out_features). State-dict keys are ``weight`` and ``bias``; those of ``nn.Linear`` and of
@@ -207,7 +206,7 @@ class Linear(QuantizerStateMixin, FusibleOperation):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}basic_ops.1._extra_state", None)
-        for old, new in (("0.weight", "weight"), ("1.bias", "bias"), ("0._extra_state", "_extra_state")):
-            if f"{prefix}basic_ops.{old}" in state_dict:
-                state_dict[prefix + new] = state_dict.pop(f"{prefix}basic_ops.{old}")
+        for part in (f"{prefix}basic_ops.{i}." for i in range(len(self.basic_ops))):
+            for name in [name for name in state_dict if name.startswith(part)]:
+                state_dict[prefix + name.removeprefix(part)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)

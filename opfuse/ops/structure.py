@@ -13,7 +13,6 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Shape
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.pointwise import InPlaceSpec
-from opfuse.ops.state import QuantizerStateMixin
 from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
@@ -106,7 +105,7 @@ class QuantizeSpec:
     backward: bool = False
 
 
-class Quantize(QuantizerStateMixin, Identity):
+class Quantize(Identity):
     """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
 
     Its quantizer says how, also for a matrix product right after it, whose input is cast no second time: what the product reads

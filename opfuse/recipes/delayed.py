@@ -22,19 +22,18 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe
-from opfuse.kernels.delayed import UpdateRule, delayed_update
+from opfuse.kernels.delayed import UpdateRule
 from opfuse.kernels.scalars import FLT_MAX
-from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing
+from opfuse.recipes.pending import Pending, Use
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import Saved, checked_states, saved_state, unused_state
 from opfuse.tensors.quantizers import Float8Quantizer
@@ -82,6 +81,11 @@ class DelayedScalingState:
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
         self._hold(*held)
         self._told = 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether a training call cast with it, here or before it was saved."""
+        return self.rule is not None or self._adopted is not None
 
     @property
     def amax(self) -> torch.Tensor:
@@ -210,8 +214,16 @@ class DelayedScalingState:
 class DelayedScalingStates:
     """The states of one op by role. A role keeps its state for the life of the op, whatever recipes come and go."""
 
+    told: bool = False
+    """Whether the op was told that it trains under delayed scaling."""
+
     def __init__(self) -> None:
         self._states: dict[str, DelayedScalingState] = {}
+
+    @property
+    def saved(self) -> bool:
+        """Whether the op's state dict has them: it was told, or trained so."""
+        return self.told or any(state.trained for state in self)
 
     def get(self, role: QuantizerRole, *, length: int, device: torch.device | str | None) -> DelayedScalingState:
         """The state of ``role``, made on first use with this history length."""
@@ -265,6 +277,7 @@ class DelayedScalingStates:
         """
         known = None if slots is None else [*map(_key, slots), *self._states]
         for key, state in checked_states(saved, known=known, where=where).items():
+            self.told |= state.used
             if key in self._states or state.used:
                 self._states.setdefault(key, DelayedScalingState(len(state.amax_history), device=device))._load(state)
 
@@ -280,65 +293,6 @@ class DelayedScalingStates:
 
 def _key(role: QuantizerRole) -> str:
     return f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
-
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """How a state was last used: what its update needs."""
-
-    rule: UpdateRule
-    group: ProcessGroup | None
-    shared: bool
-    name: str
-
-
-class _Pending:
-    """States used since the last update, in order of first use."""
-
-    def __init__(self) -> None:
-        self._uses: dict[DelayedScalingState, _Use] = {}
-
-    def add(self, state: DelayedScalingState, use: _Use) -> None:
-        self._uses[state] = use
-
-    def __call__(self, completed: bool = True) -> None:
-        """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
-        with torch.no_grad():
-            if completed:
-                _reduce(self._uses)
-            for _, states in _grouped({state: state.scale.device for state in self._uses}):
-                if completed:
-                    _update(states, [self._uses[state].rule for state in states])
-                else:
-                    torch._foreach_zero_([state.amax for state in states])
-        self._uses.clear()
-
-
-def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
-    histories, scales = [state.amax_history for state in states], [state.scale for state in states]
-    delayed_update(histories, scales, [state.left_out for state in states], rules)
-    for state, rule in zip(states, rules):
-        state.rule = rule
-
-
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-def _grouped(keys: Mapping[DelayedScalingState, _Key]) -> Iterator[tuple[_Key, list[DelayedScalingState]]]:
-    """States by key, both in order of first appearance."""
-    groups: dict[_Key, list[DelayedScalingState]] = {}
-    for state, key in keys.items():
-        groups.setdefault(key, []).append(state)
-    yield from groups.items()
-
-
-def _reduce(uses: Mapping[DelayedScalingState, _Use]) -> None:
-    """Slot 0 of every history becomes its maximum over the ranks of its group."""
-    if not in_distributed_run():
-        return
-    shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.shared}
-    for (group, _), states in _grouped(shared):
-        reduce_amaxes([state.amax for state in states], [uses[state].name for state in states], group)
 
 
 def touch_forward(
@@ -358,11 +312,11 @@ def touch_forward(
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule)
-    use = _Use(rule, current_amax_group(), recipe.reduce_amax, name)
-    at_outermost_exit("delayed scaling", _Pending).add(state, use)
+    use = Use(rule, current_amax_group(), recipe.reduce_amax, name)
+    at_outermost_exit("delayed scaling", Pending).add(state, use)
 
 
-_BACKWARD_PASSES: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
+_BACKWARD_PASSES: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
 """Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
 
 
@@ -389,9 +343,9 @@ def touch_backward(
     with _LOCK:
         pending = _BACKWARD_PASSES.get(task)
         if pending is None:
-            pending = _BACKWARD_PASSES[task] = _Pending()
+            pending = _BACKWARD_PASSES[task] = Pending()
             torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(state, _Use(rule, group, recipe.reduce_amax, name))
+        pending.add(state, Use(rule, group, recipe.reduce_amax, name))
 
 
 _LOCK = threading.Lock()

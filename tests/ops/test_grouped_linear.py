@@ -157,12 +157,15 @@ def test_delayed_scaling_keeps_a_state_for_each_tensor_of_each_group():
             layer.zero_grad(set_to_none=True)
         assert different(step(op, x * (1 + i), EVEN, recipe), linears(op, x * (1 + i), EVEN, recipe, layers)) == []
     assert len(op.quantizer_states) == 3 * 4
-    scales = {key: float(value) for key, value in op.get_extra_state().items() if key.endswith("/scale")}
-    wanted = [float(v) for layer in layers for key, v in layer.get_extra_state().items() if key.endswith("/scale")]
-    assert sorted(scales.values()) == sorted(wanted)
+    scales, wanted = ([float(v) for each in made for v in _scales(each)] for made in ([op], layers))
+    assert sorted(scales) == sorted(wanted)
     other = grouped(4)
     other.load_state_dict(op.state_dict())
     assert different(step(op, x, EVEN, recipe), step(other, x, EVEN, recipe)) == []
+
+
+def _scales(op):
+    return [value for key, value in op.state_dict().items() if key.endswith(".scale")]
 
 
 def test_states_of_casts_are_those_of_the_slots():
@@ -523,8 +526,8 @@ def test_h15_casting_after_the_split_is_casting_group_by_group_in_the_compute_dt
 
 
 def test_names_are_those_of_te_ops():
-    assert list(grouped(2).state_dict()) == ["weight0", "weight1", "bias0", "bias1", "_extra_state"]
-    assert list(grouped(2, single_grouped_weight=True, bias=False).state_dict()) == ["weight", "_extra_state"]
+    assert list(grouped(2).state_dict()) == ["weight0", "weight1", "bias0", "bias1"]
+    assert list(grouped(2, single_grouped_weight=True, bias=False).state_dict()) == ["weight"]
     assert (grouped(2).num_extra_inputs, grouped(2, scale_bias=True).num_extra_inputs) == (1, 2)
     assert grouped(2, bias=False, scale_bias=True).num_extra_inputs == 1
     assert {role.module_type for role in grouped(2).get_quantizer_roles("forward")} == {"linear"}
@@ -539,8 +542,7 @@ def test_a_state_loads_whichever_way_weights_are_held():
     back = grouped(3)
     back.load_state_dict(single.state_dict())
     assert [same(a.detach(), b.detach()) for a, b in zip(back.parameters(), apart.parameters())] == [True] * 6
-    plain = {name: value for name, value in apart.state_dict().items() if name != "_extra_state"}
-    back.load_state_dict(plain)
+    back.load_state_dict(apart.state_dict())
 
 
 def test_equal_seeds_draw_equal_weights_whichever_way_they_are_held():

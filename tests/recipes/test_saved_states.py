@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
+import pickle
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import QuantizerError
-from opfuse.recipes import DelayedScaling, Float8CurrentScaling, Format
+from opfuse.errors import QuantizerError, RecipeError
+from opfuse.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest, Float8CurrentScaling, Format
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
-STATE = "0._extra_state"
+STATE = "0.delayed_scaling."
+OLD = "0._extra_state"
 
 
 def model() -> ops.Sequential:
@@ -37,43 +42,93 @@ def train(module: ops.Sequential, recipe: opfuse.Recipe | None = RECIPE, steps: 
     return module
 
 
-def shapes(module: torch.nn.Module) -> dict[str, object]:
-    state = module.state_dict()
-    extra = {
-        name: {key: each.shape for key, each in value.items()} for name, value in state.items() if name.endswith("_extra_state")
-    }
-    return {name: value.shape for name, value in state.items() if name not in extra} | extra
+def shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
 
 
-def flat(state: dict[str, object]) -> dict[str, torch.Tensor]:
-    inner = {f"{name}/{key}": each for name, value in state.items() if isinstance(value, dict) for key, each in value.items()}
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} | inner
-
-
-def equal(one: dict[str, object], other: dict[str, object]) -> bool:
-    one, other = flat(one), flat(other)
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def states_of(module: ops.Sequential) -> dict[str, torch.Tensor]:
+    """The states of the first op, by the names that they have in the op."""
+    return {name.removeprefix(STATE): value for name, value in module.state_dict().items() if name.startswith(STATE)}
+
+
+def old(state: dict[str, torch.Tensor]) -> dict[str, object]:
+    """A state dict as earlier versions wrote it: one dictionary an op, by 'role/field'."""
+    found: dict[str, object] = {}
+    for name, value in state.items():
+        op, dot, rest = name.partition(".delayed_scaling.")
+        if not dot:
+            found[name] = value
+        else:
+            found.setdefault(f"{op}._extra_state", {})["/".join(rest.rsplit(".", 1))] = value
+    return found
+
+
 @pytest.mark.parametrize("make", [model, grouped])
-def test_keys_and_shapes_depend_on_no_recipe_and_no_use(make):
-    wanted = shapes(make())
-    assert "input/scale" in wanted[STATE]
+def test_keys_and_shapes_depend_on_no_recipe_and_no_use_of_a_model_that_was_told(make):
+    wanted = shapes(opfuse.prepare_delayed(make(), RECIPE))
+    assert STATE + "input.scale" in wanted
     for recipe in (RECIPE, RECIPE.replace(amax_history_len=1024), Float8CurrentScaling(), None):
-        assert shapes(train(make(), recipe)) == wanted
+        assert shapes(train(opfuse.prepare_delayed(make()), recipe)) == wanted
+    assert shapes(train(make())) == wanted
+
+
+@pytest.mark.parametrize("make", [model, grouped])
+def test_a_model_that_does_not_train_under_delayed_scaling_saves_its_parameters(make):
+    for recipe in (Float8CurrentScaling(), None):
+        assert shapes(train(make(), recipe)) == {name: value.shape for name, value in make().named_parameters()}
+    validated = make()
+    with torch.no_grad():
+        call(validated)
+    assert shapes(validated) == shapes(make())
+
+
+def test_only_ops_that_a_recipe_delays_are_prepared():
+    def delays_products(role):
+        delayed = role.module_type == "linear" and role.tensor_type == "input"
+        return DelayedScalingRequest() if delayed else Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+
+    module = opfuse.prepare_delayed(model(), CustomRecipe(qfactory=delays_products))
+    assert {name.split(".")[0] for name in module.state_dict() if "delayed_scaling" in name} == {"0", "3"}
+    for recipe, bare in ((Float8CurrentScaling(), model()), (RECIPE, torch.nn.Linear(4, 4)), (RECIPE, ops.GELU())):
+        with pytest.raises(RecipeError, match=r"prepare_delayed: wants ops to which .* got none in a"):
+            opfuse.prepare_delayed(bare, recipe)
+
+
+def test_what_was_told_travels_with_copies():
+    told = opfuse.prepare_delayed(model())
+    for other in (copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
+        assert shapes(other) == shapes(told)
+
+
+def test_names_of_ops_may_hold_dots():
+    trained = model()
+    trained[0].name = "layers.0%2E"
+    train(trained)
+    name = "0.delayed_scaling.layers%2E0%252E:input.scale"
+    scale = trained.state_dict()[name]
+    assert scale != 1
+    assert operator.attrgetter("delayed_scaling.layers%2E0%252E:input.scale")(trained[0]) == scale
+    other = model()
+    other[0].name = "layers.0%2E"
+    other.load_state_dict(trained.state_dict())
+    assert equal(other.state_dict(), trained.state_dict())
 
 
 @pytest.mark.row("R17")
 @pytest.mark.parametrize("make", [model, grouped])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_restores_states_of_a_model_that_has_not_run(make, tmp_path):
-    trained, fresh = train(make()), make()
+    trained, fresh = train(make()), opfuse.prepare_delayed(make(), RECIPE)
     dcp.save({"model": trained.state_dict()}, checkpoint_id=tmp_path)
     held = {"model": fresh.state_dict()}
     dcp.load(held, checkpoint_id=tmp_path)
     fresh.load_state_dict(held["model"])
     assert equal(fresh.state_dict(), trained.state_dict())
-    assert fresh.state_dict()[STATE]["input/made_for"].tolist() == [448.0, 0.0, 4.0]
+    assert fresh[0].delayed_scaling.input.made_for.tolist() == [448.0, 0.0, 4.0]
     outputs = []
     for each in (trained, fresh):
         torch.manual_seed(1)
@@ -82,10 +137,14 @@ def test_a_distributed_checkpoint_restores_states_of_a_model_that_has_not_run(ma
 
 
 def test_a_model_that_was_not_used_is_restored_as_such():
-    trained, fresh = train(model()), model()
-    fresh.load_state_dict(model().state_dict())
+    trained, fresh, unused = train(model()), model(), opfuse.prepare_delayed(model())
+    fresh.load_state_dict(old(unused.state_dict()))
     assert not fresh[0].quantizer_states
-    trained.load_state_dict(model().state_dict())
+    assert shapes(fresh) == shapes(model())
+    fresh.load_state_dict(unused.state_dict())
+    assert not fresh[0].quantizer_states
+    assert shapes(fresh) == shapes(unused)
+    trained.load_state_dict(unused.state_dict())
     for state in trained[0].quantizer_states:
         assert (state.scale.item(), state.amax_history.any().item(), state.rule) == (1.0, False, None)
 
@@ -93,19 +152,19 @@ def test_a_model_that_was_not_used_is_restored_as_such():
 def test_what_a_state_was_made_for_travels():
     trained, other = train(model(), RECIPE.replace(fp8_format=Format.E4M3, margin=2)), model()
     other.load_state_dict(trained.state_dict())
-    assert other.state_dict()[STATE]["grad_output/made_for"].tolist() == [448.0, 2.0, 4.0]
-    before = trained.state_dict()[STATE]["grad_output/scale"]
+    assert other[0].delayed_scaling.grad_output.made_for.tolist() == [448.0, 2.0, 4.0]
+    before = trained[0].delayed_scaling.grad_output.scale
     y = call(other)
     y.backward(torch.zeros_like(y))
-    assert torch.equal(other.state_dict()[STATE]["grad_output/made_for"], torch.tensor([57344.0, 0.0, 4.0]))
-    amax = trained.state_dict()[STATE]["grad_output/amax_history"].max()
+    assert other[0].delayed_scaling.grad_output.made_for.tolist() == [57344.0, 0.0, 4.0]
+    amax = trained[0].delayed_scaling.grad_output.amax_history.max()
     assert torch.equal(before, torch.full_like(before, 448.0) / amax / 4)
 
 
 def test_states_without_what_they_were_made_for_load():
     """Files of earlier versions: histories of their own length, which may hold what was not finite."""
     trained, other = train(model()), model()
-    saved = trained.state_dict()
+    saved = old(trained.state_dict())
     for value in saved.values():
         if isinstance(value, dict):
             for name in [name for name in value if name.endswith("made_for")]:
@@ -120,6 +179,14 @@ def test_states_without_what_they_were_made_for_load():
     assert torch.equal(*scales)
 
 
+def test_one_entry_an_op_loads_as_earlier_versions_wrote_it():
+    trained, other = train(model()), model()
+    saved = old(trained.state_dict())
+    assert saved.keys() == {*dict(model().named_parameters()), OLD, "2._extra_state", "3._extra_state"}
+    other.load_state_dict(saved)
+    assert equal(other.state_dict(), trained.state_dict())
+
+
 def test_a_model_on_the_meta_device_takes_the_values_over():
     trained = train(model())
     with torch.device("meta"):
@@ -132,7 +199,6 @@ HUGE = torch.zeros(1).expand(2**33)
 BAD = {
     "None": None,
     "text": "input/scale",
-    "pickle": torch.zeros(7),
     "a field of None": {"input/scale": None},
     "a field of text": {"input/scale": "1"},
     "no field": {"weight": torch.ones(1)},
@@ -164,18 +230,20 @@ def test_what_is_no_state_is_refused_and_nothing_is_loaded(kind):
     """The roles before the bad one are in order: nothing of them is taken over either."""
     trained = train(model())
     bad = BAD[kind]
+    files = [{OLD: bad}]
     if isinstance(bad, dict):
-        whole = {name: 2 * tensor for name, tensor in trained.state_dict()[STATE].items()}
+        whole = {name.replace(".", "/"): 2 * tensor for name, tensor in states_of(trained).items()}
         whole |= {name: tensor / 2 for name, tensor in whole.items() if name.endswith("made_for")}
         bad = {name: value for name, value in (whole | bad).items() if value is not ...}
-    for each in (trained, model()):
+        files = [{OLD: bad}, {STATE + name.replace("/", "."): value for name, value in bad.items()}]
+    for each, file in itertools.product((trained, model()), files):
         before, number = copy.deepcopy(each.state_dict()), len(each[0].quantizer_states)
-        with pytest.raises(QuantizerError, match=r"_extra_state.*: wants .*\. Cure: "):
-            each[0].set_extra_state(bad)
+        with pytest.raises(QuantizerError, match=r"(_extra_state|delayed_scaling).*: wants .*\. Cure: "):
+            each.load_state_dict(file, strict=False)
         assert equal(each.state_dict(), before)
         assert len(each[0].quantizer_states) == number
 
 
 def test_an_unknown_role_is_told_with_the_nearest_one():
     with pytest.raises(QuantizerError, match="'inputs'; did you mean 'input'"):
-        model()[0].set_extra_state(BAD["an unknown role"])
+        model().load_state_dict({OLD: BAD["an unknown role"]}, strict=False)

@@ -1,0 +1,149 @@
+"""State dicts: what casts remember is saved beside the parameters, as plain tensors, once an op trains under delayed scaling.
+
+The keys are ``delayed_scaling.ROLE.FIELD``, such as ``0.delayed_scaling.input.scale``; `recipes/saved_states.py` says what a
+field holds. An op has all of its keys, always in the same shapes, or none. It has them from when it was told that it trains under
+delayed scaling: by :func:`prepare_delayed`, by a state dict that has them, or by a training call under such a recipe. Any other
+op has the state dict of its parameters, which is that of its counterpart in torch.nn.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.watched import WatchedModule
+from opfuse.errors import OpfuseWarning, RecipeError, describe
+from opfuse.recipes import DelayedScaling, QuantizerRole, as_recipe
+from opfuse.recipes.delayed import DelayedScalingStates
+
+NAMESPACE = "delayed_scaling"
+"""What the keys of an op's delayed-scaling states begin with."""
+
+_OLD = "_extra_state"
+"""The key of an op in files of earlier versions, a dictionary by 'role/field', and of te.ops, a tensor of pickled bytes."""
+
+_QUOTED = {"%": "%25", ".": "%2E"}
+"""What stands in a key for a character of a role: torch walks a model along the dots of its keys."""
+
+
+class StatefulModule(WatchedModule):
+    """Has the delayed-scaling states of an op follow its parameters, to devices and files.
+
+    A module without ``quantizer_states`` has none; that of an op which stands for others has none of its own.
+    """
+
+    basic_ops: Any
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for state in self._states():
+            state.to(fn(state.scale).device)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    @property
+    def delayed_scaling(self) -> SimpleNamespace:
+        """Copies of the saved tensors by role and field, as keys name them: ``op.delayed_scaling.input.scale``.
+
+        torch.distributed.checkpoint looks up what a key names.
+        """
+        found = SimpleNamespace()
+        for name, tensor in self._saved().items():
+            role, _, field = name.partition(".")
+            vars(found).setdefault(role, SimpleNamespace())
+            setattr(vars(found)[role], field, tensor)
+        return found
+
+    # -- to and from files -----------------------------------------------------------------------------------------------------
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """The saved tensors by ``ROLE.FIELD``; of every role, whether or not anything was cast for it yet."""
+        states = self._states()
+        named = states.to_dict([slot for _, slot in self._kept_under()], device=self._device) if states.saved else {}
+        return {_key(*name.rpartition("/")): tensor for name, tensor in named.items()}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """OpfuseWarning for amaxes that were not finite: this is where the host reads states."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._states().tell(self.label)
+        for name, tensor in self._saved().items():
+            destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load also what plain modules save, which have no states, earlier versions, and te.ops.
+
+        The states that a dictionary has are taken over, all of an op's or none; others stay as they are. QuantizerError for what
+        is none: roles that the op does not have, scales that are not finite and positive, tensors that claim more memory than
+        they have.
+        """
+        taken = dict(self._taken(state_dict, prefix))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        for key, saved in taken.items():
+            slots, where = [slot for _, slot in self._kept_under()], f"{self.label} {key}"
+            self._states().load_dict(saved, slots=slots, device=self._device, where=where)
+            self._states().told |= key == NAMESPACE
+
+    def _taken(self, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+        """What is saved of states, by its kind of key, taken out of ``state_dict``; what the op cannot have is left to torch."""
+        old, start = prefix + _OLD, f"{prefix}{NAMESPACE}."
+        if old in state_dict and type(self).get_extra_state is nn.Module.get_extra_state:
+            if isinstance(state_dict[old], torch.Tensor):
+                if state_dict.pop(old).numel():
+                    text = f"{old}: pickled state of another library is not read; delayed scaling starts anew"
+                    warnings.warn(text, OpfuseWarning, stacklevel=2)
+            elif self._kept_under():
+                yield _OLD, state_dict.pop(old)
+        names = [name for name in state_dict if name.startswith(start)]
+        if names and self._kept_under():
+            yield NAMESPACE, {_name(*name.removeprefix(start).rpartition(".")): state_dict.pop(name) for name in names}
+
+    def _states(self) -> DelayedScalingStates:
+        return getattr(self, "quantizer_states", _NONE)
+
+    def _kept_under(self) -> list[tuple[QuantizerRole, QuantizerRole]]:
+        """The role of each operand that may have a state, and the role that the state is kept under."""
+        return [pair for op in self.basic_ops for pair in op.quantizer_slots()] if hasattr(self, "quantizer_states") else []
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((p.device for p in self.parameters()), None)
+
+
+_NONE = DelayedScalingStates()
+
+
+def _key(role: str, _: str, field: str) -> str:
+    for character, code in _QUOTED.items():
+        role = role.replace(character, code)
+    return f"{role}.{field}"
+
+
+def _name(role: str, _: str, field: str) -> str:
+    for character, code in reversed(_QUOTED.items()):
+        role = role.replace(code, character)
+    return f"{role}/{field}"
+
+
+def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
+    """Tell ``model`` that it trains under ``recipe`` (None: ``DelayedScaling()``), so that its state dict has the keys of states.
+
+    Whatever has run then, the keys are the same: call it once the model is built, in each run that saves or loads checkpoints
+    key by key, as torch.distributed.checkpoint does. ``load_state_dict`` needs no such call. Ops to whose operands the recipe
+    gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
+    """
+    wanted = DelayedScaling() if recipe is None else as_recipe(recipe)
+    delayed = [
+        module
+        for module in model.modules()
+        if isinstance(module, StatefulModule) and any(wanted.delayed_scaling(role) for role, _ in module._kept_under())
+    ]
+    for module in delayed:
+        module._states().told = True
+    if not delayed:
+        cure = "pass a recipe with delayed scaling, and a model that is made of opfuse.ops"
+        what = f"ops to which {type(wanted).__name__} gives delayed scaling"
+        raise RecipeError(describe("prepare_delayed", wanted=what, got=f"none in a {type(model).__name__}", cure=cure))
+    return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.machinery
+import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,10 @@ def digest(*paths: Path) -> str:
 
 
 def coverage(folder: Path, paths: Sequence[Path], rooms: Sequence[str], workers: int, tell: Tell) -> suite.Coverage:
-    """Which test of ``paths`` runs which line of ``rooms``; measured anew for files that changed, or for all if rooms did."""
+    """Which test of ``paths`` runs which line of ``rooms``; measured anew for files that changed, or for all if rooms did.
+
+    SystemExit if a file could not be measured: what only its tests run would seem to be run by none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source, missing, found = digest(*(ROOT / file for file in modules(rooms))), [], []
     for path in paths:
@@ -75,16 +79,22 @@ def coverage(folder: Path, paths: Sequence[Path], rooms: Sequence[str], workers:
             missing.append((path, kept, wanted))
     missing.sort(key=lambda each: -each[0].stat().st_size)
     jobs = (suite.Job(each, lambda path=each[0]: suite.measured(path, modules(rooms)), 1800) for each in missing)  # type: ignore[misc]
+    if missing and importlib.util.find_spec("coverage") is None:
+        raise SystemExit("coverage: the package of this name is not installed; pip install '.[test]'")
+    lost = []
     for number, (job, entry) in enumerate(suite.each(jobs, workers), 1):
         path, kept, wanted = job.name
         where = path.relative_to(ROOT)
         if entry is None:
-            tell(f"coverage {number}/{len(missing)}: {where} did not end; its tests are left out")
+            tell(f"coverage {number}/{len(missing)}: {where} broke off")
+            lost.append(str(where))
             continue
         left = f"; left out, as they fail: {', '.join(entry['failed'])}" if entry["failed"] else ""
         tell(f"coverage {number}/{len(missing)}: {where}, {len(entry['seconds'])} tests{left}")
         kept.write_text(json.dumps({"digest": wanted, **entry}))
         found.append(entry)
+    if lost:
+        raise SystemExit(f"coverage: nothing is known of {', '.join(lost)}; MUTANTS_LOG=FILE keeps what pytest says")
     return joined(found)
 
 

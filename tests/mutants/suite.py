@@ -2,7 +2,7 @@
 
 A child imports opfuse by itself, so that a mutated module is what every other module sees; that takes a second or two, where a
 fresh interpreter takes five. What a child found comes back as JSON in a file. Its processor time is limited rather than its wall
-time, so that a busy machine fails no test.
+time, so that a busy machine fails no test. What it writes is dropped, unless the variable ``MUTANTS_LOG`` names a file.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _start(job: Job, answer: Path) -> Child:
     code = 1
     try:
         os.setsid()
-        quiet = os.open(os.environ.get("OPFUSE_MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        quiet = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         limit = int(time.process_time() + job.seconds) + 1
@@ -197,7 +197,8 @@ class Coverage:
 
 
 def measured(path: Path, files: Sequence[str]) -> dict[str, Any]:
-    """Of the tests of one file that pass: seconds, and the lines of ``files`` that each ran."""
+    """Of the tests of one file that pass: seconds, and the lines of ``files`` that each ran. RuntimeError for a file that pytest
+    cannot read."""
     os.environ["COVERAGE_CORE"] = "ctrace"
     import coverage
 
@@ -212,8 +213,10 @@ def measured(path: Path, files: Sequence[str]) -> dict[str, Any]:
 
     plugin = Contexts()
     measuring.start()
-    run([path], plugin)
+    code = run([path], plugin)
     measuring.stop()
+    if code not in (0, 1, 5):  # passed, failed, no tests: else the file could not be read
+        raise RuntimeError(f"pytest ended with {code}")
     data, passed = measuring.get_data(), set(plugin.passed) - set(plugin.failed)
     found: dict[str, dict[str, list[int]]] = {test: {} for test in passed}
     for file in data.measured_files():

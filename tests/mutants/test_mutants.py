@@ -73,13 +73,19 @@ def test_the_same_seed_chooses_the_same_mutants() -> None:
     assert {mutant.file.split("/")[1] for mutant in hunt.chosen(0, 200)} == {"compiler", "core", "recipes"}
 
 
-def run(folder: Path, *options: str) -> tuple[dict, str]:
-    """The report of a run over the sample, and what it told."""
-    given = ["--rooms", f"{SAMPLE}/clamp.py", "--tests", f"{SAMPLE}/check_clamp.py", "--cache", str(folder), *options]
+def told_by(folder: Path, tests: str, *options: str) -> str:
+    """What a run over the sample tells, which fails, as too many survive."""
+    given = ["--rooms", f"{SAMPLE}/clamp.py", "--tests", f"{SAMPLE}/{tests}", "--cache", str(folder), *options]
     command = [sys.executable, "-m", "tests.mutants", *given, "--out", str(folder / "report.json")]
     done = subprocess.run(command, cwd=hunt.ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1, done.stderr  # too many survive
-    return json.loads((folder / "report.json").read_text()), done.stderr
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+def run(folder: Path, *options: str) -> tuple[dict, str]:
+    """The report of a run over the sample, and what it told."""
+    told = told_by(folder, "check_clamp.py", *options)
+    return json.loads((folder / "report.json").read_text()), told
 
 
 def test_a_run_kills_reports_survivors_and_resumes(tmp_path: Path) -> None:
@@ -98,3 +104,11 @@ def test_a_run_kills_reports_survivors_and_resumes(tmp_path: Path) -> None:
     assert again == report
     assert f"{len(fates)} known from earlier runs" in told
     assert re.search(r"\b\d+/\d+ ", told.split("known from earlier runs")[1]) is None
+
+
+def test_tests_that_cannot_be_read_end_the_run_and_leave_no_verdict(tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    told = told_by(tmp_path, "check_broken.py", "--count", "3")
+    assert "check_broken.py broke off" in told
+    assert f"nothing is known of {SAMPLE}/check_broken.py; MUTANTS_LOG=FILE" in told
+    assert not (tmp_path / "verdicts.jsonl").exists()

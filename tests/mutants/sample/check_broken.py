@@ -1,0 +1,3 @@
+"""Tests that cannot even be read: what they run is not known."""
+
+raise ImportError("missing")

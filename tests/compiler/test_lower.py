@@ -44,6 +44,12 @@ def test_a_linear_is_a_product_and_a_bias():
     assert names(lowered(ops.BasicLinear(64, 64))) == ["linear"]
 
 
+def test_graphs_of_equal_pipelines_are_equal_and_hash_alike():
+    one, other = (lowered(ops.Linear(64, 64), ops.GELU(), recipe=MXFP8BlockScaling()) for _ in range(2))
+    assert (one, hash(one)) == (other, hash(other))
+    assert one != lowered(ops.Linear(64, 64), ops.SiLU(), recipe=MXFP8BlockScaling())
+
+
 def test_quantize_nodes_stand_around_a_product():
     graph = lowered(ops.RMSNorm(64), ops.Linear(64, 64), ops.GELU(), recipe=MXFP8BlockScaling())
     assert names(graph) == [

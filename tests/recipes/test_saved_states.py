@@ -218,7 +218,7 @@ BAD = {
     "no values": {"input/amax_history": torch.zeros(4, device="meta")},
     "another element": {"input/made_for": torch.tensor([240.0, 0.0, 4.0])},
     "half a margin": {"input/made_for": torch.tensor([448.0, 0.5, 4.0])},
-    "a length that is not there": {"input/made_for": torch.tensor([448.0, 0.0, 2000.0])},
+    "a length that is not there": {"input/made_for": torch.tensor([448.0, 0.0, 1025.0])},
     "NaN as length": {"input/made_for": torch.tensor([448.0, 0.0, torch.nan])},
     "an unknown role": {"inputs/scale": torch.ones(1), "inputs/amax_history": torch.zeros(4)},
     "an unknown field": {"input/margin": torch.ones(1)},

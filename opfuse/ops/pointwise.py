@@ -50,8 +50,18 @@ class PointwiseOperation(BasicOperation):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("math", "sources"):  # an object's own, in place of its class's
-            self.__dict__["_reads"] = {}
-            self.__dict__["saves"] = ("x", *self.math.operands)
+            self._follow_math()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in ("math", "sources"):
+            self._follow_math()
+
+    def _follow_math(self) -> None:
+        """Forget what followed from the math that this object had; plans and programs of it as well."""
+        self.__dict__["_reads"] = {}
+        self.__dict__["saves"] = ("x", *self.math.operands)
+        self.changed()
 
     # -- alone -------------------------------------------------------------------------------------------------------------
 

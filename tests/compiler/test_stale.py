@@ -132,6 +132,9 @@ def test_r9_math_of_one_object():
     assert torch.autograd.gradcheck(op, (x,))
     assert torch.autograd.gradcheck(ops.Sequential(op, Mine()), (x,))
     assert torch.equal(Mine()(x), 2 * x)
+    del op.math
+    assert torch.equal(op(x), 2 * x)
+    assert torch.autograd.gradcheck(op, (x,))
 
 
 def test_r9_a_factory_is_asked_again_when_a_region_begins():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from opfuse.compiler.run import Kept, Kwargs, Runner
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
+from opfuse.kernels.pointwise import Pointwise
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape, Unrecordable
 from opfuse.tensors.storage import QuantizedStorage
@@ -119,10 +121,11 @@ def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwa
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
     """What a program depends on besides the plan's key: how tensors lie, and which of them are one.
 
-    None if there is a tensor of a class that is not known.
+    None if there is a tensor of a class that is not known, or two tensors for the same memory: each counts its own writes.
     """
     look: list[Any] = []
     addresses: list[int] = []
+    seen: list[torch.Tensor] = []
     for tensor in tensors:
         kind = type(tensor)
         if kind in _PLAIN:
@@ -138,9 +141,13 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
         for leaf in leaves:
             address = leaf.data_ptr()
             addresses.append(address)
+            seen.append(leaf)
             look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % ALIGNMENT))
     if len(set(addresses)) < len(addresses):
-        look += map(addresses.index, addresses)
+        first = [addresses.index(address) for address in addresses]
+        if any(seen[i] is not leaf for i, leaf in zip(first, seen)):
+            return None
+        look += first
     return tuple(look)
 
 
@@ -177,7 +184,35 @@ def _has_own_methods(op: BasicOperation) -> bool:
     """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
     theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
     on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return not (theirs | on_itself) - {"math"}
+    return not (theirs | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
+
+
+def _is_fixed(math: Any) -> bool:
+    """Whether the definitions of an elementwise op read nothing but their arguments, so that one run tells of all."""
+    made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
+    return all(function is None or _is_closed(function) for function in made_of)
+
+
+def _is_closed(function: Any) -> bool:
+    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments."""
+    if not isinstance(function, FunctionType) or _is_known_function(function):
+        return isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
+    named = (function.__globals__.get(name) for name in _names(function.__code__))
+    kept = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    return not kept and all(value is None or isinstance(value, ModuleType) or _is_known_function(value) for value in named)
+
+
+def _is_known_function(value: Any) -> bool:
+    module = str(getattr(value, "__module__", None) or "torch")
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) and module.partition(".")[0] in ("torch", "opfuse", "math")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What the code reads from outside, and that of the functions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _is_known(kind: type) -> bool:
@@ -324,6 +359,6 @@ class Repeater:
         return result
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        """torch.autocast had its say when the ops were recorded."""
-        env = self.plan.key.env
-        return nullcontext() if env.autocast is None else torch.autocast(env.device, enabled=False)
+        """torch.autocast had its say when the ops were recorded; one that is around a backward pass has none."""
+        device = self.plan.key.env.device
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +16,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.grouped import GroupedCast
 from opfuse.core.operation import BasicOperation
-from opfuse.core.quantizers import recorded
+from opfuse.core.quantizers import recording
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -96,17 +97,15 @@ class Runner:
         op = self.ops[node.op]
         context = self._context(node, values)
         x = values[node.inputs[0]]
-        reset = recorded.set(self.plan.key.env.grad) if op.asks_quantizers else None
-        output, extra_outputs = op.fuser_forward(
-            [context],
-            x if node.takes_quantized else plain(x),
-            basic_op_extra_inputs=[context.extras],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=[self.kwargs[node.op]],
-        )
-        if reset is not None:
-            recorded.reset(reset)
+        with recording(self.plan.key.env.grad) if op.asks_quantizers else nullcontext():
+            output, extra_outputs = op.fuser_forward(
+                [context],
+                x if node.takes_quantized else plain(x),
+                basic_op_extra_inputs=[context.extras],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[self.kwargs[node.op]],
+            )
         if node.casts:
             output = plain(output)
         self._store(node, node.outputs, (output, *extra_outputs[0]), values)
@@ -133,16 +132,15 @@ class Runner:
         nodes = self._op_nodes(group)
         contexts = self._contexts(group, {i: self._context(node, values) for i, node in nodes.items()})
         chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
-        reset = recorded.set(self.plan.key.env.grad)
-        output, extra_outputs = group.opaque.fuser_forward(
-            contexts,
-            plain(values[chain[0].inputs[0]]),
-            basic_op_extra_inputs=[context.extras for context in contexts],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=[self.kwargs[i] for i in group.ops],
-        )
-        recorded.reset(reset)
+        with recording(self.plan.key.env.grad):
+            output, extra_outputs = group.opaque.fuser_forward(
+                contexts,
+                plain(values[chain[0].inputs[0]]),
+                basic_op_extra_inputs=[context.extras for context in contexts],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[self.kwargs[i] for i in group.ops],
+            )
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)

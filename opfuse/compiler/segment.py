@@ -14,6 +14,7 @@ from opfuse.compiler.programs import runner_of
 from opfuse.compiler.run import Kept, Kwargs, Runner
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
+from opfuse.core.tracers import check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.tensors.grouped import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
@@ -65,6 +66,7 @@ class _SegmentFunction(torch.autograd.Function):
                     cure="compute second derivatives with plain torch modules; quantized backward passes have none",
                 )
             )
+        check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
         received: dict[int, torch.Tensor | None] = {}
         for value, grad in zip(ctx.values, grad_outputs):
             earlier = received.get(value)

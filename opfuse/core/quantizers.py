@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -31,8 +32,17 @@ SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "
 _LIKE = {"output": "input", "grad_input": "grad_output"}
 """Tensor types of results: those that a recipe with a table has no entry for, and those that they are cast like."""
 
-recorded: ContextVar[bool] = ContextVar("opfuse_recorded", default=False)
-"""Whether the running forward pass of an op records gradients: inside an autograd.Function torch says no."""
+_recorded: ContextVar[bool] = ContextVar("opfuse_recorded", default=False)
+
+
+@contextmanager
+def recording(grad: bool) -> Iterator[None]:
+    """Inside, the forward pass of an op records gradients if ``grad`` says so: inside an autograd.Function torch says no."""
+    reset = _recorded.set(grad)
+    try:
+        yield
+    finally:
+        _recorded.reset(reset)
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +58,7 @@ class _Delayed(Float8Quantizer):
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         self.slot.to(x.device)
         backward = torch._C._current_graph_task_id() >= 0 and not is_recomputing()
-        counts = backward or torch.is_grad_enabled() or recorded.get() or is_trained()
+        counts = backward or torch.is_grad_enabled() or _recorded.get() or is_trained()
         if backward:
             touch_backward(self.slot, self.recipe, rule=self.rule, group=self.group, name=self.where)
         elif counts:

@@ -42,6 +42,15 @@ def check_followed(label: str, tensors: Iterable[object]) -> None:
             _refuse(label, "plain tensors", "a dual tensor of forward-mode AD", cure)
 
 
+def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
+    """UnsupportedError for gradients that are many in one: a backward pass keeps scales and amaxes, one of each a call."""
+    functorch = torch._C._functorch
+    for grad in grads:
+        if grad is not None and (functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)):
+            cure = "ask for one gradient after another: is_grads_batched=False, vectorize=False"
+            _refuse(label, "plain gradients", "some that a transform (vmap, is_grads_batched=True) wraps", cure)
+
+
 def check_proxy(label: str, x: object) -> None:
     """UnsupportedError for what torch.fx traces with."""
     if isinstance(x, torch.fx.Proxy):

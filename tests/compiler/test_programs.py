@@ -272,6 +272,24 @@ def test_an_activation_of_the_users_own_is_repeated():
     assert recorded_in(model)
 
 
+SLOPE = [1.0]
+
+
+class Sloped(ops.Activation):
+    math = ops.Pointwise("sloped", "x", ("dy",), value=lambda x: x * SLOPE[0], grad=lambda dy, x: (dy * SLOPE[0],))
+
+
+@pytest.mark.cpu
+def test_definitions_that_read_more_than_their_arguments_run_at_every_call():
+    model = ops.Sequential(Sloped())
+    for slope in (1.0, 1.0, 1.0, 2.0, 3.0):
+        SLOPE[0] = slope
+        x = torch.ones(2, 8, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        assert y.detach().unique().tolist() == x.grad.unique().tolist() == [slope]
+
+
 def test_a_method_that_is_set_on_an_op_runs():
     op = ops.GELU()
     forward, calls = op.op_forward, []
@@ -322,3 +340,32 @@ def test_interpreted_records_nothing():
     with interpreted():
         run(model, None)
     assert recorded_in(model) == []
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["none", "fp8_current"])
+def test_torch_autocast_around_a_backward_pass_has_no_say(recipe):
+    """Autograd hands its thread's state on; which precision a gradient has was decided in the forward pass."""
+    model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 32)), torch.float32)
+    device = torch.get_default_device().type
+    for around in (False, False, True, False, True):
+        grads = []
+        for scope in (contextlib.nullcontext, interpreted):
+            x = randn(32, 64, dtype=torch.float32).requires_grad_()
+            with scope(), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x)
+            with scope(), torch.autocast(device, enabled=around, dtype=BF16):
+                y.backward(gradient(y, 0))
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+    assert backwards_of(model)
+
+
+def test_two_tensors_over_one_memory_count_their_own_writes():
+    model = to(ops.Sequential(ops.Linear(64, 64, bias=False)), torch.float32)
+    for _ in range(4):
+        x = model[0].weight.data.requires_grad_()
+        y = model(x)
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(SavedTensorError):
+            y.sum().backward()

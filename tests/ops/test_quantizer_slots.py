@@ -108,3 +108,17 @@ def test_resetting_the_recipe_state_changes_nothing():
     assert {name: tensor.tolist() for name, tensor in op.quantizer_states.to_dict().items()} == {
         name: tensor.tolist() for name, tensor in before.items()
     }
+
+
+class Failing(Caster):
+    def op_forward(self, ctx, input_, **kwargs):
+        raise ArithmeticError
+
+
+def test_after_a_forward_pass_that_failed_nothing_counts_that_records_no_gradients():
+    op, x = Caster(), torch.full((32, 32), 3.0)
+    with pytest.raises(ArithmeticError):
+        ops.Sequential(Failing())(x.clone().requires_grad_())
+    with torch.no_grad(), opfuse.autocast(recipe=DELAYED):
+        op.get_quantizer("forward", 0).quantize(x)
+    assert [state.amax_history.max().item() for state in op.quantizer_states] == [0.0]

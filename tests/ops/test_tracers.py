@@ -103,3 +103,16 @@ def test_an_inference_tensor_that_would_be_saved():
     with torch.no_grad():
         made(x)
     made(x.clone()).sum().backward()
+
+
+@pytest.mark.cpu
+def test_gradients_that_are_many_in_one_are_refused():
+    made = model()
+    for _ in range(4):
+        x = X.clone().requires_grad_()
+        y = made(x)
+        with raised(UnsupportedError, RuntimeError, "wants plain gradients", "vmap"):
+            torch.autograd.grad(y, x, torch.stack([y.detach(), 2 * y.detach()]), is_grads_batched=True)
+        with raised(UnsupportedError, RuntimeError, "wants plain gradients", "vmap"):
+            torch.autograd.functional.jacobian(made, X, vectorize=True)
+        assert torch.autograd.functional.jacobian(made, X).shape == (4, 8, 4, 8)

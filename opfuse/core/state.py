@@ -8,8 +8,9 @@ op has the state dict of its parameters, which is that of its counterpart in tor
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,17 @@ from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, as_recipe
 from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.recipes.saved_states import FIELDS
+from opfuse.tensors.files import from_planes, put_together
+from opfuse.tensors.tensor import QuantizedTensor
 
 NAMESPACE = "delayed_scaling"
 """What the keys of an op's delayed-scaling states begin with."""
 
 _OLD = "_extra_state"
 """The key of an op in files of earlier versions, a dictionary by 'role/field', and of te.ops, a tensor of pickled bytes."""
+
+_STATE = re.compile(rf"(?:.*\.)?{NAMESPACE}\.[^.]+\.(?:{'|'.join(FIELDS)})")
 
 _QUOTED = {"%": "%25", ".": "%2E"}
 """What stands in a key for a character of a role: torch walks a model along the dots of its keys."""
@@ -73,18 +79,23 @@ class StatefulModule(WatchedModule):
             destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load also what plain modules save, which have no states, earlier versions, and te.ops.
+        """Load also what plain modules save, which have no states, earlier versions, te.ops, and weights plane by plane.
 
         The states that a dictionary has are taken over, all of an op's or none; others stay as they are. QuantizerError for what
         is none: roles that the op does not have, scales that are not finite and positive, tensors that claim more memory than
         they have.
         """
+        put_together(state_dict, prefix)
+        self.adapt_state_dict(state_dict, prefix)
         taken = dict(self._taken(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
         for key, saved in taken.items():
             slots, where = [slot for _, slot in self._kept_under()], f"{self.label} {key}"
             self._states().load_dict(saved, slots=slots, device=self._device, where=where)
             self._states().told |= key == NAMESPACE
+
+    def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give what was saved under other names, or in another form, the names and the form that this op has."""
 
     def _taken(self, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
         """What is saved of states, by its kind of key, taken out of ``state_dict``; what the op cannot have is left to torch."""
@@ -147,3 +158,10 @@ def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
         what = f"ops to which {type(wanted).__name__} gives delayed scaling"
         raise RecipeError(describe("prepare_delayed", wanted=what, got=f"none in a {type(model).__name__}", cure=cure))
     return model
+
+
+def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch's own modules load strictly: quantized tensors decoded, also those that are there by planes, and no states."""
+    whole = from_planes(state_dict)
+    kept = {name: value for name, value in whole.items() if not _STATE.fullmatch(name)}
+    return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in kept.items()}

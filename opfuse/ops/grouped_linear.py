@@ -134,11 +134,10 @@ class GroupedLinear(BasicOperation):
             for name in self.bias_names:
                 self.parameter(name).uniform_(-bound, bound)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Load also what was saved with weights or biases held the other way."""
         for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
             _regroup(state_dict, f"{prefix}{kind}", len(names), self.num_groups)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- quantization ----------------------------------------------------------------------------------------------------
 

@@ -204,9 +204,9 @@ class Linear(FusibleOperation):
         """Delayed-scaling states of the product."""
         return self._product.quantizer_states
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Those of its parts, as te.ops lists them, are its own."""
         state_dict.pop(f"{prefix}basic_ops.1._extra_state", None)
         for part in (f"{prefix}basic_ops.{i}." for i in range(len(self.basic_ops))):
             for name in [name for name in state_dict if name.startswith(part)]:
                 state_dict[prefix + name.removeprefix(part)] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *args)

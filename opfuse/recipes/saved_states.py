@@ -23,7 +23,7 @@ SLOTS = 1024
 MOST = 2**20
 """Slots of a history that is loaded, at most: more would take memory that no training needs."""
 
-_FIELDS = {"scale": (1, 1), "amax_history": (1, MOST), "made_for": (3, 3)}
+FIELDS = {"scale": (1, 1), "amax_history": (1, MOST), "made_for": (3, 3)}
 """Elements that a field has, from least to most."""
 
 _MAXIMA = {element.max for element in FP8_ELEMENTS.values()}
@@ -81,8 +81,8 @@ def checked_states(saved: object, *, where: str, known: Collection[str] | None =
 
 
 def _checked(fields: Mapping[str, Any], *, where: str) -> Saved:
-    required = set(_FIELDS) - {"made_for"}
-    if not required <= fields.keys() <= _FIELDS.keys():
+    required = set(FIELDS) - {"made_for"}
+    if not required <= fields.keys() <= FIELDS.keys():
         raise _refused(where, "'scale' of shape (1,) and 'amax_history' of shape (length,)", sorted(fields))
     for name, value in fields.items():
         _check_tensor(name, value, where=where)
@@ -103,7 +103,7 @@ def _checked(fields: Mapping[str, Any], *, where: str) -> Saved:
 
 
 def _check_tensor(name: str, value: object, *, where: str) -> None:
-    least, most = _FIELDS[name]
+    least, most = FIELDS[name]
     wanted = f"{name} of shape ({least},)" if least == most else f"{name} of shape (length,), with up to {most} slots"
     if not isinstance(value, torch.Tensor):
         raise _refused(where, wanted, repr(value) if value is None or isinstance(value, str) else type(value).__name__)

@@ -83,7 +83,7 @@ class QuantizedTensor(torch.Tensor):
 
     def storage(self) -> Any:
         """QuantizedTensorError: there is no one array, which libraries that write arrays to files, as safetensors, ask for."""
-        wanted, cure = "a plain tensor", "save its dequantize(), or the tensor itself with torch.save; its planes are t.record"
+        wanted, cure = "a plain tensor", "save opfuse.to_planes(state_dict), or the tensor itself with torch.save"
         raise QuantizedTensorError(describe("storage() of a QuantizedTensor", wanted=wanted, got=repr(self), cure=cure))
 
     @property

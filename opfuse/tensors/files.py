@@ -1,0 +1,183 @@
+"""Quantized tensors in files that hold plain tensors only, as safetensors: plane by plane, and back, bit for bit.
+
+``0.weight`` becomes ``0.weight.rowwise.data``, ``.scale`` and, where the format has one, ``.amax``; likewise ``.columnwise``.
+Planes in groups are ``0.weight.rowwise.members.0.data`` and so on. An array that two planes share is there once, under its first
+name. ``0.weight.planes`` is a JSON text, as bytes: the record without its arrays, and its quantizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from opfuse.errors import QuantizedTensorError, describe
+from opfuse.formats import USAGES, Element, Format
+from opfuse.tensors import quantizers
+from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.masters import stored_in
+from opfuse.tensors.quantizers.base import Quantizer, zero_plane
+from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+VERSION = 1
+_TEXT = ".planes"
+_MARK = b'{"opfuse": '
+
+_FAMILIES = get_args(get_type_hints(Format)["family"])
+_QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name != Quantizer.__name__]
+_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (QuantizedStorage, Plane, GroupedPlane, Format, Element, *_QUANTIZERS)}
+_MADE: dict[str, Callable[..., Any]] = _CLASSES | {
+    "QuantizedStorage": lambda shape, **others: QuantizedStorage(torch.Size(shape), **others),
+    "dtype": lambda name: _checked(getattr(torch, name), torch.dtype),
+}
+"""What makes a value of a text, by the name of its type. A text names nothing else."""
+
+
+def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with each quantized tensor as the plain tensors of its planes, which share its memory; others as they are.
+
+    A quantizer of a class of one's own, or over a process group, is not saved: what is loaded takes bytes, not values.
+    QuantizedTensorError for a sharded quantized tensor.
+    """
+    found: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor) or not isinstance(stored_in(value), QuantizedTensor):
+            found[name] = value
+        elif isinstance(value, QuantizedTensor):
+            found |= {name + part: array for part, array in _apart(value).items()}
+        else:
+            cure = "gather it first: value.full_tensor(); or save the shards with torch.distributed.checkpoint"
+            raise QuantizedTensorError(describe(f"to_planes {name}", wanted="a whole tensor", got="a shard of one", cure=cure))
+    return found
+
+
+def from_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`to_planes` took apart, put together again; other entries as they are.
+
+    Ops do so themselves when they load; other modules need it. QuantizedTensorError for planes that are incomplete, or of other
+    shapes than their text says.
+    """
+    found = dict(state_dict)
+    put_together(found)
+    return found
+
+
+def put_together(state_dict: MutableMapping[str, Any], prefix: str = "") -> None:
+    """:func:`from_planes` in place, of the names that begin with ``prefix``."""
+    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(_TEXT) and _is_text(state_dict[key])]:
+        name = key.removesuffix(_TEXT)
+        try:
+            made = _together(name, state_dict)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            got, cure = f"{type(error).__name__}: {error}", "load all tensors that to_planes made, as they were saved"
+            raise QuantizedTensorError(describe(f"planes of {name}", wanted="a whole record", got=got, cure=cure)) from error
+        for part in _apart(made):
+            del state_dict[name + part]
+        state_dict[name] = made
+
+
+def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """The plain tensors of one, by what is added to its name."""
+    arrays: dict[str, torch.Tensor] = {}
+    record = _described(tensor.record, "", arrays)
+    own: dict[str, torch.Tensor] = {}
+    try:
+        quantizer = _described(tensor.quantizer, ".quantizer", own)
+    except TypeError:
+        quantizer, own = None, {}
+    text = json.dumps({"opfuse": VERSION, "record": record, "quantizer": quantizer})
+    arrays |= own
+    return {part: array.detach().contiguous() for part, array in arrays.items()} | {
+        _TEXT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(tensor.device)
+    }
+
+
+def _described(value: Any, path: str, arrays: dict[str, torch.Tensor]) -> Any:
+    """``value`` in what JSON has, its arrays put into ``arrays`` by the path to them. TypeError for what no text can say."""
+    if isinstance(value, torch.Tensor):
+        known = next((name for name, array in arrays.items() if array is value), path)
+        arrays[known] = value
+        return {"array": known}
+    if _CLASSES.get(type(value).__name__) is type(value):
+        names = ("members", "sizes") if isinstance(value, GroupedPlane) else [field.name for field in fields(value)]
+        said = {name: _described(getattr(value, name), f"{path}.{name}", arrays) for name in names}
+        return {"type": type(value).__name__, **said}
+    if isinstance(value, tuple):
+        return [_described(each, f"{path}.{i}", arrays) for i, each in enumerate(value)]
+    if isinstance(value, torch.dtype):
+        return {"type": "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != 1 or value.is_meta:
+        return False
+    return bytes(value[: len(_MARK)].tolist()) == _MARK
+
+
+def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
+    text = json.loads(bytes(arrays[name + _TEXT].tolist()))
+    if text["opfuse"] != VERSION:
+        raise ValueError(f"version {text['opfuse']}, where this opfuse reads {VERSION}")
+    storage = _checked(_made(text["record"], name, arrays), QuantizedStorage)
+    for usage, plane in ((usage, getattr(storage, usage)) for usage in USAGES):
+        if plane is None:
+            continue
+        _check(_checked(plane, Plane), usage)
+        rows, columns = plane.shape
+        if rows * columns != storage.shape.numel() and (columns != storage.shape[-1] or rows < storage.matrix_shape[0]):
+            raise ValueError(f"a {usage} plane of shape {plane.shape} in a tensor of shape {tuple(storage.shape)}")
+    quantizer = _made(text["quantizer"], name, arrays)
+    return QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
+
+
+def _made(said: Any, name: str, arrays: Mapping[str, Any]) -> Any:
+    """The inverse of :func:`_described`."""
+    if isinstance(said, list):
+        return tuple(_made(each, name, arrays) for each in said)
+    if not isinstance(said, dict):
+        return said
+    if said.keys() == {"array"}:
+        return _checked(arrays[name + said["array"]], torch.Tensor)
+    return _MADE[said["type"]](**{field: _made(each, name, arrays) for field, each in said.items() if field != "type"})
+
+
+def _check(plane: Plane, usage: str) -> None:
+    """ValueError unless the arrays of ``plane`` are those that its layout speaks of: kernels read what a layout says."""
+    if isinstance(plane, GroupedPlane):
+        fits = all(_checked(each, Plane).shape[1] == plane.shape[1] for each in plane.members)
+        if not fits or not all(each.shape[0] >= size for each, size in zip(plane.members, plane.sizes, strict=True)):
+            raise ValueError(f"groups of shapes {[each.shape for each in plane.members]} for sizes {plane.sizes}")
+        for each in plane.members:
+            _check(each, usage)
+        return
+    if plane.usage != usage or len(plane.shape) != 2 or min(_checked(size, int) for size in plane.shape) < 0:
+        raise ValueError(f"a {plane.usage} plane of shape {plane.shape} as the {usage} one")
+    if plane.format.family == "identity":
+        if plane.data.numel() != plane.shape[0] * plane.shape[1] or plane.scale is not None or plane.amax is not None:
+            raise ValueError(f"data of shape {tuple(plane.data.shape)} for {plane.shape}")
+        return
+    if _checked(plane.format, Format).family not in _FAMILIES:
+        raise ValueError(f"a format of the family {plane.format.family!r}")
+    layout = plane.layout
+    wanted, got = ([_look(each) for each in (p.data, p.scale, p.amax)] for p in (zero_plane(layout, "meta"), plane))
+    if wanted != got:
+        raise ValueError(f"{usage} arrays {got} where {plane.format} has {wanted}")
+
+
+def _look(array: torch.Tensor | None) -> object:
+    return None if array is None else (tuple(array.shape), str(array.dtype))
+
+
+def _checked(value: Any, wanted: type) -> Any:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{type(value).__name__} where a {wanted.__name__} was saved")
+    return value

@@ -9,13 +9,14 @@ import torch
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, NV, Make, Peer, Shape, Table, command, random
 from benchmarks.timing import Call
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels import cast, quantize
-from opfuse.kernels.cast_block import cast_block
-from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
-from opfuse.kernels.cast_row import cast_row
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.hadamard import SIGNS
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts import tensor as cast
+from opfuse.kernels.casts.block import cast_block
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
+from opfuse.kernels.casts.row import cast_row
+from opfuse.numerics import casts as definition
+from opfuse.numerics.hadamard import SIGNS
+from opfuse.numerics.layouts import Layout
 
 ROW: tuple[Usage, ...] = (ROWWISE,)
 COL: tuple[Usage, ...] = (COLUMNWISE,)
@@ -100,7 +101,7 @@ def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> M
     def make(shape: Shape) -> Call:
         layout = Layout(fmt, usage, shape, swizzled)
         data, scale = plane(layout)
-        amax = None if layout.amax_shape is None else quantize.tensor_amax(random(*shape))
+        amax = None if layout.amax_shape is None else definition.tensor_amax(random(*shape))
         return lambda: dequantize(data, scale, amax, layout=layout, dtype=torch.bfloat16)
 
     return make

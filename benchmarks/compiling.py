@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from opfuse.cli.kernels import table
-from opfuse.kernels import cubins, launch
+from opfuse.kernels.engine import cubins, launch
 
 SCRIPT = """
 import json, time
 import torch
 from opfuse.formats import E4M3, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels import cast, launch
-from opfuse.kernels.cast_block import cast_block
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts import tensor as cast
+from opfuse.kernels.engine import launch
+from opfuse.kernels.casts.block import cast_block
+from opfuse.numerics.layouts import Layout
 
 def timed(call):
     torch.cuda.synchronize()

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.bandwidth import Shape
 from opfuse.formats import E4M3, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.encoding import Blocks, Encoding, Microscaled, Recording, RowScaled
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts.encoding import Blocks, Encoding, Microscaled, Recording, RowScaled
+from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
 Encode = Callable[[Shape, Sequence[Usage]], Encoding]

@@ -15,10 +15,10 @@ from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table
 from benchmarks.encodings import Encode, blocks, current, delayed, mx, mx_swizzled
 from benchmarks.timing import Call
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage
-from opfuse.kernels.activations import POINTWISE
-from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
-from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
-from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
+from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
+from opfuse.numerics.activations import POINTWISE
+from opfuse.numerics.chain import Stage
 
 
 def stages(names: str, shape: Shape) -> list[Stage]:

@@ -20,8 +20,8 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.registry import active_rules
+from opfuse.runtime.fuser import OperationFuser
 
 WIDTH = 64
 SIZES = (100, 300, 1000)

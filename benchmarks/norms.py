@@ -10,9 +10,9 @@ from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, Make, Peer, Shape, Table
 from benchmarks.encodings import Encode, blocks, current, delayed, mx, row_scaled
 from benchmarks.timing import Call
 from opfuse.formats import E4M3, ROWWISE, USAGES, Usage
-from opfuse.kernels.norm import Norm, NormKind
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.numerics.norm import Norm, NormKind
 
 
 def norm(kind: NormKind, shape: Shape) -> Norm:

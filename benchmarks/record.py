@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 from benchmarks import casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, package_digest, stamp
-from opfuse.kernels.registry import sources_digest
+from opfuse.kernels.engine.registry import sources_digest
 
 Record = dict[str, Any]
 

@@ -27,9 +27,9 @@ def run_cases(share: int, shares: int) -> None:
     """Every ``shares``-th case of all kernels, in this process."""
     import torch
 
-    from opfuse.kernels.catalogue import kernels
+    from opfuse.kernels.catalogue import CASES
 
-    cases = [(kernel, case) for kernel in kernels() for case in kernel.cases.values()][share::shares]
+    cases = [(kernel, case) for kernel, cases in CASES.items() for case in cases.values()][share::shares]
     for kernel, case in cases:
         arguments = case(torch.device("cuda"))
         kernel(*arguments.args, **arguments.kwargs)

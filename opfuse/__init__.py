@@ -33,15 +33,15 @@ _NAMES = {
     "register_forward_fusion": "opfuse.compiler.registry",
     "register_backward_fusion": "opfuse.compiler.registry",
     "register_forward_backward_fusion": "opfuse.compiler.registry",
-    "on_miss": "opfuse.compiler.fuser",
+    "on_miss": "opfuse.runtime.fuser",
     "prepare_delayed": "opfuse.core.state",
     "plain_state_dict": "opfuse.core.state",
     "to_planes": "opfuse.tensors.files",
     "from_planes": "opfuse.tensors.files",
-    "interpreted": "opfuse.compiler.programs",
-    "explain": "opfuse.compiler.explain",
-    "saved": "opfuse.compiler.saved",
-    "checkpoint": "opfuse.compiler.checkpoint",
+    "interpreted": "opfuse.runtime.programs",
+    "explain": "opfuse.inspect.explain",
+    "saved": "opfuse.inspect.saved",
+    "checkpoint": "opfuse.runtime.checkpoint",
 }
 
 __all__ = list(_MODULES + tuple(_NAMES))

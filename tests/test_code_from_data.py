@@ -60,7 +60,7 @@ ARGUMENTS = {
 NAMES = {
     "__init__.py": ("_NAMES[name]", "f'opfuse.{name}'"),
     "cli/app.py": ("self.entry.function",),
-    "kernels/launch.py": ("name",),
+    "kernels/engine/launch.py": ("name",),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
 }
 """Imports of what a table of the source names: public names of the package, commands, parts of CuPy, the built-in rules."""

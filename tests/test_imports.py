@@ -12,8 +12,8 @@ import opfuse
 
 PACKAGE = Path(opfuse.__file__).parent
 ROOMS = (
-    *("leaf", "kernels", "program", "tensors", "recipes", "core", "compiler", "ops", "fusions", "distributed", "config", "train"),
-    *("cli", "__main__"),
+    *("leaf", "numerics", "kernels", "program", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
+    *("ops", "fusions", "config", "train", "cli", "__main__"),
 )
 """In import order: a room imports only itself and rooms to its left."""
 LEAVES = {"formats": 0, "keys": 0, "errors": 0, "domains": 0, "environment": 0}

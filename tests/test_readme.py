@@ -12,7 +12,7 @@ import torch
 
 from docs import tables
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import recorded_plans
+from opfuse.runtime.fuser import recorded_plans
 
 TEXT = tables.README.read_text(encoding="utf-8")
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.compiler import programs
 from opfuse.program.program import Program
 from opfuse.program.steps import CallStep, OpStep
 from opfuse.program.tape import Tape
+from opfuse.runtime import programs
 from opfuse.tensors import QuantizedTensor
 
 programs.BEFORE = 0

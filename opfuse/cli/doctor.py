@@ -14,7 +14,7 @@ import opfuse
 from opfuse.cli.output import Json, echo, echo_json
 from opfuse.cli.results import show
 from opfuse.environment import VARIABLES, unknown
-from opfuse.kernels.cubins import location, private
+from opfuse.kernels.engine.cubins import location, private
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
 from opfuse.recipes.settings import settings_of

@@ -10,10 +10,10 @@ import torch
 import typer
 
 from opfuse.cli.output import Json, echo, echo_json
-from opfuse.compiler.explain import Explanation
-from opfuse.compiler.explain import explain as explain_call
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe, nearest
+from opfuse.inspect.explain import Explanation
+from opfuse.inspect.explain import explain as explain_call
 from opfuse.recipes import autocast
 from opfuse.train import usable
 

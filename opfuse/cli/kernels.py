@@ -18,10 +18,10 @@ from opfuse.cli.output import Json, echo, echo_json, error
 from opfuse.cli.progress import progress
 from opfuse.cli.results import show
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
-from opfuse.kernels.catalogue import kernels as registered
-from opfuse.kernels.cubins import FACTS, cubin_cache, location
-from opfuse.kernels.launch import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
-from opfuse.kernels.registry import Kernel, sources_digest
+from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
+from opfuse.kernels.engine.launch import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
+from opfuse.kernels.engine.registry import Kernel, sources_digest
 
 Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]
 Digest = Annotated[bool, typer.Option("--digest", help="Print a digest of all sources of kernels, and compile nothing.")]
@@ -62,7 +62,7 @@ def table(arch: str) -> list[dict[str, Any]]:
 
     The rows are kept in the cache of compiled kernels, which has every variant afterwards: no process compiles one again.
     """
-    listed = [*registered()]
+    listed = [*CASES]
     try:
         cache = cubin_cache(location())
         formats_source = inspect.getsource(formats)
@@ -83,7 +83,7 @@ def _rows(listed: Sequence[Kernel[Any, Any]], arch: str, ask: Callable[[Variant]
     launched = []
     with progress("kernels whose cases were run", len(listed)) as done:
         for kernel in listed:
-            launched.append((kernel, kernel.launches()))
+            launched.append((kernel, kernel.launches(CASES[kernel])))
             done()
     variants = sorted({variant for _, launches in launched for variant, _ in launches})
 
@@ -109,7 +109,7 @@ def _row(kernel: Kernel[Any, Any], entry: str, source: str, used: Sequence[Resou
         "entry": entry,
         "source": source,
         "tolerance": str(kernel.tolerance),
-        "cases": len(kernel.cases),
+        "cases": len(CASES[kernel]),
         "variants": len(used),
         **most,
     }

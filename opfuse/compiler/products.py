@@ -13,8 +13,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, USAGES, Format
-from opfuse.kernels.gemm_native import BACKENDS, layout_refusal, machine
-from opfuse.kernels.layouts import layout_of
+from opfuse.kernels.products.native import BACKENDS, layout_refusal, machine
+from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS, clash

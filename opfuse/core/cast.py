@@ -13,9 +13,9 @@ from opfuse.core.context import Value
 from opfuse.core.signature import Env
 from opfuse.core.sizes import cure_of
 from opfuse.errors import DtypeError, describe
-from opfuse.kernels.encoding import Encoded, Encoding
-from opfuse.kernels.launch import listener
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts.encoding import Encoded, Encoding
+from opfuse.kernels.engine.launch import listener
+from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
 from opfuse.recipes.passes import is_trained

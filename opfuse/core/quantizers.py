@@ -12,7 +12,7 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.kernels.delayed import UpdateRule
+from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_quantized
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.recipes.passes import is_recomputing, is_trained

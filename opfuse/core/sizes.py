@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opfuse.formats import COLUMNWISE, ROWWISE
-from opfuse.kernels.layouts import Layout, round_up
+from opfuse.numerics.layouts import Layout, round_up
 
 _IN, _OUT, _ROWS = "in_features", "out_features", ""
 

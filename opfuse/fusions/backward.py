@@ -9,7 +9,7 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, is_not, maybe, run
 from opfuse.core.context import Context, Value
-from opfuse.kernels.pointwise import compute_dtype
+from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.pointwise import run_chain_backward, run_chain_backward_cast
 
 

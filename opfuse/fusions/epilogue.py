@@ -9,7 +9,7 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
-from opfuse.kernels.pointwise import compute_dtype
+from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.pointwise import run_chain, run_chain_cast, write_in_place
 
 

@@ -1,1 +1,1 @@
-"""Functions on plain tensors: casts, layouts, products. Nothing here knows an op, a recipe or a quantizer."""
+"""How a GPU computes what opfuse.numerics defines. Nothing here knows an op, a recipe or a quantizer."""

@@ -8,8 +8,8 @@ import torch
 
 from opfuse.core.context import Context
 from opfuse.core.spec import Positive, Size
-from opfuse.kernels import activations
-from opfuse.kernels.epilogue import Stage
+from opfuse.numerics import activations
+from opfuse.numerics.chain import Stage
 from opfuse.ops.pointwise import PointwiseOperation
 from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer

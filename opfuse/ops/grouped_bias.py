@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.kernels import activations, pointwise
-from opfuse.kernels.chain import backward_chain
-from opfuse.kernels.epilogue import Stage
+from opfuse.kernels.chains.chain import backward_chain
+from opfuse.numerics import activations, pointwise
+from opfuse.numerics.chain import Stage
 from opfuse.tensors.grouped import Sizes, offsets
 
 

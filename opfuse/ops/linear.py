@@ -16,7 +16,7 @@ from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.core.spec import Size, checked_spec
 from opfuse.errors import ShapeError, describe
-from opfuse.kernels import pointwise
+from opfuse.numerics import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight

@@ -16,10 +16,10 @@ from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import NonNegative, Sizes, new_parameter
 from opfuse.errors import ShapeError, describe
-from opfuse.kernels.epilogue import Rounding
-from opfuse.kernels.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.numerics.chain import Rounding
+from opfuse.numerics.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
 from opfuse.ops.operands import values_of
 from opfuse.tensors.storage import QuantizedStorage
 

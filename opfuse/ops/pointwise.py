@@ -16,11 +16,11 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, new_parameter
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, describe
-from opfuse.kernels import activations
-from opfuse.kernels.chain import backward_chain, forward_chain
-from opfuse.kernels.chain_cast import backward_chain_encoded, forward_chain_encoded
-from opfuse.kernels.epilogue import Rounding, Stage, operand_shape
-from opfuse.kernels.pointwise import Pointwise
+from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
+from opfuse.kernels.chains.chain import backward_chain, forward_chain
+from opfuse.numerics import activations
+from opfuse.numerics.chain import Rounding, Stage, operand_shape
+from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.operands import values_of
 from opfuse.tensors.storage import QuantizedStorage
 

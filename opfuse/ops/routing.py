@@ -12,7 +12,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
-from opfuse.kernels import pointwise
+from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
 
 

@@ -11,7 +11,6 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import nn
 
-from opfuse.compiler.fuser import CacheInfo, OperationFuser
 from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
@@ -20,6 +19,7 @@ from opfuse.core.tracers import break_graph, check_partial, check_proxy, outside
 from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
 from opfuse.recipes import current_recipe
+from opfuse.runtime.fuser import CacheInfo, OperationFuser
 
 Run = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""

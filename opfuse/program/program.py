@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opfuse.kernels import launch as launching
+from opfuse.kernels.engine import launch as launching
 from opfuse.program.cublaslt import Form, Product, library
 from opfuse.program.slab import Slab, last_reads, slab_of
 from opfuse.program.steps import CallStep, LaunchStep, OpStep, ProductStep, Ref, Step, numbers_in

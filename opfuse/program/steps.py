@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.kernels.launch import Grid, Variant
+from opfuse.kernels.engine.launch import Grid, Variant
 from opfuse.program.cublaslt import Form
 
 

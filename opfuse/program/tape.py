@@ -2,9 +2,9 @@
 
 What a run does follows from what its caller's key says and from the looks of the tensors that come in: shapes, strides, dtypes,
 alignment. So one run tells what all runs do. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
-:func:`opfuse.kernels.launch.launch` tells it of each kernel. A tensor is known by the memory that it shows, an address in a
-kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so that no memory
-has two owners.
+:func:`opfuse.kernels.engine.launch.launch` tells it of each kernel. A tensor is known by the memory that it shows, an address
+in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so that no
+memory has two owners.
 
 What no program can repeat ends the recording, not the run: a value that the host reads, a shape that values decide, a tensor that
 came from outside without a number. ``refusal`` says which.
@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from opfuse.kernels.launch import Launch, listening
+from opfuse.kernels.engine.launch import Launch, listening
 from opfuse.program.steps import CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
 
 _aten: Any = torch.ops.aten

@@ -14,8 +14,8 @@ import torch
 
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import FP8_ELEMENTS, USAGES, Format, fp8_tensor
-from opfuse.kernels.gemm_native import BACKENDS, Machine, layout_refusal
-from opfuse.kernels.layouts import Layout, layout_of
+from opfuse.kernels.products.native import BACKENDS, Machine, layout_refusal
+from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES

@@ -11,7 +11,7 @@ import torch
 
 from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.kernels.delayed import UpdateRule
+from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (

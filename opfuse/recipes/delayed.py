@@ -1,7 +1,7 @@
 """Delayed scaling: the state of one tensor, and when it is updated.
 
 A cast uses the scale of the last update and max-accumulates its amax into slot 0 of the history. An update finds the new scale
-from the history, and moves that by a slot; ``opfuse/kernels/delayed.py`` has its rule.
+from the history, and moves that by a slot; ``opfuse/numerics/delayed.py`` has its rule.
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
 them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe
-from opfuse.kernels.delayed import UpdateRule
-from opfuse.kernels.scalars import FLT_MAX
+from opfuse.numerics.delayed import UpdateRule
+from opfuse.numerics.scalars import FLT_MAX
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing

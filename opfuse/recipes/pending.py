@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from opfuse.kernels.delayed import UpdateRule, delayed_update
+from opfuse.kernels.casts.delayed import delayed_update
+from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from opfuse.errors import QuantizerError, describe, nearest
 from opfuse.formats import FP8_ELEMENTS
-from opfuse.kernels.delayed import UpdateRule
+from opfuse.numerics.delayed import UpdateRule
 
 SLOTS = 1024
 """Slots of a saved history, at least."""

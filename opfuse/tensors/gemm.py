@@ -17,7 +17,7 @@ import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, Format
-from opfuse.kernels.gemm_native import Stored, multiply
+from opfuse.kernels.products.native import Stored, multiply
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 Operand = torch.Tensor | QuantizedStorage
@@ -56,7 +56,7 @@ def gemm(
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
     unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
     formats that do not meet, as one in fp32 of what they hold. fast: whether a matrix unit that can may keep its sums, in fewer
-    bits than fp32 (:mod:`opfuse.kernels.gemm_native`). out: a matrix of the result's shape and dtype to write it into.
+    bits than fp32 (:mod:`opfuse.kernels.products.native`). out: a matrix of the result's shape and dtype to write it into.
     GemmError if two formats do not meet and must, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype

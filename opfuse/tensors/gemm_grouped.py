@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
-from opfuse.kernels import gemm_grouped
+from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.tensors.gemm import Operand, gemm
 from opfuse.tensors.grouped import Sizes, groups_of
 from opfuse.tensors.storage import QuantizedStorage

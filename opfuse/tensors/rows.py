@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from opfuse.formats import ROWWISE, USAGES
-from opfuse.kernels.layouts import ceil_div, load_scale, store_scale
+from opfuse.numerics.layouts import ceil_div, load_scale, store_scale
 from opfuse.tensors.grouped import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 

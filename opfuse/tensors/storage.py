@@ -14,8 +14,8 @@ import torch
 
 from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.layouts import Layout, layout_of, relayout_scale
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.numerics.layouts import Layout, layout_of, relayout_scale
 
 
 @dataclass(frozen=True, eq=False)

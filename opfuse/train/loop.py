@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from opfuse.compiler.fuser import CacheInfo, recorded_plans
 from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.recipes import Recipe, autocast
+from opfuse.runtime.fuser import CacheInfo, recorded_plans
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
 

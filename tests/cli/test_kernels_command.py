@@ -10,9 +10,9 @@ import pytest
 
 from opfuse.cli import kernels, main
 from opfuse.errors import UnsupportedError
-from opfuse.kernels import launch
-from opfuse.kernels.cubins import ENVIRONMENT
-from opfuse.kernels.launch import SOURCES
+from opfuse.kernels.engine import launch
+from opfuse.kernels.engine.cubins import ENVIRONMENT
+from opfuse.kernels.engine.launch import SOURCES
 
 SHOWN = ("tensor_amax", "cast_recording")
 """Kernels of few variants: the compiler is asked for all of them in tests/kernels."""
@@ -22,8 +22,7 @@ SHOWN = ("tensor_amax", "cast_recording")
 def few(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And a cache of compiled kernels that is empty."""
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
-    chosen = [kernel for kernel in kernels.registered() if kernel.name in SHOWN]
-    monkeypatch.setattr(kernels, "registered", lambda: iter(chosen))
+    monkeypatch.setattr(kernels, "CASES", {kernel: cases for kernel, cases in kernels.CASES.items() if kernel.name in SHOWN})
 
 
 @pytest.mark.usefixtures("few")
@@ -50,8 +49,8 @@ def test_the_second_listing_compiles_and_tries_nothing(
         listing.setattr(kernels.Kernel, "launches", None)
         assert main(["kernels", "--json"]) == 0
         assert capsys.readouterr().out == first
-    one = next(kernels.registered())
-    monkeypatch.setattr(kernels, "registered", lambda: iter([one]))
+    one = next(iter(kernels.CASES))
+    monkeypatch.setattr(kernels, "CASES", {one: kernels.CASES[one]})
     assert main(["kernels", "--json"]) == 0  # other rows, of variants that are known
     rows = json.loads(capsys.readouterr().out)["kernels"]
     assert rows == [row for row in json.loads(first)["kernels"] if row["kernel"] == one.name]
@@ -83,7 +82,7 @@ def test_digest_is_the_last_line_and_compiles_nothing(
 def test_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernels.sources_digest()
     assert kernels.sources_digest() == before
-    monkeypatch.setattr("opfuse.kernels.registry.SOURCES", SOURCES.parent / "cuda" / "cuda")
+    monkeypatch.setattr("opfuse.kernels.engine.registry.SOURCES", SOURCES.parent / "cuda" / "cuda")
     assert kernels.sources_digest() != before
 
 

@@ -11,13 +11,13 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.programs import interpreted
 from opfuse.compiler.registry import RuleSet, use_rules
-from opfuse.compiler.run import Runner
 from opfuse.core.context import Context
 from opfuse.errors import OpfuseError
+from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.run import Runner
 from opfuse.tensors.storage import QuantizedStorage
 
 UNFUSED = RuleSet(())

@@ -12,9 +12,9 @@ import torch.utils.checkpoint
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler import recompute
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import UnsupportedError
+from opfuse.runtime import recompute
+from opfuse.runtime.fuser import recorded_plans
 
 RECIPES = {
     "none": None,

@@ -13,7 +13,6 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.compiler.cover import Outcome
-from opfuse.compiler.fuser import OperationFuser, recorded_plans
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
 from opfuse.compiler.rules import Fusion, Guard, Term, at_least, fusion, is_, is_not, maybe, multiple_of, one, one_of
@@ -23,6 +22,7 @@ from opfuse.errors import FusionError, KeyValueError
 from opfuse.fusions import RULES
 from opfuse.ops.pointwise import run_chain, run_chain_backward
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
+from opfuse.runtime.fuser import OperationFuser, recorded_plans
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
 from tests.compiler.pipelines import Pipeline, pipeline

@@ -7,9 +7,9 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.explain import explain
-from opfuse.compiler.fuser import recorded_plans
-from opfuse.kernels.gemm_native import Machine
+from opfuse.inspect.explain import explain
+from opfuse.kernels.products.native import Machine
+from opfuse.runtime.fuser import recorded_plans
 
 
 def mlp(size: int = 64) -> ops.Sequential:

@@ -9,9 +9,9 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import DtypeError, GemmError
 from opfuse.recipes import CustomRecipe, DelayedScalingRequest, MXFP8BlockScaling, NVFP4BlockScaling, QuantizerRole
+from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, Step, delayed_state, randn, recipe_for, run, same, to

@@ -8,10 +8,10 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph
 from opfuse.compiler.registry import RuleSet
 from opfuse.recipes import Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole, Recipe
+from opfuse.runtime.fuser import OperationFuser
 from tests.compiler.harness import OVERRIDES, randn, recipe_for, to
 from tests.compiler.pipelines import residual_block
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import OpfuseWarning, PipelineError
+from opfuse.runtime.fuser import recorded_plans
 from tests.compiler.harness import randn
 
 F64 = torch.float64

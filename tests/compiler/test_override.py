@@ -7,10 +7,10 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.graph import BACKWARD, QUANTIZE
 from opfuse.errors import MissingPlaneError, ShapeError
 from opfuse.recipes import QuantizerRole
+from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import (

@@ -15,8 +15,6 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler import fuser as fuser_module
-from opfuse.compiler.fuser import OperationFuser, on_miss
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, active_rules, use_rules
 from opfuse.core.signature import Env, TensorSig
@@ -24,6 +22,8 @@ from opfuse.errors import PlanMissError, RecipeError, SpecError
 from opfuse.fusions import RULES
 from opfuse.keys import diff, digest
 from opfuse.recipes import RECIPES, CustomRecipe, Recipe
+from opfuse.runtime import fuser as fuser_module
+from opfuse.runtime.fuser import OperationFuser, on_miss
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
 from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train

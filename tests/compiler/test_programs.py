@@ -12,9 +12,9 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler import programs
-from opfuse.compiler.programs import LOOKS, Backward, Recorded, interpreted
 from opfuse.errors import SavedTensorError
+from opfuse.runtime import programs
+from opfuse.runtime.programs import LOOKS, Backward, Recorded, interpreted
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
 BF16 = torch.bfloat16

@@ -7,12 +7,12 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.explain import explain
-from opfuse.compiler.observe import Totals
 from opfuse.compiler.registry import FusionFunction
-from opfuse.compiler.saved import told
 from opfuse.errors import FusionError, PipelineError, QuantizerError
 from opfuse.fusions import RULES
+from opfuse.inspect.explain import explain
+from opfuse.inspect.observe import Totals
+from opfuse.inspect.saved import told
 
 
 class Halved(ops.BasicOperation):

@@ -9,8 +9,8 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.saved import Saved
 from opfuse.errors import DtypeError, OpfuseError, PipelineError
+from opfuse.inspect.saved import Saved
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, OVERRIDES, randn, recipe_for, to
 

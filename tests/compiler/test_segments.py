@@ -10,13 +10,13 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.compiler.cover import Group
-from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.plan import Plan, verify
 from opfuse.compiler.registry import RuleSet
 from opfuse.errors import FusionError
 from opfuse.fusions import RULES
 from opfuse.recipes import MXFP8BlockScaling, Recipe
+from opfuse.runtime.fuser import OperationFuser
 from tests.compiler.harness import randn, to
 from tests.compiler.pipelines import residual_block
 

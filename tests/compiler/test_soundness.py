@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from opfuse import ops
-from opfuse.compiler.fuser import OperationFuser
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.fusions import RULES
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
+from opfuse.runtime.fuser import OperationFuser
 from opfuse.tensors import QuantizedTensor
 from tests.compiler.fields import changed, random_recipe
 from tests.compiler.harness import Result, Step, differences, outcome, train

@@ -7,7 +7,6 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import GemmError, MissingPlaneError, RecipeError
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.recipes import (
@@ -20,6 +19,7 @@ from opfuse.recipes import (
     QuantizerRole,
     Recipe,
 )
+from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import opfuse
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.registry import default_rules
 from opfuse.compiler.rules import Guard
 from opfuse.config import loads
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared, place_names
+from opfuse.runtime.fuser import recorded_plans
 
 TOP = """version: 1
 recipe: {kind: mxfp8}

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import opfuse
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.config import load
 from opfuse.config.schema import schema, schema_text
 from opfuse.recipes import RECIPES
+from opfuse.runtime.fuser import recorded_plans
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

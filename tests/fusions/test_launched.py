@@ -7,7 +7,7 @@ import torch
 
 from opfuse import QuantizedTensor, autocast, ops
 from opfuse.fusions import RULES
-from opfuse.kernels.registry import Kernel
+from opfuse.kernels.engine.registry import Kernel
 from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 128

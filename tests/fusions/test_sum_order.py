@@ -9,7 +9,7 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
+from opfuse.runtime.fuser import recorded_plans
 
 BF16 = torch.bfloat16
 SIZE = 64

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from opfuse.formats import E5M2, USAGES, fp8_tensor
-from opfuse.kernels import launch
-from opfuse.kernels.activations import ACTIVATIONS
-from opfuse.kernels.cast import tensor_amax
-from opfuse.kernels.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
-from opfuse.kernels.chain_cases import EXACT, OPS, Chain
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.encoding import Recording
-from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
-from opfuse.kernels.pointwise import Pointwise
-from opfuse.kernels.registry import BITWISE
+from opfuse.kernels.cases.chains import EXACT, OPS, Chain
+from opfuse.kernels.casts.encoding import Recording
+from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
+from opfuse.kernels.engine import launch
+from opfuse.kernels.engine.registry import BITWISE
+from opfuse.numerics.activations import ACTIVATIONS
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.pointwise import Pointwise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RELATIVE = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-14}
@@ -136,20 +137,20 @@ def test_r11_sums_have_one_order_and_are_those_of_fp64(device):
             assert error < 2e-6, (name, float(error))
 
 
-@pytest.mark.parametrize("name", sorted(forward_chain_cast.cases))
+@pytest.mark.parametrize("name", sorted(CASES[forward_chain_cast]))
 def test_r4_fused_cast_equals_chain_then_cast_on_the_device(name, device):
     equal_to_two_kernels(forward_chain_cast, name, device)
 
 
-@pytest.mark.parametrize("name", sorted(backward_chain_cast.cases))
+@pytest.mark.parametrize("name", sorted(CASES[backward_chain_cast]))
 def test_r4_fused_backward_cast_equals_chain_then_cast_on_the_device(name, device):
     equal_to_two_kernels(backward_chain_cast, name, device)
 
 
 def equal_to_two_kernels(kernel, name, device):
     """Codes, scale, recorded amax, stored tensors and sums, bit for bit."""
-    args, kwargs = kernel.cases[name](device)
-    again, _ = kernel.cases[name](device)
+    args, kwargs = CASES[kernel][name](device)
+    again, _ = CASES[kernel][name](device)
     encoded, result, others = kernel(*args, **kwargs)
     wanted, wanted_result, wanted_others = kernel.reference(*again, **kwargs)
     if isinstance(args[-1], Recording):
@@ -166,9 +167,9 @@ def equal_to_two_kernels(kernel, name, device):
             assert_same(got[key], tensor)
 
 
-@pytest.mark.parametrize("name", sorted(forward_chain_amax.cases))
+@pytest.mark.parametrize("name", sorted(CASES[forward_chain_amax]))
 def test_r4_amax_is_that_of_the_stored_result(name, device):
-    args, kwargs = forward_chain_amax.cases[name](device)
+    args, kwargs = CASES[forward_chain_amax][name](device)
     y, kept, amax = forward_chain_amax(*args, **kwargs)
     stores = kwargs.pop("stores", True)
     wanted, wanted_kept = forward_chain(*args, **kwargs)
@@ -181,9 +182,9 @@ def test_r4_amax_is_that_of_the_stored_result(name, device):
         assert_same(kept[i], tensor)
 
 
-@pytest.mark.parametrize("name", sorted(backward_chain_amax.cases))
+@pytest.mark.parametrize("name", sorted(CASES[backward_chain_amax]))
 def test_r4_amax_is_that_of_the_stored_gradient(name, device):
-    args, kwargs = backward_chain_amax.cases[name](device)
+    args, kwargs = CASES[backward_chain_amax][name](device)
     dx, grads, amax = backward_chain_amax(*args, **kwargs)
     wanted, wanted_grads = backward_chain(*args, **kwargs)
     assert_same(dx, wanted)

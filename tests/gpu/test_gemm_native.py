@@ -9,8 +9,8 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.kernels import gemm as emulation
-from opfuse.kernels.gemm_native import Machine, Stored, refusal
+from opfuse.kernels.products import emulated as emulation
+from opfuse.kernels.products.native import Machine, Stored, refusal
 from opfuse.recipes import availability
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (

@@ -11,7 +11,7 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.kernels import gemm_grouped
+from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.recipes import availability
 
 BF16 = torch.bfloat16

@@ -8,15 +8,15 @@ import torch
 
 from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor
-from opfuse.kernels import cast as casts
-from opfuse.kernels import launch, registry
-from opfuse.kernels.catalogue import kernels
-from opfuse.kernels.chain_cases import EXACT
-from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels import catalogue
+from opfuse.kernels.cases.chains import EXACT
+from opfuse.kernels.casts import tensor as casts
+from opfuse.kernels.engine import launch, registry
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.layouts import Layout
 from tests.gpu.guards import Guards
 
-CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case}") for kernel in kernels() for case in kernel.cases]
+CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case}") for kernel, cases in catalogue.CASES.items() for case in cases]
 
 
 def tensors(value):
@@ -42,7 +42,7 @@ def test_r1_r8_r10_r18_launch_equals_definition(kernel, case, device):
 
     Planes to dequantize are of random bytes, scales and their padding too, so that every code of a scale is met.
     """
-    here, there = kernel.cases[case](torch.device("cpu")), kernel.cases[case](device)
+    here, there = (catalogue.CASES[kernel][case](torch.device(where)) for where in ("cpu", device))
     wanted = kernel.reference(*here.args, **here.kwargs)
     with Guards() as guards:
         got = kernel(*there.args, **there.kwargs)

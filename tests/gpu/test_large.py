@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from opfuse.formats import E4M3, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.cast import cast_current, cast_mx, tensor_amax
-from opfuse.kernels.cast_row import cast_lines, cast_row, line_amaxes
-from opfuse.kernels.chain import backward_chain, forward_chain
-from opfuse.kernels.chain_cases import OPS
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.encoding import Blocks, Microscaled, Recording
-from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
-from opfuse.kernels.norm import Norm
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.kernels.cases.chains import OPS
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.casts.encoding import Blocks, Microscaled, Recording
+from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
+from opfuse.kernels.casts.tensor import cast_current, cast_mx, tensor_amax
+from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.chains.chain import backward_chain, forward_chain
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.norm import Norm
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,12 @@ import torch
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
-from opfuse.kernels import norm_cases, registry
-from opfuse.kernels.encoding import Recording
-from opfuse.kernels.norm import norm_forward as definition
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.norm_rows import norm_backward, norm_forward
+from opfuse.kernels.cases import norms
+from opfuse.kernels.casts.encoding import Recording
+from opfuse.kernels.engine import registry
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.numerics.norm import norm_forward as definition
 from tests.compiler.harness import UNFUSED, Step, differences, recipe_for, run, to
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,10 +26,10 @@ def same(left, right):
     return all(torch.equal(bits(a), bits(b)) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("case", norm_cases.CAST)
+@pytest.mark.parametrize("case", norms.CAST)
 def test_r4_cast_in_the_kernel_equals_the_cast_of_its_result(case, device):
     """Codes and scales, the statistics, and the amax that a cast records."""
-    (x, norm, encode), options = norm_cases.CAST[case](device)
+    (x, norm, encode), options = norms.CAST[case](device)
     amax = encode.amax.clone() if isinstance(encode, Recording) else None
     encoded, statistics = norm_cast(x, norm, encode, **options)
     recorded = None if amax is None else encode.amax.clone()
@@ -45,7 +46,7 @@ def test_r4_cast_in_the_kernel_equals_the_cast_of_its_result(case, device):
 @each_kind
 @pytest.mark.parametrize("columns", [40, 1000, 1032, 8192, 20000])
 def test_a_row_is_the_same_in_any_batch(kind, columns, device):
-    (dy, x, norm, statistics), _ = norm_cases.Rows(kind, (70, columns)).backward(None, device)
+    (dy, x, norm, statistics), _ = norms.Rows(kind, (70, columns)).backward(None, device)
     y, _ = norm_forward(x, norm)
     dx = norm_backward(dy, x, norm, statistics).x
     for rows in (slice(0, 1), slice(3, 20), slice(69, 70)):
@@ -56,14 +57,14 @@ def test_a_row_is_the_same_in_any_batch(kind, columns, device):
 
 @each_kind
 def test_r11_fifty_runs_give_the_same_bits(kind, device):
-    arguments, options = norm_cases.Rows(kind, (3000, 2048)).backward("per_op", device)
+    arguments, options = norms.Rows(kind, (3000, 2048)).backward("per_op", device)
     first = [t for t in norm_backward(*arguments, **options) if t is not None]
     assert all(same([t for t in norm_backward(*arguments, **options) if t is not None], first) for _ in range(50))
 
 
 def test_what_a_kernel_cannot_take_goes_to_the_definition(device):
     x, weight = torch.randn(5, 64, device=device), torch.ones(64, device=device, dtype=torch.float64)
-    norm = norm_cases.Norm("rms_norm", weight)
+    norm = norms.Norm("rms_norm", weight)
     assert torch.equal(norm_forward(x, norm)[0], definition(x, norm)[0])
     assert norm_forward(x.double(), norm)[0].dtype == torch.float64
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, USAGES
-from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.hadamard import SIGNS
-from opfuse.kernels.layouts import Layout, load_data, load_scale
-from opfuse.kernels.random import STREAMS, philox
-from opfuse.kernels.scalars import encode, encode_e2m1_stochastic
-from opfuse.kernels.scales import nvfp4_global_scale, nvfp4_multiplier
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
+from opfuse.numerics.hadamard import SIGNS
+from opfuse.numerics.layouts import Layout, load_data, load_scale
+from opfuse.numerics.philox import STREAMS, philox
+from opfuse.numerics.scalars import encode, encode_e2m1_stochastic
+from opfuse.numerics.scales import nvfp4_global_scale, nvfp4_multiplier
 from opfuse.tensors.quantizers import NVFP4Quantizer
 
 OPTIONS = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.cast_block import cast_block
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts.block import cast_block
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.numerics.layouts import Layout
 
 PART = 2**27
 SHAPES = [(2**21 + 32, 1024), (1040, 2**21 + 24), (1, 2**31 + 16), (2**31 + 16, 1)]

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from opfuse.kernels import cubins
+from opfuse.kernels.engine import cubins
 
 SCRIPT = """
 import hashlib, torch
 from opfuse.formats import E4M3, USAGES, fp8_tensor, mxfp8
-from opfuse.kernels import cast
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts import tensor as cast
+from opfuse.numerics.layouts import Layout
 
 x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).cuda()
 layouts = lambda fmt: [Layout(fmt(E4M3), usage, (256, 256)) for usage in USAGES]

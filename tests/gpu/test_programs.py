@@ -7,10 +7,10 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.programs import Recorded, interpreted
 from opfuse.program import cublaslt
 from opfuse.program.cublaslt import Form, Product
 from opfuse.program.steps import LaunchStep, ProductStep
+from opfuse.runtime.programs import Recorded, interpreted
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16

@@ -7,15 +7,15 @@ import torch
 
 from opfuse.errors import KernelError, QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels import launch
-from opfuse.kernels.activations import POINTWISE
-from opfuse.kernels.chain import backward_chain, forward_chain
-from opfuse.kernels.chain_cases import SOFTSIGN, Chain
-from opfuse.kernels.chain_cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
-from opfuse.kernels.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
-from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
-from opfuse.kernels.pointwise import Pointwise
+from opfuse.kernels.cases.chains import SOFTSIGN, Chain
+from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
+from opfuse.kernels.chains.cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
+from opfuse.kernels.chains.chain import backward_chain, forward_chain
+from opfuse.kernels.engine import launch
+from opfuse.numerics.activations import POINTWISE
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.pointwise import Pointwise
 
 BF16 = torch.bfloat16
 

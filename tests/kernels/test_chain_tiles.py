@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from opfuse.formats import E4M3, USAGES, fp8_block
-from opfuse.kernels import launch
-from opfuse.kernels.chain import backward_chain
-from opfuse.kernels.chain_cases import Chain
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.chain_cast_cases import AS_CALLED, BACKWARD, FORWARD, Combination, chain_case
-from opfuse.kernels.encoding import Blocks
-from opfuse.kernels.epilogue import Stage
-from opfuse.kernels.layouts import Layout
-from opfuse.kernels.pointwise import Pointwise
+from opfuse.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, Combination, chain_case
+from opfuse.kernels.cases.chains import Chain
+from opfuse.kernels.casts.encoding import Blocks
+from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.chains.chain import backward_chain
+from opfuse.kernels.engine import launch
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.pointwise import Pointwise
 
 KERNELS = {"forward": forward_chain_cast, "backward": backward_chain_cast}
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, mxfp8
-from opfuse.kernels.checks import check_number, check_planes
-from opfuse.kernels.layouts import Layout
+from opfuse.numerics.checks import check_number, check_planes
+from opfuse.numerics.layouts import Layout
 
 MX = mxfp8(E4M3)
 

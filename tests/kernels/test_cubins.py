@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from opfuse.errors import OpfuseWarning
-from opfuse.kernels import cubins
-from opfuse.kernels.cubins import CubinCache, cubin_cache, digest
+from opfuse.kernels.engine import cubins
+from opfuse.kernels.engine.cubins import CubinCache, cubin_cache, digest
 
 KEY = digest(b"key")
 CUBIN = bytes(random.Random(1).randbytes(50_000))

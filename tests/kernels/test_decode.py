@@ -7,10 +7,13 @@ import torch
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels import cast_block, decode, dequantize
-from opfuse.kernels.hadamard import SIGNS
-from opfuse.kernels.layouts import Layout, lines_of, load_scale, relayout_scale
-from opfuse.kernels.quantize import amax_nv, cast_nv, cast_tensor
+from opfuse.kernels.casts import block as cast_block
+from opfuse.kernels.casts import dequantize as decode
+from opfuse.kernels.catalogue import CASES
+from opfuse.numerics import dequantize
+from opfuse.numerics.casts import amax_nv, cast_nv, cast_tensor
+from opfuse.numerics.hadamard import SIGNS
+from opfuse.numerics.layouts import Layout, lines_of, load_scale, relayout_scale
 from tests.kernels.matrices import within
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -104,7 +107,7 @@ def test_blocks_of_two_formats_are_refused():
 
 
 def test_planes_of_the_cases_are_of_random_bytes_with_random_padding():
-    case = decode.dequantize.cases["MX e4m3, rowwise, compact, odd, fp32"](CPU)
+    case = CASES[decode.dequantize]["MX e4m3, rowwise, compact, odd, fp32"](CPU)
     data, scale, _ = case.args
     assert data.unique().numel() == scale.unique().numel() == 256
     assert scale.shape == (128, 12)  # 67 x 9 are read

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.dequantize import dequantize
-from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
-from opfuse.kernels.layouts import Layout, load_data, relayout_scale, store_data, store_scale
-from opfuse.kernels.quantize import amax_nv, cast_block, cast_mx, cast_nv, cast_row, cast_tensor
+from opfuse.numerics.casts import amax_nv, cast_block, cast_mx, cast_nv, cast_row, cast_tensor
+from opfuse.numerics.dequantize import dequantize
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
+from opfuse.numerics.layouts import Layout, load_data, relayout_scale, store_data, store_scale
 from tests.kernels.matrices import DTYPES, hard, lines, within
 from tests.oracles import casts
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opfuse.errors import PipelineError, RecipeError, SavedTensorError, ShapeError, SpecError
-from opfuse.kernels.activations import ACTIVATIONS, ARITHMETIC, GATED, POINTWISE, SCALED, sigmoid
-from opfuse.kernels.epilogue import Stage, backward_chain, forward_chain
-from opfuse.kernels.pointwise import Pointwise
+from opfuse.numerics.activations import ACTIVATIONS, ARITHMETIC, GATED, POINTWISE, SCALED, sigmoid
+from opfuse.numerics.chain import Stage, backward_chain, forward_chain
+from opfuse.numerics.pointwise import Pointwise
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CONSTANTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, "beta1": 4.0, "beta2": 25.0, "scale": 1.1}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels import quantize
-from opfuse.kernels.dequantize import dequantize
-from opfuse.kernels.layouts import Layout, load_data, load_scale
+from opfuse.numerics import casts as definition
+from opfuse.numerics.dequantize import dequantize
+from opfuse.numerics.layouts import Layout, load_data, load_scale
 from tests.oracles import inputs, integer
 from tests.oracles.rules import check_equal, mx, nvfp4, scaled
 
@@ -112,7 +112,7 @@ def test_r1_per_tensor_casts_of_every_input(source, element, pow2):
     for amax in (inputs.LARGEST[source], integer.ONE, 0x3FE00000, 0x00010000, 0):
         scale, inverse, codes = scaled(integer, bits, np.full(SHAPE, amax, np.uint32), element.name, pow2=pow2)
         values = integer.multiply(integer.decode(codes, element.name), inverse)
-        for data, layout in zip(quantize.cast_tensor(tensor(bits, source), tensor_of(scale), layouts), layouts):
+        for data, layout in zip(definition.cast_tensor(tensor(bits, source), tensor_of(scale), layouts), layouts):
             check_equal(stored(load_data(data, layout)), along(codes, layout.usage))
             check_dequantized((data, tensor_of(inverse), None), layout, along(values, layout.usage))
 
@@ -127,7 +127,7 @@ def test_r1_r18_delayed_casts_of_every_input_show_what_is_not_finite(source, ele
     codes = integer.encode(integer.multiply(bits, scale), element.name)
     codes = np.where((bits & np.uint32(integer.MAGNITUDE)) == integer.INF, infinite, codes)
     layout = Layout(fp8_tensor(element), ROWWISE, SHAPE)
-    (data,) = quantize.cast_delayed(tensor(bits, source), tensor_of(scale), [layout])
+    (data,) = definition.cast_delayed(tensor(bits, source), tensor_of(scale), [layout])
     check_equal(stored(load_data(data, layout)), codes, bits)
 
 
@@ -137,7 +137,7 @@ def test_r1_r18_delayed_casts_of_every_input_show_what_is_not_finite(source, ele
 def test_r1_row_casts_of_every_input(given, element, pow2):
     layout = Layout(fp8_row(element), given.usage, SHAPE)
     _, inverse, codes = scaled(integer, given.lines, tile_amax(given.lines, *layout.block), element.name, pow2=pow2)
-    ((data, scale),) = quantize.cast_row(given.x, [layout], pow2=pow2)
+    ((data, scale),) = definition.cast_row(given.x, [layout], pow2=pow2)
     check_plane(data, scale, layout, codes, inverse)
     check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), inverse))
 
@@ -151,7 +151,7 @@ def test_r1_block_casts_of_every_input(given, element, pow2, dims):
     lines = given.lines
     amax = tile_amax(lines, *layout.format.block)
     _, inverse, codes = scaled(integer, lines, amax, element.name, pow2=pow2, inf_value=inputs.LARGEST[given.source])
-    ((data, scale),) = quantize.cast_block(given.x, [layout], pow2=pow2)
+    ((data, scale),) = definition.cast_block(given.x, [layout], pow2=pow2)
     check_plane(data, scale, layout, codes, inverse)
     check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), inverse))
 
@@ -164,7 +164,7 @@ def test_r1_mxfp8_casts_of_every_input(given, element, rounding, rows):
     layout = Layout(mxfp8(element), given.usage, SHAPE)
     lines = given.lines
     byte, value, _, codes = mx(integer, lines, tile_amax(lines, rows, 32), element.name, rounding=rounding)
-    ((data, scale),) = quantize.cast_mx(given.x, [layout], rows=rows, rounding=rounding)
+    ((data, scale),) = definition.cast_mx(given.x, [layout], rows=rows, rounding=rounding)
     check_plane(data, scale, layout, codes, byte)
     check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), value))
 
@@ -187,8 +187,8 @@ def test_r1_nvfp4_casts_of_every_input(given, form, rows):
     amax = tile_amax(lines, 1 if form.per_row else SHAPE[0], SHAPE[1])
     options = {"encode_max": form.encode_max, "block_amax": tile_amax(lines, rows, 16)}
     _, byte, _, codes = nvfp4(integer, lines, amax, "e2m1", **options)
-    global_amax = quantize.amax_nv(given.x, layout)
-    ((data, scale),) = quantize.cast_nv(given.x, [global_amax], [layout], rows=rows)
+    global_amax = definition.amax_nv(given.x, layout)
+    ((data, scale),) = definition.cast_nv(given.x, [global_amax], [layout], rows=rows)
     check_plane(data, scale, layout, codes, byte)
     check_dequantized((data, scale, global_amax), layout, nvfp4_values(codes, byte, amax, form.encode_max))
 
@@ -202,5 +202,5 @@ def test_r1_stochastic_nvfp4_casts_of_every_input(given):
     _, byte, multiplier, _ = nvfp4(integer, lines, amax, "e2m1", encode_max=448, block_amax=tile_amax(lines, 1, 16))
     octets = [integer.random_bytes(SEED, USAGES.index(given.usage), block) for block in range(lines.size // 16)]
     codes = integer.encode_e2m1_stochastic(integer.multiply(lines, multiplier), np.array(octets).reshape(lines.shape))
-    ((data, scale),) = quantize.cast_nv(given.x, [tensor_of(amax)], [layout], seed=torch.tensor([SEED - 2**64]))
+    ((data, scale),) = definition.cast_nv(given.x, [tensor_of(amax)], [layout], seed=torch.tensor([SEED - 2**64]))
     check_plane(data, scale, layout, codes, byte)

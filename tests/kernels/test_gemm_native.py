@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opfuse.kernels import gemm_native
-from opfuse.kernels.gemm import operand
-from opfuse.kernels.gemm_native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
+from opfuse.kernels.products import native as gemm_native
+from opfuse.kernels.products.emulated import operand
+from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from opfuse.errors import KernelError, PlanMissError
-from opfuse.kernels import launch
-from opfuse.kernels.catalogue import kernels
-from opfuse.kernels.launch import ARCHITECTURES, SOURCES, Variant
+from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.engine import launch
+from opfuse.kernels.engine.launch import ARCHITECTURES, SOURCES, Variant
 
 FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.ftz.*$", re.MULTILINE)
 MOST_REGISTERS = {
@@ -40,7 +40,7 @@ QUICK = {
 }
 """Types that are compiled at every run, by source, ``TYPES`` of all others; what is left differs in conversions alone."""
 
-VARIANTS = sorted({variant for kernel in kernels() for variant, _ in kernel.launches()})
+VARIANTS = sorted({variant for kernel, cases in CASES.items() for variant, _ in kernel.launches(cases)})
 
 
 def is_quick(variant):
@@ -114,11 +114,11 @@ def test_no_multiplication_is_contracted_with_an_addition():
 
 
 def test_every_source_is_launched_by_a_kernel():
-    assert {path.name for path in SOURCES.glob("*.cu")} == {kernel.source for kernel in kernels()}
+    assert {path.name for path in SOURCES.glob("*.cu")} == {kernel.source for kernel in CASES}
 
 
 def test_what_is_launched_is_compiled_alone_where_a_source_has_several_kernels():
-    launched = {(variant, entry) for kernel in kernels() for variant, entry in kernel.launches()}
+    launched = {(variant, entry) for kernel, cases in CASES.items() for variant, entry in kernel.launches(cases)}
     assert all(entry in entries_of(variant) for variant, entry in launched)
     casts = {variant for variant in VARIANTS if variant.source.startswith(("cast_", "dequantize"))}
     assert {len(entries_of(variant)) for variant in casts} == {1}

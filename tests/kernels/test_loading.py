@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from opfuse.errors import OpfuseWarning, UnsupportedError
-from opfuse.kernels import cubins, launch
-from opfuse.kernels.launch import Variant
+from opfuse.kernels.engine import cubins, launch
+from opfuse.kernels.engine.launch import Variant
 
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 
@@ -176,7 +176,7 @@ def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monke
 
 IMPORT = """
 import sys
-from opfuse.kernels.launch import compile_text
+from opfuse.kernels.engine.launch import compile_text
 sys.stdout.buffer.write(compile_text('extern "C" __global__ void f() {}', "sm_90a").cubin[:4])
 """
 

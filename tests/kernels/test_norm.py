@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from opfuse.errors import RecipeError, ShapeError
-from opfuse.kernels import epilogue, norm, norm_cases, norm_cast
-from opfuse.kernels.norm import Norm, Statistics, norm_backward, norm_forward
+from opfuse.kernels.cases import norms
+from opfuse.kernels.norms import cast as norm_cast
+from opfuse.numerics import chain as definition
+from opfuse.numerics import norm
+from opfuse.numerics.norm import Norm, Statistics, norm_backward, norm_forward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -360,7 +363,7 @@ def test_sums_of_negative_zeros_are_positive():
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "l2_normalization"])
 def test_a_row_is_the_same_in_any_batch(kind, columns):
     """y, statistics and dx of a row depend on the row alone."""
-    case = norm_cases.Rows(kind, (23, columns))
+    case = norms.Rows(kind, (23, columns))
     (dy, x, value, statistics), _ = case.backward(None, CPU)
     y, _ = norm_forward(x, value)
     dx = norm_backward(dy, x, value, statistics).x
@@ -378,11 +381,11 @@ def test_a_row_is_the_same_in_any_batch(kind, columns):
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "l2_normalization"])
 def test_r4_what_statistics_leave_is_an_elementwise_op(kind, zero_centered):
     """By tiles, a normalisation is a stage of a chain: the same bits, and the gradient with constant statistics."""
-    case = norm_cases.Rows(kind, (9, 200), zero_centered=zero_centered)
+    case = norms.Rows(kind, (9, 200), zero_centered=zero_centered)
     (x, value), _ = case.forward(CPU)
     y, statistics = norm_forward(x, value)
     stage = norm_cast.stage_of(value, statistics)
-    assert torch.equal(epilogue.forward_chain(x, [stage])[0], y)
+    assert torch.equal(definition.forward_chain(x, [stage])[0], y)
     wide, operands = x.double().requires_grad_(), {name: t.double() for name, t in stage.operands.items()}
     columns = {name: t.unsqueeze(-1) if stage.math.operands[name] == "column" else t for name, t in operands.items()}
     result = stage.math.value(wide, **columns)

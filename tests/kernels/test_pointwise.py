@@ -15,8 +15,8 @@ import torch
 
 import opfuse.kernels
 from opfuse.errors import KernelError, SpecError
-from opfuse.kernels import launch
-from opfuse.kernels.activations import (
+from opfuse.kernels.engine import launch
+from opfuse.numerics.activations import (
     ACTIVATIONS,
     ARITHMETIC,
     CLAMPED_SWIGLU,
@@ -28,7 +28,7 @@ from opfuse.kernels.activations import (
     SITUGLU,
     sigmoid,
 )
-from opfuse.kernels.pointwise import Pointwise, compute_dtype, gated, scaled, substitute, variables
+from opfuse.numerics.pointwise import Pointwise, compute_dtype, gated, scaled, substitute, variables
 
 CUDA_SOURCES = Path(opfuse.kernels.__file__).parent / "cuda"
 CONSTANTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, "beta1": 4.0, "beta2": 25.0, "scale": 0.3}

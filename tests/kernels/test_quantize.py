@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.hadamard import SIGNS, rotate
-from opfuse.kernels.layouts import Layout, load_data
-from opfuse.kernels.quantize import (
+from opfuse.numerics.casts import (
     amax_nv,
     cast_block,
     cast_delayed,
@@ -18,9 +16,11 @@ from opfuse.kernels.quantize import (
     cast_tensor,
     line_amaxes,
 )
-from opfuse.kernels.random import STREAMS, random_bytes
-from opfuse.kernels.scalars import encode_e2m1_stochastic
-from opfuse.kernels.scales import nvfp4_multiplier
+from opfuse.numerics.hadamard import SIGNS, rotate
+from opfuse.numerics.layouts import Layout, load_data
+from opfuse.numerics.philox import STREAMS, random_bytes
+from opfuse.numerics.scalars import encode_e2m1_stochastic
+from opfuse.numerics.scales import nvfp4_multiplier
 from tests.kernels.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
-from opfuse.kernels.random import STREAMS, draw_seed, philox, random_bytes
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, rotate, unrotate
+from opfuse.numerics.philox import STREAMS, draw_seed, philox, random_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,22 @@ import torch
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels import cast, registry
-from opfuse.kernels.cast_block import _work as block_work
-from opfuse.kernels.cast_block import cast_block
-from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
-from opfuse.kernels.cast_row import cast_lines, cast_row
-from opfuse.kernels.chain import forward_chain
-from opfuse.kernels.decode import dequantize
-from opfuse.kernels.delayed import UpdateRule, delayed_update
-from opfuse.kernels.encoding import Blocks, Microscaled, Recording
-from opfuse.kernels.hadamard import SIGNS
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout
-from opfuse.kernels.norm import Norm
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.norm_rows import norm_forward
+from opfuse.kernels.casts import tensor as cast
+from opfuse.kernels.casts.block import _work as block_work
+from opfuse.kernels.casts.block import cast_block
+from opfuse.kernels.casts.delayed import delayed_update
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.casts.encoding import Blocks, Microscaled, Recording
+from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
+from opfuse.kernels.casts.row import cast_lines, cast_row
+from opfuse.kernels.chains.chain import forward_chain
+from opfuse.kernels.engine import registry
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_forward
+from opfuse.numerics.delayed import UpdateRule
+from opfuse.numerics.hadamard import SIGNS
+from opfuse.numerics.layouts import SCALE_DTYPES, Layout
+from opfuse.numerics.norm import Norm
 from opfuse.tensors.quantizers import Float8Quantizer
 
 SHAPE = (64, 64)
@@ -334,7 +336,7 @@ class Reported:
         def run(launch, *args, **kwargs):
             self.ran += 1
 
-        return registry.Kernel(kernel.name, kernel.source, run, kernel.reference, kernel.tolerance, kernel.cases)
+        return registry.Kernel(kernel.name, kernel.source, run, kernel.reference, kernel.tolerance)
 
 
 @pytest.mark.parametrize("kernel", [forward_chain, norm_forward, cast.tensor_amax], ids=lambda kernel: kernel.name)

@@ -7,25 +7,35 @@ import torch
 
 from opfuse.errors import KernelError
 from opfuse.formats import E4M3, E5M2
-from opfuse.kernels import quantize, registry
-from opfuse.kernels.chain_cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.launch import Grid, Variant
-from opfuse.kernels.norm_cast import norm_cast
-from opfuse.kernels.registry import BITWISE, Arguments, Tolerance, kernel, kernels
-from opfuse.kernels.scalars import encode
+from opfuse.kernels.casts.tensor import cast_current, cast_recording, tensor_amax
+from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.engine import registry
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.registry import BITWISE, Arguments, Tolerance, kernel, kernels
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.numerics import casts as definition
+from opfuse.numerics.scalars import encode
 
 
 def double(x: torch.Tensor, *, times: int = 1) -> torch.Tensor:
     return x * 2**times
 
 
-CASES = {"one": lambda device: Arguments((torch.ones(1, device=device),), {"times": 3})}
-GOOD = {"source": "amax.cu", "reference": double, "tolerance": BITWISE, "cases": CASES}
+OWN = {"one": lambda device: Arguments((torch.ones(1, device=device),), {"times": 3})}
+GOOD = {"source": "amax.cu", "reference": double, "tolerance": BITWISE}
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
+    before = dict(registry._KERNELS)
     monkeypatch.setattr(registry, "_KERNELS", {})
+    return before
+
+
+def test_every_kernel_has_cases(own_registry):
+    assert dict(own_registry) == {kernel.name: kernel for kernel in CASES}
+    assert all(CASES.values())
 
 
 def launch_double(launch, x: torch.Tensor, *, times: int = 1) -> torch.Tensor:
@@ -48,9 +58,9 @@ def test_a_launch_with_another_signature_is_refused(run):
 
 @pytest.mark.parametrize(
     ("changed", "wanted"),
-    [({"cases": {}}, "at least one case"), ({"tolerance": None}, "a Tolerance"), ({"source": "none.cu"}, "a .cu file")],
+    [({"tolerance": None}, "a Tolerance"), ({"source": "none.cu"}, "a .cu file")],
 )
-def test_a_kernel_without_cases_tolerance_or_source_is_refused(changed, wanted):
+def test_a_kernel_without_tolerance_or_source_is_refused(changed, wanted):
     with pytest.raises(KernelError, match=f"kernel launch_double: wants {wanted}"):
         kernel(**GOOD | changed)(launch_double)
 
@@ -59,17 +69,13 @@ def test_a_kernel_of_a_cpu_tensor_is_its_definition():
     made = kernel(**GOOD)(launch_double)
     assert list(kernels()) == [made]
     assert made(torch.ones(2), times=3).tolist() == [8, 8]
-    assert made.launches() == {(Variant("amax.cu", ("TIMES=3",)), "amax"): ("one",)}
+    assert made.launches(OWN) == {(Variant("amax.cu", ("TIMES=3",)), "amax"): ("one",)}
 
 
 def test_every_real_case_runs_and_differs_from_device_to_device_in_nothing():
-    monkeypatched = dict(registry._KERNELS)
-    assert monkeypatched == {}
-    from opfuse.kernels import cast
-
-    for made in (cast.tensor_amax, cast.cast_current, cast.cast_recording):
-        assert made.reference is getattr(quantize, made.name)
-        for case in list(made.cases.values())[::7]:
+    for made in (tensor_amax, cast_current, cast_recording):
+        assert made.reference is getattr(definition, made.name)
+        for case in list(CASES[made].values())[::7]:
             first, second = case(torch.device("cpu")), case(torch.device("cpu"))
             assert BITWISE.mismatch(first.args[0], second.args[0]) is None
             made(*first.args, **first.kwargs)
@@ -129,7 +135,7 @@ def codes_of(made, case):
 @pytest.mark.parametrize("made", [forward_chain_cast, backward_chain_cast], ids=lambda made: made.name)
 def test_r18_each_fused_cast_meets_results_that_are_not_finite(made):
     """A plain chain and a gated one for each kind; few codes show it, and few scales where there are many."""
-    cases = {name: case for name, case in made.cases.items() if "nonfinite" in name}
+    cases = {name: case for name, case in CASES[made].items() if "nonfinite" in name}
     assert len(cases) == 2 * len(KINDS[made.name])
     for kind in KINDS[made.name]:
         assert sorted("reglu" in name for name in cases if f"nonfinite, {kind}, " in name) == [False, True]
@@ -143,7 +149,7 @@ def test_r18_each_fused_cast_meets_results_that_are_not_finite(made):
 def test_r18_casts_of_norms_under_a_measured_amax_meet_what_is_not_finite_both_ways():
     """In two passes that store nothing, and by another cast of what was stored."""
     ways = {False: [], True: []}
-    for name, case in norm_cast.cases.items():
+    for name, case in CASES[norm_cast].items():
         if " measured " in name and "with original" not in name:
             arguments = case(torch.device("cpu"))
             ways[arguments.args[2].under is not None].append(bool(arguments.args[0].isfinite().all()))

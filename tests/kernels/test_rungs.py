@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from opfuse.errors import OpfuseWarning
-from opfuse.kernels import launch
-from opfuse.kernels.cubins import CubinCache
-from opfuse.kernels.launch import Variant
-from opfuse.kernels.rungs import rungs
+from opfuse.kernels.engine import launch
+from opfuse.kernels.engine.cubins import CubinCache
+from opfuse.kernels.engine.ladder import rungs
+from opfuse.kernels.engine.launch import Variant
 
 # Half as many values as `VALUES` are live at once, in blocks of 512 threads.
 HOLDS = """

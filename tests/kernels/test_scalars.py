@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opfuse.formats import E2M1, E4M3, E5M2, ELEMENTS
-from opfuse.kernels.scalars import (
+from opfuse.numerics.scalars import (
     decode,
     decode_e8m0,
     e8m0_multiplier,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from opfuse.formats import E2M1, E4M3, E5M2
-from opfuse.kernels.scalars import FLT_MAX, encode, pack_e2m1
-from opfuse.kernels.scales import (
+from opfuse.numerics.scalars import FLT_MAX, encode, pack_e2m1
+from opfuse.numerics.scales import (
     amax,
     decode_scale,
     divide,

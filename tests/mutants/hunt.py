@@ -17,7 +17,7 @@ from tests.mutants.operators import Mutant, mutants
 
 ROOT = suite.ROOT
 Tell = Callable[[str], None]
-ROOMS = ("opfuse/compiler", "opfuse/core", "opfuse/recipes")
+ROOMS = ("opfuse/compiler", "opfuse/core", "opfuse/inspect", "opfuse/recipes", "opfuse/runtime")
 CACHE = ROOT / ".mutants"
 FIRST = 25
 """So many of the fastest tests run before the files of the others are even imported."""

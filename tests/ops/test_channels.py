@@ -8,8 +8,8 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import ChannelError, PipelineError, PipelineIndexError, PipelineTypeError, QuantizerTypeError
+from opfuse.runtime.fuser import recorded_plans
 
 
 def tap(name, *, to_caller=False, in_place=False):

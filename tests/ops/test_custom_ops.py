@@ -6,9 +6,9 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.core.context import Context
 from opfuse.errors import FusionError, PipelineError
+from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.storage import QuantizedStorage
 
 # -- basic ops ---------------------------------------------------------------------------------------------------------------

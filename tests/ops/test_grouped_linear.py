@@ -13,10 +13,10 @@ import torch
 
 import opfuse
 from opfuse import errors, ops, recipes
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.compiler.graph import BACKWARD
-from opfuse.kernels import epilogue
+from opfuse.numerics import chain as definition
 from opfuse.recipes import QuantizerRole
+from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.grouped import GroupedPlane
@@ -130,7 +130,7 @@ def test_sums_over_the_rows_of_a_group_have_the_definition_of_all_sums(form, mon
     def backwards(stage, name, grad, dtype):
         return grad.flip(0).cumsum(0)[-1] if len(grad) else grad.sum(0)
 
-    monkeypatch.setattr(epilogue, "_reduced", backwards)
+    monkeypatch.setattr(definition, "_reduced", backwards)
     found = step(op, x, EVEN, None)
     assert different(found, linears(op, x, EVEN, None)) == []
     assert all("bias" in name for name in different(found, before))

@@ -8,8 +8,8 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.fuser import recorded_plans
 from opfuse.errors import PipelineError, SavedTensorError, UnsupportedError
+from opfuse.runtime.fuser import recorded_plans
 
 NONE = opfuse.RuleSet(())
 every_level = pytest.mark.parametrize("rules", [None, NONE], ids=["fused", "unfused"])

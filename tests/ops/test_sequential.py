@@ -10,8 +10,8 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.fuser import OperationFuser, recorded_plans
 from opfuse.errors import OpfuseWarning, PipelineError
+from opfuse.runtime.fuser import OperationFuser, recorded_plans
 
 
 def mlp():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuse.kernels import launch as launching
-from opfuse.kernels.launch import Grid, Launch, Variant
+from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.launch import Grid, Launch, Variant
 from opfuse.program.program import Frame, Program, _needed
 from opfuse.program.slab import ALIGNMENT, slab_of
 from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref

@@ -14,7 +14,8 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.errors import RecipeError
-from opfuse.kernels.delayed import UpdateRule, delayed_update
+from opfuse.kernels.casts.delayed import delayed_update
+from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes import (
     DelayedScaling,
     DelayedScalingState,

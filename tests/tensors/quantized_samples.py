@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from opfuse import formats
-from opfuse.kernels.encoding import Blocks
+from opfuse.kernels.casts.encoding import Blocks
 from opfuse.tensors import quantizers
 from opfuse.tensors.quantizers.base import CastingQuantizer
 

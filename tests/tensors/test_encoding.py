@@ -6,8 +6,8 @@ import torch
 from opfuse import formats
 from opfuse.errors import DtypeError, QuantizerError, ShapeError
 from opfuse.formats import USAGES, fp8_block
-from opfuse.kernels.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
+from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -13,7 +13,7 @@ from torch import multiprocessing as mp
 
 from opfuse.errors import DtypeError, MissingPlaneError, QuantizerError, ShapeError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, IDENTITY, NVFP4, ROWWISE, USAGES, mxfp8
-from opfuse.kernels.hadamard import NO_SIGNS, SIGNS, rotate
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, rotate
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -6,7 +6,7 @@
 //             A sigmoid of z is off by at most (|z| + 5) 2^-23 of its value, and on the device 0 where it is below 2^-126.
 // Non-finite  selections let NaN through; inf * 0 is NaN, as in x * sigmoid(x) at minus infinity.
 // Compiled    without ftz, without implicit fma, as common.cuh, which comes first; a host needs <math.h> as well.
-// Defined by  opfuse/kernels/activations.py.
+// Defined by  opfuse/numerics/activations.py.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -3,7 +3,7 @@
 // x           [size] of IN, contiguous, on 16 bytes if ALIGNED
 // amax        fp32, not negative; 0 at first for the amax of x alone
 // Grid        one block of 256 threads for each 8192 elements
-// Defined by  opfuse/kernels/scales.py, amax.
+// Defined by  opfuse/numerics/scales.py, amax.
 #include "vectors.cuh"
 
 struct Parameters {

@@ -5,7 +5,7 @@
 // rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
 // Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, line_amaxes.
+// Defined by     opfuse/numerics/casts.py, line_amaxes.
 #include "vectors.cuh"
 
 struct Parameters {

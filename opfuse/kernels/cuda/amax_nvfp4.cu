@@ -6,7 +6,7 @@
 // columnwise     fp32, not negative: that of its columns after their rotation, which rounds to bf16; the rows in SIGNS are negated
 // Grid           one block of 256 threads for each 128 rows x 64 columns
 // ALIGNED        x is on 4 bytes, and columns % 2 == 0; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, amaxes_nv.
+// Defined by     opfuse/numerics/casts.py, amaxes_nv.
 #include "vectors.cuh"
 #include "hadamard.cuh"
 

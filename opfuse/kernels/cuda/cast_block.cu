@@ -12,7 +12,7 @@
 // Non-finite     a block that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks of scales are parts
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if there is columnwise; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, cast_block.
+// Defined by     opfuse/numerics/casts.py, cast_block.
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;
 #include "tile.cuh"
 #include "blocks.cuh"

@@ -8,7 +8,7 @@
 // Non-finite     a line that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 512 threads for each 256 x 64 tile, the last one first: what found the amaxes has just read it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, cast_lines.
+// Defined by     opfuse/numerics/casts.py, cast_lines.
 constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
 #include "tile.cuh"
 

@@ -11,7 +11,7 @@
 // Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
 //                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, cast_mx.
+// Defined by     opfuse/numerics/casts.py, cast_mx.
 #include "mx.cuh"
 
 struct Parameters {

@@ -14,7 +14,7 @@
 //                share a scale, which is repeated in their lines, and the planes hold the same codes
 // ALIGNED        x is on 16 bytes, columns % 16 == 0, and rows % 16 == 0 if there is columnwise; without it lines are of even
 //                length, and rows % 16 == 0 if they are rotated
-// Defined by     opfuse/kernels/quantize.py, cast_nv.
+// Defined by     opfuse/numerics/casts.py, cast_nv.
 #include "nvfp4.cuh"
 #include "nvfp4_square.cuh"
 #include "hadamard.cuh"

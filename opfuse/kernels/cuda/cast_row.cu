@@ -7,7 +7,7 @@
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor at least
 // Compiled       with what row.cuh asks for
-// Defined by     opfuse/kernels/quantize.py, cast_row.
+// Defined by     opfuse/numerics/casts.py, cast_row.
 #include "row.cuh"
 
 struct Parameters {

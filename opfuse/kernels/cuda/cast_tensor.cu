@@ -6,7 +6,7 @@
 // scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
 // Grid           cast_rows: a block of 256 threads for each 4096 elements; cast_tile: one of 512 for each 256 x 64 tile
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0 and rows % 16 == 0; without it, anything goes
-// Defined by     opfuse/kernels/quantize.py, cast_recording and cast_current.
+// Defined by     opfuse/numerics/casts.py, cast_recording and cast_current.
 constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
 #include "tile.cuh"
 #include "tensor_scale.cuh"

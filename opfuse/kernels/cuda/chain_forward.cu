@@ -4,7 +4,7 @@
 // AMAX = 1       raises *amax to the largest magnitude of the result, as it is stored
 // Grid           a block of 256 threads for each tile that `cut` makes, with steps = PACKS
 // RESIDENT       blocks that share a multiprocessor
-// Defined by     opfuse/kernels/epilogue.py, forward_chain; bitwise where no op approximates
+// Defined by     opfuse/numerics/chain.py, forward_chain; bitwise where no op approximates
 #include "chain.cuh"
 #include "generated.cuh"
 

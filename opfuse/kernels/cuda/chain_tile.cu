@@ -8,7 +8,7 @@
 //                columns are multiples of TILE_COLUMNS, and so are groups of halves
 // RESIDENT       blocks that share a multiprocessor; AHEAD: rows of inputs that a thread loads before it needs them, a divisor of
 //                those that it has
-// Defined by     opfuse/kernels/chain_cast.py and, for sums alone, epilogue.py, backward_chain
+// Defined by     opfuse/kernels/chains/cast.py and, for sums alone, opfuse/numerics/chain.py, backward_chain
 #define NOTHING 0
 #define AMAX 1
 #define TENSOR 2

@@ -6,7 +6,7 @@
 //             scale, so that it shows in what is decoded.
 // Compiled    without ftz, without implicit fma, with correctly rounded division: -fmad=false -prec-div=true, on a host
 //             -ffp-contract=off. No header is included: NVRTC has none, and a host needs none.
-// Defined by  opfuse/kernels/scalars.py, scales.py and random.py; equal to them bit for bit, every bf16 and fp16 value included.
+// Defined by  opfuse/numerics/scalars.py, scales.py and philox.py; equal to them bit for bit, every bf16 and fp16 value included.
 #pragma once
 
 #if defined(__CUDACC__)

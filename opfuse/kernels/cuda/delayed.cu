@@ -4,7 +4,7 @@
 // scale       fp32, what casts multiply by; kept where amax is 0
 // left_out    int32, how many amaxes were not finite: such entries of the history count as 0, one in slot 0 is counted here
 // Grid        one block of 256 threads for each state; only the fields of as many are there
-// Defined by  opfuse/kernels/delayed.py, delayed_update.
+// Defined by  opfuse/numerics/delayed.py, delayed_update.
 #include "common.cuh"
 
 struct State {

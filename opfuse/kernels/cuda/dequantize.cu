@@ -11,7 +11,7 @@
 //                for each 128 x 128 tile
 // ALIGNED        each group of codes whose values fill 16 bytes is one load: `data` is on 8 bytes, and so is every line but the
 //                first; columns fill whole groups, except in a single row
-// Defined by     opfuse/kernels/dequantize.py.
+// Defined by     opfuse/numerics/dequantize.py.
 #include "vectors.cuh"
 #include "swizzle.cuh"
 

@@ -9,7 +9,7 @@
 //                128 rows x 256 bytes
 // ALIGNED        columns % 8 == 0, and codes on 4 bytes, for decode_rows; columns of whole 16 bytes, rows % 16 == 0, and codes on 8
 //                bytes for decode_columns; without it lines are of even length
-// Defined by     opfuse/kernels/dequantize.py.
+// Defined by     opfuse/numerics/dequantize.py.
 #include "nvfp4_plane.cuh"
 #include "hadamard.cuh"
 

@@ -4,7 +4,7 @@
 // rounded to an integer. Next to 2^23 an fp32 addition rounds to integers, to nearest even like the code: where the second and
 // third value are not 0, those before them have filled an even number of steps. Clamping to 0 ... 1 is part of an instruction.
 // Compiled    as common.cuh; the fused additions here round once, of products that are exact.
-// Defined by  opfuse/kernels/scalars.py, encode and encode_e2m1_stochastic, to the last bit for every magnitude but NaN.
+// Defined by  opfuse/numerics/scalars.py, encode and encode_e2m1_stochastic, to the last bit for every magnitude but NaN.
 #pragma once
 #include "common.cuh"
 

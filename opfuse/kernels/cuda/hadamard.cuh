@@ -1,6 +1,6 @@
 // hadamard: 16 values of a thread times the Hadamard matrix, and the signs of the rotation.
 //
-// Defined by opfuse/kernels/hadamard.py: in fp32, by stages of distance 1, 2, 4 and 8, each (a, b) -> (a + b, a - b).
+// Defined by opfuse/numerics/hadamard.py: in fp32, by stages of distance 1, 2, 4 and 8, each (a, b) -> (a + b, a - b).
 #pragma once
 #include "common.cuh"
 

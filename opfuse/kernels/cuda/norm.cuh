@@ -5,7 +5,7 @@
 // Sums             in the order of norm.py, which depends on neither TEAM nor PACKS
 // Rounding         every operation to nearest even in fp32, division and root included
 // Compiled         with what row.cuh asks for
-// Defined by       opfuse/kernels/norm.py
+// Defined by       opfuse/numerics/norm.py
 #pragma once
 #include "row.cuh"
 

@@ -8,7 +8,7 @@
 //                in turn, then by halves what teams have, and what blocks have: nothing is added atomically
 // Grid           norm_backward: at most BLOCKS blocks of 256 threads, with SUMS PACKS 8 KiB of shared memory;
 //                norm_sums: one for each 32 sums
-// Defined by     opfuse/kernels/norm.py, norm_backward and norm_backward_add
+// Defined by     opfuse/numerics/norm.py, norm_backward and norm_backward_add
 #include "norm.cuh"
 
 constexpr int BLOCKS = 256, SUMS = int(WEIGHTED) + int(CENTERED), ROW_SUMS = 1 + int(CENTERED);

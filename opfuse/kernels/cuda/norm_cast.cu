@@ -9,7 +9,7 @@
 //                host has set to 0 where padded
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
-// Defined by     opfuse/kernels/norm_cast.py, norm_then_cast
+// Defined by     opfuse/kernels/norms/cast.py, norm_then_cast
 #include "norm.cuh"
 #include "mx.cuh"
 

@@ -5,7 +5,7 @@
 // amax           fp32, raised to the largest magnitude of y, as it would be stored, if MEASURES
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
-// Defined by     opfuse/kernels/norm.py, norm_forward
+// Defined by     opfuse/numerics/norm.py, norm_forward
 #include "norm.cuh"
 
 struct Parameters {

@@ -7,7 +7,7 @@
 // Lines          rows of x in the rowwise plane, columns in the columnwise one
 // Nvfp4          what the host packs; its fields are described in cast_nvfp4.cu
 // Non-finite     a block that holds one has the scale NaN and the code of 6 for each value
-// Defined by     opfuse/kernels/quantize.py, cast_nv.
+// Defined by     opfuse/numerics/casts.py, cast_nv.
 #pragma once
 #include "nvfp4_plane.cuh"
 #include "e2m1.cuh"

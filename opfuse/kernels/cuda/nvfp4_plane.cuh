@@ -5,7 +5,7 @@
 // scales      of E4M3, lines by blocks, padded to whole tiles of 128 x 4; a row has `quads` fours. Compact: row by row.
 //             swizzled: see swizzle.cuh
 // amax        fp32, of all lines, or one for each
-// Defined by  opfuse/kernels/layouts.py.
+// Defined by  opfuse/numerics/layouts.py.
 #pragma once
 #include "vectors.cuh"
 #include "swizzle.cuh"

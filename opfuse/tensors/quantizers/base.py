@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
-from opfuse.kernels.encoding import Encoded, Encoding
-from opfuse.kernels.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
+from opfuse.kernels.casts.encoding import Encoded, Encoding
+from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {

@@ -11,7 +11,7 @@ import torch
 
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
-from opfuse.kernels.encoding import Encoding, WithOriginal
+from opfuse.kernels.casts.encoding import Encoding, WithOriginal
 from opfuse.tensors.quantizers.base import Quantizer, require
 from opfuse.tensors.storage import Plane
 

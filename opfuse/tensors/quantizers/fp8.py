@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import Element, Format, fp8_block, fp8_row, fp8_tensor
-from opfuse.kernels.cast import tensor_amax
-from opfuse.kernels.checks import require_number
-from opfuse.kernels.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled
-from opfuse.kernels.layouts import Layout
+from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled
+from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.numerics.checks import require_number
+from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers.base import Float8CastingQuantizer, reduce_amax, require
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError, ShapeError, describe
 from opfuse.formats import IDENTITY, MULTIPLES, Format
-from opfuse.kernels.layouts import Layout, round_up
+from opfuse.numerics.layouts import Layout, round_up
 from opfuse.tensors.grouped import GroupedPlane, Sizes, check_sizes
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.storage import Plane, matrix_shape

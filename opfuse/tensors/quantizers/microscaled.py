@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Element, Format, mxfp8
-from opfuse.kernels.cast_nvfp4 import amaxes_nv, cast_nv
-from opfuse.kernels.encoding import Encoded, Measured, Microscaled
-from opfuse.kernels.hadamard import NO_SIGNS, SIGNS
-from opfuse.kernels.layouts import Layout
-from opfuse.kernels.quantize import ErrorMode
-from opfuse.kernels.random import draw_seed
-from opfuse.kernels.scales import Rounding
+from opfuse.kernels.casts.encoding import Encoded, Measured, Microscaled
+from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
+from opfuse.numerics.casts import ErrorMode
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.philox import draw_seed
+from opfuse.numerics.scales import Rounding
 from opfuse.tensors.quantizers.base import CastingQuantizer, Float8CastingQuantizer, reduce_amax, require
 
 _MX_BLOCK = 32

@@ -1,0 +1,1 @@
+"""What a call does, what it saves, and why."""

@@ -1,0 +1,221 @@
+"""What a model does under the active recipe: the lowered graph, what fused and what did not, why, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.compiler.cover import Group, Outcome
+from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.products import how
+from opfuse.compiler.rules import JOINT
+from opfuse.inspect.observe import SavedValue, Totals, observe
+from opfuse.inspect.saved import Refused, listed, told, totals_by_override
+from opfuse.recipes import current_recipe, support
+from opfuse.recipes.delayed import DelayedScalingStates
+
+ENVIRONMENT = "environment "
+"""How the source of a recipe's field begins that was taken from a variable."""
+
+SIDES = (FORWARD, BACKWARD)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of one call of a model.
+
+    backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
+    what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
+    from_environment: the variable that each field of the recipe was taken from which was not given.
+    """
+
+    recipe: str
+    backend: str
+    reason: str
+    plans: tuple[Plan, ...]
+    saved: tuple[SavedValue, ...]
+    totals: Totals
+    saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
+    from_environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward pass, each block of memory once, parameters not at all."""
+        return self.totals.bytes
+
+    def outcomes(self, side: str) -> tuple[Outcome, ...]:
+        """Outcomes of one direction; those of joint rules belong to both."""
+        return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
+
+    def narrowed(self, rule: str) -> Explanation:
+        """The same explanation with the outcomes of one rule only."""
+        plans = (replace(plan, outcomes=tuple(o for o in plan.outcomes if o.rule == rule)) for plan in self.plans)
+        return replace(self, plans=tuple(plans))
+
+    @property
+    def fusions(self) -> tuple[str, ...]:
+        """Names of the rules that fused, once for each place."""
+        return tuple(name for plan in self.plans for name in plan.fusions)
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: ``forward`` and ``backward`` outcomes, the pipelines before and after, bytes, backend."""
+        return {
+            "recipe": self.recipe,
+            "from_environment": dict(self.from_environment),
+            "backend": self.backend,
+            "reason": self.reason,
+            "forward": [_outcome(o) for o in self.outcomes(FORWARD)],
+            "backward": [_outcome(o) for o in self.outcomes(BACKWARD)],
+            "pipelines": [_pipeline(plan) for plan in self.plans],
+            "saved": [asdict(value) for value in self.saved],
+            "saved_bytes": self.saved_bytes,
+            "saved_bytes_by_override": {
+                name: {"refused": saved.reason} if isinstance(saved, Refused) else saved
+                for name, saved in self.saved_by_override.items()
+            },
+        }
+
+    def mermaid(self) -> str:
+        """A Mermaid flow chart of each direction of each pipeline; fused nodes share a box."""
+        return "\n\n".join("\n".join(_mermaid(plan, side)) for plan in self.plans for side in SIDES)
+
+
+def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, overrides: bool = False) -> Explanation:
+    """Explain ``model(x, *extra_inputs)`` under the active recipe, by running its forward once.
+
+    The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
+    delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
+    the caller see it. overrides: also measure the bytes saved for backward under every backward override, as
+    :func:`opfuse.saved` does in more detail; an override under which the call cannot run is told as refused, and why.
+
+    OpfuseWarning for amaxes of delayed scaling that were not finite. PipelineError for what is no module or runs no op of opfuse;
+    DtypeError for an input that is no tensor.
+    """
+    recipe = current_recipe()
+    found = observe(model, x, extra_inputs)
+    for name, module in model.named_modules():
+        if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
+            states.tell(name or type(module).__name__)
+    if recipe is None:
+        return Explanation("none", "high precision", "no recipe is active", found.plans, found.values, found.totals)
+    status = support(recipe)
+    totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
+    by_override = {name: kept if isinstance(kept, Refused) else kept.bytes for name, kept in totals.items()}
+    taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
+    return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override, taken)
+
+
+# -- text ----------------------------------------------------------------------------------------------------------------
+
+
+def _text(e: Explanation) -> Iterator[str]:
+    yield f"recipe   {e.recipe}"
+    for name, variable in e.from_environment.items():
+        yield f"         {name} was taken from the environment, {variable}"
+    yield f"backend  {e.backend}: {e.reason}"
+    yield f"saved    {told(e.totals)}"
+    for override, saved in e.saved_by_override.items():
+        kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
+        yield f"         under backward_override={override}: {kept}"
+    for plan in e.plans:
+        yield ""
+        sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
+        yield f"{plan.name}: {sizes}{' (opaque)' if plan.opaque else ''}"
+        yield f"  before   {' '.join(plan.ops)}"
+        for side in SIDES:
+            yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
+        if plan.graph.products:
+            yield "  products"
+            for product in _products(plan):
+                yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
+        yield "  rules"
+        yield from (f"    {outcome}" for outcome in plan.outcomes)
+    if e.saved:
+        yield ""
+        yield "saved for backward"
+        yield from listed(e.saved)
+
+
+def _groups(plan: Plan, side: str) -> list[Group]:
+    if side == FORWARD:
+        return [group for segment in plan.segments for group in segment.forward]
+    return [group for segment in reversed(plan.segments) for group in segment.backward]
+
+
+def _group_name(graph: Graph, group: Group) -> str:
+    names = " ".join(graph.nodes[i].name for i in group.nodes)
+    return names if len(group.nodes) == 1 else f"{group.name}({names})"
+
+
+# -- plain values --------------------------------------------------------------------------------------------------------
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    values = {name: getattr(outcome, name) for name in ("rule", "direction", "status", "by", "guard", "wanted", "got")}
+    return {name: value for name, value in values.items() if value is not None} | {"ops": list(outcome.ops)}
+
+
+def _products(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Each matrix product of ops with quantized operands: its formats (None: high precision), native or emulated, and why."""
+    nodes = {node.op: node for node in plan.graph.nodes if not node.is_cast}
+    for product in plan.graph.products:
+        node = nodes[product.op]
+        status, reason = how(product, node.spec, plan.key.env)
+        formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
+        yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
+
+
+def _pipeline(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.name,
+        "opaque": plan.opaque,
+        "before": list(plan.ops),
+        "nodes": [node.name for node in plan.graph.nodes],
+        "products": list(_products(plan)),
+        "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
+        "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
+        **{
+            f"{side}_groups": [{"fusion": g.name if g.claimed else None, "nodes": list(g.nodes)} for g in _groups(plan, side)]
+            for side in SIDES
+        },
+    }
+
+
+def _mermaid(plan: Plan, side: str) -> Iterator[str]:
+    nodes = plan.graph.nodes
+    yield f"%% {plan.name}, {side}"
+    yield "flowchart LR" if side == FORWARD else "flowchart RL"
+    shown = set()
+    for number, group in enumerate(_groups(plan, side)):
+        indent = "  "
+        if group.claimed:
+            yield f'  subgraph f{number}["{group.name}"]'
+            indent = "    "
+        for i in group.nodes:
+            shown.add(i)
+            yield f'{indent}n{i}["{nodes[i].name}"]'
+        if group.claimed:
+            yield "  end"
+    for source, target in _flow(plan.graph, side, shown):
+        yield f"  n{source} --> n{target}"
+
+
+def _flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:
+    """Who hands a value to whom: readers of a value forward, and back along the same gradients."""
+    last: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.index not in shown:
+            continue
+        for value in (*node.inputs, *(value for _, value in node.operands)):
+            root = graph.gradient_of(value) if side == BACKWARD else value
+            if root in last:
+                yield (last[root], node.index) if side == FORWARD else (node.index, last[root])
+        last.update(dict.fromkeys((graph.gradient_of(v) if side == BACKWARD else v for v in node.outputs), node.index))

@@ -1,0 +1,257 @@
+"""A forward pass that leaves no trace: the plans that it runs, and every value that it saves for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from opfuse.compiler.plan import Plan
+from opfuse.core.context import Value
+from opfuse.errors import PipelineError, describe
+from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.recipes.passes import Pass, running
+from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.inputs import check_tensors
+from opfuse.runtime.run import Kept
+from opfuse.runtime.segment import recorded_saves
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+OWN, TORCH, PLAIN = "own", "torch", "plain"
+WHERE = "inspected call"
+
+ALIGNMENT = 16
+"""Bytes to which kernels ask how a tensor is aligned."""
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """One value that is saved for the backward pass.
+
+    op: its node in the plan, behind the pipeline's name where there are several; "torch" for what plain modules save.
+    name: what the op calls it. format, usages: of its planes; "plain" and none for a tensor. dtype: nominal.
+    bytes: of its data, scales and amaxes together, as if it were contiguous; the memory that a view keeps alive is larger, or
+    smaller where it repeats elements, and only :class:`Totals` count that. memory: "own"; else who holds it anyway: "input",
+    "extra input 0", "parameter 1.weight", "buffer ..." or the value that was saved first.
+    """
+
+    op: str
+    name: str
+    format: str
+    usages: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    memory: str
+
+
+class Totals(NamedTuple):
+    """Bytes of the memory that the saved values keep alive, each block once, parameters and buffers left out.
+
+    A block is a whole torch storage: of a saved view, an input that is one among them, it counts all that the view keeps alive.
+    own: the inputs of the call, which the caller may hold anyway, left out as well.
+    """
+
+    bytes: int
+    own: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one forward pass did."""
+
+    plans: tuple[Plan, ...]
+    values: tuple[SavedValue, ...]
+    totals: Totals
+
+
+def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observation:
+    """Run ``model(x, *extras)`` forward once.
+
+    The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
+    and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
+
+    extras: whatever else ``model`` takes. PipelineError for what is no module, and for one that runs no op of opfuse; DtypeError
+    for an input that is no tensor.
+    """
+    _check(model, x)
+    arguments = dict(zip(_input_names(), (x, *extras)))
+    given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    inputs = {name: _copy(tensor) for name, tensor in given.items()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    tensors: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
+        torch.func.functional_call(model, buffers, tuple((arguments | inputs).values()))
+    if not plans:
+        cure = "pass a module of opfuse.ops, or one that calls such modules"
+        raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
+    weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+    weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    memory = _Memory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
+    values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
+    return Observation(tuple(plans), tuple(values), memory.totals())
+
+
+def _check(model: object, x: object) -> None:
+    if not isinstance(model, nn.Module):
+        cure = "pass a module of opfuse.ops, or one that calls such modules"
+        raise PipelineError(describe(WHERE, wanted="an nn.Module", got=type(model).__name__, cure=cure))
+    check_tensors(WHERE, x)
+
+
+def _input_names() -> Iterator[str]:
+    yield "input"
+    number = 0
+    while True:
+        yield f"extra input {number}"
+        number += 1
+
+
+def _of_pipelines(kept: Sequence[Kept], memory: _Memory) -> Iterator[SavedValue]:
+    several = len({id(each.plan) for each in kept}) > 1
+    for plan, index, name, value in kept:
+        op = plan.graph.nodes[index].name
+        yield memory.saved(f"{plan.name} {op}" if several else op, name, value)
+
+
+def _of_modules(kept: Sequence[Kept], tensors: Iterable[torch.Tensor], memory: _Memory) -> Iterator[SavedValue]:
+    known = {id(tensor) for each in kept for tensor in (each.value, *_parts(each.value))}
+    return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
+
+
+class _Block(NamedTuple):
+    """A piece of memory that is freed as a whole: a torch storage."""
+
+    address: int
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Block:
+        storage = tensor.untyped_storage()
+        return cls(storage.data_ptr(), storage.nbytes())
+
+
+def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
+    """For the address of each part of a copied input: the block of the input itself."""
+    for original, part in zip(_parts(given), _parts(copy)):
+        yield _Block.of(part).address, _Block.of(original)
+
+
+class _Memory:
+    """Who holds each block of memory, by its address, and how much of it is saved.
+
+    weights, inputs: what is held anyway, by name. originals: by the address of a copied input, the block of the input itself.
+    """
+
+    def __init__(self, weights: Mapping[str, Value], inputs: Mapping[str, Value], originals: Mapping[int, _Block]) -> None:
+        self.originals = originals
+        self.holder: dict[int, str] = {}
+        self.sizes: dict[int, int] = {}
+        for name, value in weights.items():
+            self._hold(name, value)
+        self.weights = set(self.holder)
+        for name, value in inputs.items():
+            self._hold(name, value)
+        self.held = set(self.holder)
+
+    def _block(self, tensor: torch.Tensor) -> _Block:
+        own = _Block.of(tensor)
+        return self.originals.get(own.address, own)
+
+    def _hold(self, name: str, value: Value) -> None:
+        for tensor in _parts(value):
+            self.holder.setdefault(self._block(tensor).address, name)
+
+    def saved(self, op: str, name: str, value: Value) -> SavedValue:
+        """Count ``value`` and describe it."""
+        parts = {id(tensor): tensor for tensor in _parts(value)}.values()
+        blocks = [self._block(tensor) for tensor in parts]
+        holders = dict.fromkeys(self.holder.get(block.address, OWN) for block in blocks)
+        self.sizes.update(blocks)
+        self._hold(f"{op} {name}".strip(), value)
+        return SavedValue(
+            op,
+            name,
+            *_planes(value),
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            sum(tensor.nbytes for tensor in parts),
+            ", ".join(holders),
+        )
+
+    def totals(self) -> Totals:
+        """What all saved values come to."""
+        kept = {address: size for address, size in self.sizes.items() if address not in self.weights}
+        return Totals(sum(kept.values()), sum(size for address, size in kept.items() if address not in self.held))
+
+
+def _parts(value: Value) -> tuple[torch.Tensor, ...]:
+    storage = value.record if isinstance(value, QuantizedTensor) else value
+    return storage.tensors() if isinstance(storage, QuantizedStorage) else (storage,)
+
+
+def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
+    """Formats and directions of a value."""
+    storage = value.record if isinstance(value, QuantizedTensor) else value
+    if not isinstance(storage, QuantizedStorage):
+        return PLAIN, ()
+    formats = dict.fromkeys(str(storage.plane(usage).format) for usage in storage.usages)
+    return " / ".join(formats), storage.usages
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    states = [getattr(module, "quantizer_states", None) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(running(Pass.LOOK))
+        for state in states:
+            if isinstance(state, DelayedScalingStates):
+                stack.enter_context(state.kept())
+        yield
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in memory of its own.
+
+    Strides, alignment, need of a gradient and being a leaf stay as they are: so the call has the same plan.
+    """
+    plain = x.detach()
+    if type(plain) is not torch.Tensor or plain.layout != torch.strided:
+        return plain.clone().requires_grad_(x.requires_grad)
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) if x.numel() else 0
+    room = plain.new_empty(span + ALIGNMENT)
+    shift = (x.data_ptr() - room.data_ptr()) % ALIGNMENT // room.element_size()
+    room[shift : shift + span].copy_(plain.as_strided((span,), (1,)))
+    copy = room.new_empty(0).set_(room.untyped_storage(), shift, x.shape, x.stride())
+    if x.requires_grad and not x.is_leaf:
+        with torch.enable_grad():
+            return cast(torch.Tensor, _Computed.apply(copy.new_zeros((), requires_grad=True), copy))  # type: ignore[no-untyped-call]
+    return copy.requires_grad_(x.requires_grad)
+
+
+class _Computed(torch.autograd.Function):
+    """Makes a tensor no leaf, in the memory that it has and whatever its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].sum(), None

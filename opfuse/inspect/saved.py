@@ -1,0 +1,145 @@
+"""What a call keeps for its backward pass, value by value, and what it would keep under other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.errors import OpfuseError
+from opfuse.inspect.observe import SavedValue, Totals, observe
+from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
+from opfuse.recipes.policy import KEEP
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A setting that a call was not asked for and that it cannot run under. reason: the first line of the error."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"refused: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one call saves, and what it would save otherwise.
+
+    by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe.
+    baseline: of the same call, in its own dtypes, without a recipe, or why it cannot run so. dtype: of its parameters, as
+    "bfloat16", or "mixed dtypes".
+    """
+
+    recipe: str
+    values: tuple[SavedValue, ...]
+    totals: Totals
+    by_override: Mapping[str, Totals | Refused]
+    baseline: Totals | Refused
+    dtype: str
+
+    def __str__(self) -> str:
+        head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
+        return "\n".join((*head, *listed(self.values), "", *_comparison(self)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "recipe": self.recipe,
+            "values": [asdict(value) for value in self.values],
+            **self.totals._asdict(),
+            "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
+            "baseline": {"dtype": self.dtype, **_plain(self.baseline)},
+        }
+
+
+def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Saved:
+    """What ``model(x, *extra_inputs)`` saves for its backward pass under the active recipe.
+
+    Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace. A setting under
+    which the call cannot run is told as refused, and why; only the active recipe as it is may raise. PipelineError for what
+    is no module or runs no op of opfuse; DtypeError for an input that is no tensor.
+    """
+    recipe = current_recipe()
+    found = observe(model, x, extra_inputs)
+    others = {} if recipe is None else totals_by_override(recipe, found.totals, model, x, extra_inputs)
+    baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
+    return Saved("none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline, _dtype(model, x))
+
+
+def totals_by_override(
+    recipe: Recipe, own: Totals, model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]
+) -> dict[str, Totals | Refused]:
+    """What a call keeps under every backward override of ``recipe``, or why it refuses one. own: under the recipe as it is."""
+
+    def under(override: str | None) -> Totals:
+        changed = recipe.replace(backward_override=override)
+        with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
+            return observe(model, x, extras).totals
+
+    return {
+        str(override): own if override == recipe.backward_override else _attempted(partial(under, override)) for override in KEEP
+    }
+
+
+def _baseline(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Totals:
+    with autocast(enabled=False):
+        return observe(model, x, extras).totals
+
+
+def _dtype(model: nn.Module, x: torch.Tensor) -> str:
+    """The dtype of the parameters, of ``x`` where there are none; "mixed dtypes" where they differ."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {x.dtype}
+    return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "mixed dtypes"
+
+
+def _attempted(call: Callable[[], Totals]) -> Totals | Refused:
+    """What ``call`` finds; an error of opfuse or torch, which a setting that nobody asked for must not raise, is the answer."""
+    try:
+        return call()
+    except (OpfuseError, RuntimeError) as error:
+        return Refused(str(error).partition("\n")[0])
+
+
+def _plain(totals: Totals | Refused) -> dict[str, Any]:
+    return {"refused": totals.reason} if isinstance(totals, Refused) else totals._asdict()
+
+
+# -- text ----------------------------------------------------------------------------------------------------------------
+
+HEAD = ("op", "name", "format", "planes", "dtype", "shape", "bytes", "memory")
+
+
+def told(totals: Totals) -> str:
+    """Totals in a line."""
+    return f"{totals.bytes} bytes for backward, {totals.own} of them beside the call's inputs; parameters are not counted"
+
+
+def listed(values: Sequence[SavedValue]) -> Iterator[str]:
+    """Lines of a table of the values."""
+    rows = [HEAD, *map(_row, values)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = (cell.rjust(n) if name == "bytes" else cell.ljust(n) for name, cell, n in zip(HEAD, row, widths))
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _row(v: SavedValue) -> tuple[str, ...]:
+    return v.op, v.name, v.format, "+".join(v.usages), v.dtype, "x".join(map(str, v.shape)), str(v.bytes), v.memory
+
+
+def _comparison(found: Saved) -> Iterator[str]:
+    """A line for each override, and the baseline last."""
+    dtype = found.dtype
+    rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
+    base = 0 if isinstance(found.baseline, Refused) else found.baseline.own
+    for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():
+        if isinstance(totals, Refused):
+            yield f"{name:<35}{totals}"
+            continue
+        part = f", {totals.own / base:.1%} of {dtype}" if base else ""
+        yield f"{name:<35}{totals.bytes:>12} bytes {totals.own:>12} beside the inputs{part}"

@@ -1,0 +1,216 @@
+"""The chains with casts that the kernels are compared with their definition on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, Chain
+from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.numerics.layouts import Layout
+
+
+class _Kind(NamedTuple):
+    """A kind of cast: the format of an element, and the encoding of planes on a device."""
+
+    format: Callable[[Element], Format]
+    encoding: Callable[[list[Layout], torch.device], Encoding]
+    swizzled: bool = False
+
+
+def _recording(layouts: list[Layout], device: torch.device) -> Recording:
+    return Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
+
+
+def _measured(layouts: list[Layout], device: torch.device) -> Measured:
+    def under(amax: torch.Tensor) -> Current:
+        return Current(amax, layouts, eps=2.0**-20, pow2=layouts[0].element is E5M2)
+
+    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+        return under(tensor_amax(x) if amax is None else amax)(x)
+
+    return Measured(layouts, cast, under)
+
+
+_KINDS = {
+    "delayed": _Kind(fp8_tensor, _recording),
+    "current": _Kind(fp8_tensor, _measured),
+    "1x128": _Kind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
+    "128x128": _Kind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
+    "MX": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts)),
+    "MX swizzled": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts), swizzled=True),
+    "MX floor": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts, rounding="floor")),
+}
+
+_FORWARD = (
+    Chain(("bias", "gelu"), (272, 200)),
+    Chain(("bias", "gelu"), (300, 264), source=FP32),
+    Chain(("bias", "gelu"), (3, 67, 40), source=FP32, rounding="single"),
+    Chain(("bias", "gelu"), (5, 67)),
+    Chain(("glu",), (129, 9)),
+    Chain(("bias", "swiglu"), (257, 128)),
+    Chain(("bias", "swiglu"), (144, 192), interleave=64),
+    Chain(("bias", "reglu"), (65, 48), FP16, interleave=8),
+    Chain(("bias", "softsign", "dropout"), (130, 520), FP16, misaligned=True),
+    Chain(("bias", "constant_scale", "add"), (65, 136), FP32),
+    Chain(("scaled_srelu",), (512, 64)),
+)
+_BACKWARD = (
+    *_FORWARD,
+    Chain(("bias",), (300, 264)),
+    Chain(("add", "bias"), (16, 64), FP32),
+    Chain(("bias", "scaled_swiglu", "bias"), (300, 256), interleave=128),
+    Chain(("bias", "reglu", "relu", "reglu"), (65, 48), FP16),
+)
+_MX = (
+    Chain(("bias", "gelu"), (288, 416)),
+    Chain(("bias", "gelu"), (96, 160), source=FP32),
+    Chain(("bias", "gelu"), (3, 64, 32), source=FP32, rounding="single"),
+    Chain(("glu",), (160, 256)),
+    Chain(("bias", "swiglu"), (96, 512), interleave=256),
+    Chain(("bias", "softsign", "dropout"), (160, 544), FP16, misaligned=True),
+    Chain(("bias", "constant_scale", "add"), (64, 288), FP32),
+    Chain(("scaled_srelu",), (512, 64)),
+)
+_PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE, COLUMNWISE), (ROWWISE,), (COLUMNWISE,))
+_STORES = (False, False, True, False)
+_CHAINS = {
+    "forward": {
+        **dict.fromkeys(("delayed", "current", "1x128", "128x128"), _FORWARD),
+        **dict.fromkeys(("MX", "MX swizzled", "MX floor"), _MX),
+    },
+    "backward": {
+        **dict.fromkeys(("delayed", "1x128"), _BACKWARD),
+        "128x128": _FORWARD,
+        **dict.fromkeys(("MX", "MX swizzled"), _MX),
+    },
+}
+
+
+_NONFINITE = (
+    (("bias", "relu", "add"), FP16, ("bias", "reglu"), BF16),
+    (("bias", "relu"), BF16, ("reglu", "constant_scale"), FP32),
+    (("constant_scale", "relu"), FP32, ("reglu", "bias"), FP16),
+)
+"""A plain chain and a gated one, of ops that let through what is not finite as their definition does; for each kind in turn."""
+
+
+def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[Chain]]:
+    def chain(ops: tuple[str, ...], io: torch.dtype) -> Chain:
+        return Chain(ops, (288, 256), io, values="nonfinite")
+
+    return {kind: (chain(*of[:2]), chain(*of[2:])) for kind, of in zip(kinds, itertools.cycle(_NONFINITE))}
+
+
+class Combination(NamedTuple):
+    """What is made of the result."""
+
+    kind: str
+    usages: tuple[Usage, ...]
+    element: Element
+    stores: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.element.name}, {'+'.join(self.usages)}{', stored' * self.stores}"
+
+
+def chain_case(chain: Chain, direction: str, turn: Combination, device: torch.device) -> Arguments:
+    args, kwargs = getattr(chain, direction)(device)
+    shape = chain.stages(device, chain.generator())[0] if direction == "backward" else chain.shape
+    kind, matrix = _KINDS[turn.kind], (torch.Size(shape[:-1]).numel(), shape[-1])
+    layouts = [Layout(kind.format(turn.element), usage, matrix, kind.swizzled) for usage in turn.usages]
+    return Arguments((*args, kind.encoding(layouts, device)), {**kwargs, "stores": turn.stores})
+
+
+def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, Case]:
+    """Every chain with the kinds that it is there for, each with one choice of planes, element and storing in turn."""
+    turns = zip(itertools.cycle(_PLANES), itertools.cycle((E4M3, E5M2)), itertools.cycle(_STORES))
+    made = [(chain, Combination(kind, *next(turns))) for kind, of_kind in chains.items() for chain in of_kind]
+    return {f"{chain.name}, {turn}": functools.partial(chain_case, chain, direction, turn) for chain, turn in made}
+
+
+# -- as the library calls them -----------------------------------------------------------------------------------------------
+
+_MADE = {
+    "forward": ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled"),
+    "backward": ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
+}
+_PIPELINES = (("gelu",), ("bias", "gelu"), ("swiglu",), ("bias", "swiglu"))
+_ORDINARY = (
+    *_PIPELINES,
+    ("bias", "silu"),
+    ("bias", "relu"),
+    ("bias", "srelu"),
+    ("bias", "add"),
+    ("bias", "geglu"),
+    ("bias", "situglu"),
+    ("bias", "clamped_swiglu"),
+    ("bias", "scaled_srelu"),
+    ("bias", "gelu", "add"),
+    ("bias", "add", "silu"),
+    ("bias", "dropout", "add"),
+    ("bias", "dropout", "gelu"),
+    ("bias", "silu", "dropout"),
+    ("bias", "swiglu", "dropout"),
+    ("constant_scale", "bias", "swiglu"),
+    ("swiglu", "bias"),
+    ("bias", "gelu", "dropout", "add"),
+    ("bias", "gelu", "constant_scale", "bias"),
+)
+
+
+class _Form(NamedTuple):
+    """What a call makes besides operand gradients: planes, the result itself, the inputs that a backward pass reads."""
+
+    usages: tuple[Usage, ...] = USAGES
+    stores: bool = False
+    keeps: bool = False
+
+
+_FORMS = {
+    "forward": {
+        "both": _Form(),
+        "both, kept": _Form(keeps=True),
+        "rows": _Form((ROWWISE,)),
+        "rows, stored": _Form((ROWWISE,), True, True),
+    },
+    "backward": {"both": _Form()},
+}
+"""Training, with what it keeps; no backward pass; a backward pass in high precision."""
+
+
+def _made(ops: tuple[str, ...], direction: str, kind: str, form: _Form, device: torch.device) -> Arguments:
+    element = E5M2 if (direction, kind) == ("backward", "delayed") else E4M3
+    args, kwargs = chain_case(Chain(ops, (256, 512)), direction, Combination(kind, form.usages, element, form.stores), device)
+    keep = _read(ops) if form.keeps else ()
+    return Arguments(args, {**kwargs, "keep": keep} if direction == "forward" else kwargs)
+
+
+def _read(ops: tuple[str, ...]) -> tuple[int, ...]:
+    """The stages whose inputs a backward pass reads and the forward pass makes: that of the first op is there."""
+    return tuple(i for i, name in enumerate(ops) if i and OPS[name].needs_input)
+
+
+def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, Case]:
+    """Every chain with every cast, in every form in which it is another kernel."""
+    return {
+        f"{' '.join(ops)} as called, {kind}, {name}": functools.partial(_made, ops, direction, kind, form)
+        for ops, kind, (name, form) in itertools.product(chains, _MADE[direction], _FORMS[direction].items())
+        if name != "both, kept" or _read(ops)
+    }
+
+
+FORWARD, BACKWARD = (
+    _cases(direction, chains) | _cases(direction, _nonfinite(_MADE[direction])) | _as_called(direction, _PIPELINES)
+    for direction, chains in _CHAINS.items()
+)
+
+AS_CALLED = {direction: _as_called(direction, (*((name,) for name in OPS), *_ORDINARY)) for direction in _CHAINS}
+"""By direction: every built-in op and ordinary chains, with every cast, in the form in which they are called."""

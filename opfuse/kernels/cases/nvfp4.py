@@ -1,0 +1,193 @@
+"""The matrices and options that the NVFP4 cast and its amaxes are compared with their definitions on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, Format, Usage
+from opfuse.kernels.cases.matrices import MATRIX_KINDS, hard, matrix
+from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.numerics import casts as definition
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
+from opfuse.numerics.layouts import Layout, ceil_div
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, COLUMNWISE))
+
+
+def within(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Tiles of magnitudes that the block scales under one global scale span, and a few below; some values lie on ties."""
+    tiles = (ceil_div(rows, 16), ceil_div(columns, 16))
+    magnitude = torch.exp2(torch.randint(-18, 3, tiles, generator=generator).double())
+    magnitude[torch.rand(tiles, generator=generator) < 0.05] = 0
+    magnitude = magnitude.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
+    x = torch.randn(rows, columns, generator=generator).double()
+    x = torch.where(torch.rand(rows, columns, generator=generator) < 0.3, (x * 8).round() / 8, x)
+    return (x * magnitude).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Matrices of a shape, made of a generator and a type."""
+
+    rows: int
+    columns: int
+    make: Callable[[int, int, torch.Generator, torch.dtype], torch.Tensor] = within
+
+    def __call__(self, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+        return self.make(self.rows, self.columns, generator, dtype)
+
+
+def _subnormal(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Values at the bottom of a type."""
+    return (within(rows, columns, generator, torch.float64) * (4 * torch.finfo(dtype).smallest_normal)).to(dtype)
+
+
+def _misaligned(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous, but one element past an address that vectors could start at."""
+    return within(1, rows * columns + 1, generator, dtype).flatten()[1:].view(rows, columns)
+
+
+def _transposed(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Columns that are neighbours in memory."""
+    return within(columns, rows, generator, dtype).t()
+
+
+def _known(kind: str) -> Callable[[int, int, torch.Generator, torch.dtype], torch.Tensor]:
+    return lambda rows, columns, generator, dtype: MATRIX_KINDS[kind](generator, dtype)
+
+
+_KINDS = {
+    "whole tiles": _Kind(512, 256),
+    "parts of tiles": _Kind(272, 208),
+    "half blocks": _Kind(144, 200),
+    "even": _Kind(262, 70),
+    "two rows": _Kind(2, 4114),
+    "two columns": _Kind(4114, 2),
+    "short lines": _Kind(16, 2064),
+    "huge and tiny": _Kind(272, 208, hard),
+    "subnormal": _Kind(144, 96, _subnormal),
+    "every pattern": _Kind(256, 256, _known("every pattern")),
+    "nonfinite": _Kind(272, 200, _known("nonfinite")),
+    "misaligned": _Kind(272, 224, _misaligned),
+    "transposed": _Kind(272, 208, _transposed),
+    "empty": _Kind(0, 32),
+}
+_ALL_OPTIONS = ("parts of tiles", "even", "misaligned", "every pattern")
+
+
+class _Options(NamedTuple):
+    """How an NVFP4 cast is asked for; ``least`` is what the global amax is multiplied by, so that blocks exceed its range."""
+
+    rows: int = 1
+    stochastic: bool = False
+    error: definition.ErrorMode | None = None
+    signs: tuple[int, ...] = ()
+    per_row: bool = False
+    swizzled: bool = False
+    least: float = 1.0
+
+    def formats(self) -> dict[Usage, Format]:
+        row = NVFP4.replace(per_row=self.per_row, encode_max=256 if self.error else NVFP4.encode_max)
+        return {ROWWISE: row, COLUMNWISE: row.replace(rht=self.signs)}
+
+    def fits(self, rows: int, dtype: torch.dtype, usages: Sequence[Usage]) -> bool:
+        """Whether such planes are made: rotated ones of bf16 alone, and of whole blocks."""
+        return not (COLUMNWISE in usages and self.signs) or (dtype == torch.bfloat16 and rows % 16 == 0)
+
+    def __str__(self) -> str:
+        told = {
+            "16x16": self.rows > 1,
+            "stochastic": self.stochastic,
+            f"four or six by {self.error}": self.error,
+            "rotated": self.signs == SIGNS,
+            "rotated without signs": self.signs == NO_SIGNS,
+            "by line": self.per_row,
+            "swizzled": self.swizzled,
+            f"amax times {self.least:g}": self.least != 1,
+        }
+        return " ".join(name for name, on in told.items() if on) or "plain"
+
+
+_OPTIONS = (
+    _Options(),
+    _Options(swizzled=True, least=2.0**-9),
+    _Options(rows=16),
+    _Options(signs=SIGNS),
+    _Options(signs=SIGNS, swizzled=True, least=2.0**-60),
+    _Options(signs=NO_SIGNS),
+    _Options(signs=SIGNS, stochastic=True),
+    _Options(signs=NO_SIGNS, stochastic=True, swizzled=True),
+    _Options(stochastic=True, least=0.3),
+    _Options(rows=16, stochastic=True, swizzled=True),
+    _Options(error="MAE"),
+    _Options(error="MSE", swizzled=True, least=2.0**-40),
+    _Options(rows=16, error="MSE"),
+    _Options(rows=16, error="MAE", swizzled=True),
+    _Options(per_row=True),
+    _Options(per_row=True, swizzled=True, error="MSE"),
+    _Options(least=2.0**-100, rows=16, swizzled=True),
+)
+
+
+@functools.cache
+def _here(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    return matrix(kind, _KINDS[kind], dtype, torch.device("cpu"))
+
+
+class _Combination(NamedTuple):
+    """What a function of a matrix and layouts is called with."""
+
+    kind: str
+    dtype: torch.dtype
+    usages: tuple[Usage, ...]
+    options: _Options
+
+    def matrix(self, device: torch.device) -> torch.Tensor:
+        here = _here(self.kind, self.dtype)
+        return here if device.type == "cpu" else matrix(self.kind, _KINDS[self.kind], self.dtype, device)
+
+    def layouts(self, x: torch.Tensor) -> list[Layout]:
+        formats = self.options.formats()
+        return [Layout(formats[usage], usage, (x.shape[0], x.shape[1]), self.options.swizzled) for usage in self.usages]
+
+
+def _cast(given: _Combination, device: torch.device) -> Arguments:
+    """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
+    x, options, here = given.matrix(device), given.options, _here(given.kind, given.dtype)
+    layouts = given.layouts(x)
+    measured = definition.amaxes_nv(here if given.kind == "nonfinite" else here.where(here.isfinite(), 0), layouts)
+    amaxes = [(amax * options.least).to(device) for amax in measured]
+    if not (options.signs or options.per_row):
+        amaxes = amaxes[:1] * len(layouts)
+    seed = torch.tensor([0x123456789ABCDEF0 - len(given.kind)], device=device) if options.stochastic else None
+    return Arguments((x, amaxes, layouts), {"rows": options.rows, "seed": seed, "error": options.error})
+
+
+def _amaxes(given: _Combination, device: torch.device) -> Arguments:
+    x = given.matrix(device)
+    return Arguments((x, given.layouts(x)))
+
+
+def _combined(case: Callable[[_Combination, torch.device], Arguments], options: Sequence[_Options]) -> dict[str, Case]:
+    """Every kind of matrix, type and choice of planes, each with the next options that fit; some kinds with all of them."""
+    made: dict[str, Case] = {}
+    turn = itertools.cycle(options)
+    for kind, (name, dtype), usages in itertools.product(_KINDS, _DTYPES.items(), _PLANES):
+        fitting = [each for each in options if each.fits(_KINDS[kind].rows, dtype, usages)]
+        if kind not in _ALL_OPTIONS:
+            fitting = [next(each for each in turn if each in fitting)]
+        for each in fitting:
+            combination = _Combination(kind, dtype, usages, each)
+            made[f"{kind}, {name}, {'+'.join(usages)}, {each}"] = functools.partial(case, combination)
+    return made
+
+
+CASTS = _combined(_cast, _OPTIONS)
+AMAXES = _combined(_amaxes, (_Options(), _Options(signs=SIGNS), _Options(signs=NO_SIGNS), _Options(per_row=True)))

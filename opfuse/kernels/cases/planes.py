@@ -1,0 +1,105 @@
+"""The planes that dequantize is compared with its definition on: every format, orientation and scale layout, of random bytes.
+
+Any byte is a code, so random ones hold NaN, infinities and subnormal values; so do scales, and the padding is as random.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
+from opfuse.numerics.layouts import Layout
+
+_FORMATS: dict[str, Format] = {
+    **{f"tensor {element.name}": fp8_tensor(element) for element in (E4M3, E5M2)},
+    **{f"row {element.name}": fp8_row(element) for element in (E4M3, E5M2)},
+    **{f"block {dims}D {element.name}": fp8_block(element, dims) for dims in (1, 2) for element in (E4M3, E5M2)},
+    **{f"MX {element.name}": mxfp8(element) for element in (E4M3, E5M2)},
+}
+_NVFP4_FORMATS: dict[str, Format] = {
+    "NVFP4": NVFP4,
+    "NVFP4 by row": NVFP4.replace(per_row=True),
+    "NVFP4 four or six": NVFP4.replace(encode_max=256),
+    "NVFP4 rotated": NVFP4.replace(rht=SIGNS),
+    "NVFP4 rotated without signs": NVFP4.replace(rht=NO_SIGNS),
+}
+_LINES = {
+    "whole tiles": (256, 512),
+    "parts of tiles": (200, 400),
+    "odd": (67, 259),
+    "a line": (1, 4112),
+    "short lines": (2081, 16),
+    "misaligned": (72, 272),
+    "empty": (0, 32),
+}
+"""(Number of lines, their length); 4-bit lines are of whole bytes, one element shorter where they must."""
+_OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Plane(NamedTuple):
+    """What dequantize is called with."""
+
+    format: Format
+    usage: Usage
+    swizzled: bool
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> Layout:
+        lines, length = _LINES[self.kind]
+        if self.format.element is not None and self.format.element.bits == 4:
+            length -= length % 2
+        rows, columns = (lines, length) if self.usage == USAGES[0] else (length, lines)
+        return Layout(self.format, self.usage, (rows, columns), self.swizzled)
+
+    def __call__(self, device: torch.device) -> Arguments:
+        layout, generator = self.layout, torch.Generator().manual_seed(zlib.crc32(f"{self.format} {self.kind}".encode()))
+        data = torch.randint(0, 256, layout.data_shape, generator=generator, dtype=torch.uint8)
+        scale = _random_scales(layout.scale_shape, generator)
+        if layout.tiled:
+            scale = torch.randint(0, 256, layout.scale_shape, generator=generator, dtype=torch.uint8)
+        amax = None
+        if layout.amax_shape is not None:
+            amax = torch.randn(layout.amax_shape, generator=generator, dtype=torch.float32).abs_() * 100
+        arrays = (
+            _placed(data, device, past=self.kind == "misaligned"),
+            scale.to(device),
+            None if amax is None else amax.to(device),
+        )
+        return Arguments(arrays, {"layout": layout, "dtype": self.dtype})
+
+
+def _random_scales(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """fp32: half of them any pattern of bits, the others within what outputs hold."""
+    patterns = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
+    modest = torch.exp2(torch.randn(shape, generator=generator) * 6)
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, patterns, modest)
+
+
+def _placed(x: torch.Tensor, device: torch.device, *, past: bool) -> torch.Tensor:
+    """``x`` on a device, one element ``past`` an address that vectors could start at or on it."""
+    return torch.empty(x.numel() + past, dtype=x.dtype, device=device)[int(past) :].view(x.shape).copy_(x)
+
+
+def _planes(formats: dict[str, Format]) -> dict[str, Case]:
+    """Each format with every orientation, scale layout, kind of lines and output; rotated ones are columns of whole blocks."""
+    made: dict[str, Case] = {}
+    for (name, fmt), usage, swizzled, kind in itertools.product(formats.items(), USAGES, (False, True), _LINES):
+        rotates = usage == COLUMNWISE and _LINES[kind][1] % SIZE == 0
+        if (swizzled and fmt.family not in ("mx", "nv")) or (fmt.rht and not rotates):
+            continue
+        for output, dtype in _OUTPUTS.items():
+            plane = _Plane(fmt, usage, swizzled, kind, dtype)
+            made[f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {kind}, {output}"] = plane.__call__
+    return made
+
+
+PLANES = _planes(_FORMATS)
+NVFP4_PLANES = _planes(_NVFP4_FORMATS)

@@ -1,0 +1,1 @@
+"""The casts and their inverse as the library calls them."""

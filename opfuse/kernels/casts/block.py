@@ -1,0 +1,87 @@
+"""The casts to fp32-scaled blocks as the library calls them: one kernel for blocks of 128, with the results of numerics/casts.py.
+
+Other blocks, of a format of a user's own, take the torch definition, on the device too.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.errors import ShapeError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.numerics import casts as definition
+from opfuse.numerics.checks import check_cast
+from opfuse.numerics.layouts import Layout, are_known, ceil_div
+from opfuse.numerics.scalars import FLT_MAX
+
+BLOCKS = "PPPPqqqqffII"
+"""How Blocks in blocks.cuh is packed."""
+
+_PARAMETERS = struct.Struct("P" + BLOCKS)
+_BLOCK, _THREADS = 128, 256
+
+
+@kernel("cast_block.cu", reference=definition.cast_block, tolerance=BITWISE)
+def cast_block(
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+) -> list[definition.Encoded]:
+    """One read of ``x``. ShapeError if there are several rows of 2^31 columns or more."""
+    if not are_known(layouts):
+        return definition.cast_block(x, layouts, eps=eps, pow2=pow2)
+    x = x.contiguous()
+    variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
+    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    check_cast(shape, dtype, layouts, family="block", where="cast_block")
+    rows, columns = shape
+    if rows > 1 and columns >= WIDEST:
+        raise ShapeError(
+            describe("cast_block", wanted=f"rows of less than {WIDEST} columns", got=columns, cure="cast parts of them")
+        )
+    usages = {layout.usage for layout in layouts}
+    variant = variant_of(
+        "cast_block.cu",
+        _PARAMETERS,
+        IN=C_TYPES[dtype],
+        OUT=layouts[0].element.name.upper(),
+        SQUARE=layouts[0].block[0] != 1,
+        ROWWISE=ROWWISE in usages,
+        COLUMNWISE=COLUMNWISE in usages,
+        ALIGNED=on_vectors and columns % 8 == 0 and not (rows % 16 and COLUMNWISE in usages),
+    )
+    return variant, Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
+
+
+def new_blocks(
+    layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float, pow2: bool
+) -> tuple[list[definition.Encoded], tuple[int | float, ...]]:
+    """Room for planes of a matrix of ``dtype``, and the fields of Blocks in blocks.cuh."""
+    planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
+    (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
+    outputs = (row_data, column_data, row_scale, column_scale)
+    rule = (eps, min(torch.finfo(dtype).max, FLT_MAX), pow2, 0)
+    return [planes[layout.usage] for layout in layouts], (*outputs, *layouts[0].shape, row_pitch, column_pitch, *rule)
+
+
+def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
+    """Room for the data and scales of a plane; the kernel stores the padding of scales as well."""
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
+    return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)
+
+
+def _addresses(plane: definition.Encoded | None) -> tuple[int, int, int]:
+    """Of data and of scales, and the length of a row of scales; zeros for a plane that is not wanted."""
+    return (0, 0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr(), plane[1].shape[1])

@@ -1,0 +1,49 @@
+"""The update of delayed scaling as the library calls it: many histories and scales in one launch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import variant_of
+from opfuse.numerics import delayed as definition
+from opfuse.numerics.delayed import UpdateRule, check_states
+
+_STATE = "PPPifiI"
+MOST = 100  # states of a launch, in a parameter of 4000 bytes
+_THREADS = 256
+
+
+@kernel("delayed.cu", reference=definition.delayed_update, tolerance=BITWISE)
+def delayed_update(
+    launch: Launcher,
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    left_out: Sequence[torch.Tensor],
+    rules: Sequence[UpdateRule],
+) -> None:
+    """One launch for each 100 states; a block each."""
+    check_states(histories, scales, left_out, rules)
+    variant, device = variant_of("delayed.cu", _layout(MOST), MOST=MOST), histories[0].get_device()
+    states = [
+        (
+            *(history.data_ptr(), scale.data_ptr(), count.data_ptr()),
+            *(history.numel(), rule.fp8_max, rule.margin, rule.algorithm == "most_recent"),
+        )
+        for history, scale, count, rule in zip(histories, scales, left_out, rules)
+    ]
+    for chunk in (states[i : i + MOST] for i in range(0, len(states), MOST)):
+        fields = itertools.chain.from_iterable(chunk)
+        launch(variant, "delayed_update", Grid(len(chunk), _THREADS), _layout(len(chunk)), *fields, device=device)
+
+
+@functools.cache
+def _layout(states: int) -> struct.Struct:
+    """The parameter as far as ``states`` fill it: what lies behind belongs to blocks that a launch does not have."""
+    return struct.Struct(_STATE * states)

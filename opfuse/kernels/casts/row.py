@@ -1,0 +1,125 @@
+"""The casts with a scale for each line as the library calls them: kernels with the results of numerics/casts.py.
+
+Rows alone are read once. Where columns have scales as well, a first kernel finds the amaxes of lines and a second one casts.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
+from opfuse.kernels.engine import rows
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.numerics import casts as definition
+from opfuse.numerics.checks import check_cast, check_lines, check_matrix
+from opfuse.numerics.layouts import Layout, are_known, ceil_div
+
+_AMAX = struct.Struct("PPPqq")
+_AMAX_TILE, _AMAX_THREADS = (128, 256), 256
+_ROW = struct.Struct("PPPqqfI")
+_RESIDENT = {True: 4, False: 1}
+"""Blocks that share a multiprocessor at least, where vectors are loaded and where elements are, which take more registers."""
+_LINES = struct.Struct("P6PqqfI")
+_TILE, _TILE_THREADS = (256, 64), 512
+
+
+@kernel("amax_lines.cu", reference=definition.line_amaxes, tolerance=BITWISE)
+def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> list[torch.Tensor]:
+    """One read of ``x``."""
+    check_matrix(x.shape, x.dtype, where="line_amaxes")
+    x = x.contiguous()
+    height, width = x.shape
+    sizes = {ROWWISE: height, COLUMNWISE: width}
+    amaxes = {usage: torch.zeros(sizes[usage], dtype=torch.float32, device=x.device) for usage in usages}
+    addresses = (amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES)
+    grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
+    variant = variant_of("amax_lines.cu", _AMAX, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % 8 == 0)
+    launch(variant, "amax_lines", grid, _AMAX, x.data_ptr(), *addresses, height, width, device=x.get_device())
+    return [amaxes[usage] for usage in usages]
+
+
+@kernel("cast_row.cu", reference=definition.cast_row, tolerance=BITWISE)
+def cast_row(
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+) -> list[definition.Encoded]:
+    """One read of ``x`` for rows, two for columns or both."""
+    if not are_known(layouts):
+        return definition.cast_row(x, layouts, eps=eps, pow2=pow2)
+    x = x.contiguous()
+    check_cast(x.shape, x.dtype, layouts, family="row", where="cast_row")
+    usages = [layout.usage for layout in layouts]
+    if COLUMNWISE in usages:
+        return cast_lines.run(launch, x, line_amaxes.run(launch, x, usages), layouts, eps=eps, pow2=pow2)
+    variant = _row_variant(x.shape[1], x.dtype, on_bytes(x, VECTOR), layouts[0].element.name, bool(pow2))
+    ((data, scale),) = planes = [_new_plane(layouts[0], x.device)]
+    fields = (x.data_ptr(), data.data_ptr(), scale.data_ptr(), *x.shape, eps, rows.packs(x.shape[1]))
+    launch(variant, "cast_row", rows.grid(*x.shape), _ROW, *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: str, pow2: bool) -> Variant:
+    """What casts rows of so many elements of ``dtype``."""
+    is_aligned = on_vectors and columns % 8 == 0
+    shared = rows.defines(columns, rows.held(columns, dtype.itemsize), is_aligned=is_aligned)
+    own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned]}
+    return variant_of("cast_row.cu", _ROW, IN=C_TYPES[dtype], **own, **shared)
+
+
+@kernel("cast_lines.cu", reference=definition.cast_lines, tolerance=BITWISE)
+def cast_lines(
+    launch: Launcher,
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    layouts: Sequence[Layout],
+    *,
+    eps: float = 0.0,
+    pow2: bool = False,
+) -> list[definition.Encoded]:
+    """One read of ``x``."""
+    if not are_known(layouts):
+        return definition.cast_lines(x, amaxes, layouts, eps=eps, pow2=pow2)
+    x = x.contiguous()
+    variant, grid = _lines_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), bool(pow2))
+    check_lines(amaxes, layouts, x.device, where="cast_lines")
+    planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
+    known = {layout.usage: amax for layout, amax in zip(layouts, amaxes)}
+    lines = (
+        (planes[u][0].data_ptr(), known[u].data_ptr(), planes[u][1].data_ptr()) if u in planes else (0, 0, 0) for u in USAGES
+    )
+    fields = (x.data_ptr(), *(address for each in lines for address in each), *x.shape, eps, 0)
+    launch(variant, "cast_lines", grid, _LINES, *fields, device=x.get_device())
+    return [planes[layout.usage] for layout in layouts]
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines_work(
+    layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, pow2: bool
+) -> tuple[Variant, Grid]:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    check_cast(shape, dtype, layouts, family="row", where="cast_lines")
+    (height, width), usages = shape, {layout.usage for layout in layouts}
+    variant = variant_of(
+        "cast_lines.cu",
+        _LINES,
+        IN=C_TYPES[dtype],
+        OUT=layouts[0].element.name.upper(),
+        ROWWISE=ROWWISE in usages,
+        COLUMNWISE=COLUMNWISE in usages,
+        POW2=pow2,
+        ALIGNED=on_vectors and width % 8 == 0 and not (height % 16 and COLUMNWISE in usages),
+    )
+    return variant, Grid(ceil_div(height, _TILE[0]) * ceil_div(width, _TILE[1]), _TILE_THREADS)
+
+
+def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
+    """Room for the data and scales of a plane."""
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
+    return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)

@@ -1,0 +1,207 @@
+"""The casts as the library calls them: kernels for CUDA tensors, whose results are those of numerics/casts.py.
+
+A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one. What is asked
+of matrix and layouts (see checks.py) is checked once for each combination. Planes of a format of a user's own take the torch
+definition, on the device too.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.numerics import casts as definition
+from opfuse.numerics.checks import check_cast, check_choice, check_dtype, check_number
+from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
+from opfuse.numerics.scales import Rounding
+
+_AMAX = struct.Struct("PPq")
+_AMAX_BLOCK = 8192  # elements
+
+TENSOR_SCALE = "3PfI"
+"""How TensorScale in tensor_scale.cuh is packed: addresses of the scale, of amax and of the decode scale; eps, pow2."""
+_CAST_TENSOR = struct.Struct(f"3P{TENSOR_SCALE}2q")
+_ROWS_BLOCK = 4096  # elements
+_TILE = (256, 64)
+
+_CAST_MX = struct.Struct("PPPPPqqI0q")
+_MX_BLOCK = 32
+_MX_ROWS_BLOCK = 8192  # elements
+_MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
+_MX_BIAS: dict[Rounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
+
+_EIGHT = 8  # neighbouring elements, which a thread handles at a time
+
+_Work = tuple[Variant, str, Grid]
+"""Variant, entry and grid of a launch."""
+
+
+@kernel("amax.cu", reference=definition.tensor_amax, tolerance=BITWISE)
+def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
+    """One read of ``x``."""
+    x = x.contiguous()
+    out = torch.zeros(1, dtype=torch.float32, device=x.device)
+    grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
+    launch(
+        _amax_variant(x.dtype, on_bytes(x, VECTOR)),
+        "amax",
+        grid,
+        _AMAX,
+        x.data_ptr(),
+        out.data_ptr(),
+        x.numel(),
+        device=x.get_device(),
+    )
+    return out
+
+
+@functools.cache
+def _amax_variant(dtype: torch.dtype, on_vectors: bool) -> Variant:
+    check_dtype(dtype, where="tensor_amax")
+    return variant_of("amax.cu", _AMAX, IN=C_TYPES[dtype], ALIGNED=on_vectors)
+
+
+@kernel("cast_tensor.cu", reference=definition.cast_current, tolerance=BITWISE)
+def cast_current(
+    launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One read of ``x``; every thread finds the scale from ``amax``."""
+    if not are_known(layouts):
+        return definition.cast_current(x, amax, layouts, eps=eps, pow2=pow2)
+    return _cast_tensor(launch, x, layouts, (0, check_number(amax, x.device, where="cast_current amax")), (eps, pow2))
+
+
+@kernel("cast_tensor.cu", reference=definition.cast_recording, tolerance=BITWISE)
+def cast_recording(
+    launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One read of ``x``, which finds its amax on the way."""
+    if not are_known(layouts):
+        return definition.cast_recording(x, scale, amax, layouts)
+    device = x.device
+    scaling = check_number(scale, device, where="cast_recording scale"), check_number(amax, device, where="cast_recording amax")
+    return _cast_tensor(launch, x, layouts, scaling)
+
+
+def _cast_tensor(
+    launch: Launcher,
+    x: torch.Tensor,
+    layouts: Sequence[Layout],
+    scaling: tuple[int, int],
+    rule: tuple[float, bool] = (0.0, False),
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Data of the planes and their decode scale; ``scaling`` is the addresses of the scale, 0 if amax decides it, and of amax."""
+    x = x.contiguous()
+    work = _tensor_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), scaling[0] != 0)
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
+    decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    out = [data[usage].data_ptr() if usage in data else 0 for usage in USAGES]
+    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *rule, *layouts[0].shape)
+    launch(*work, _CAST_TENSOR, *fields, device=x.get_device())
+    return [data[layout.usage] for layout in layouts], decode_scale
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_work(
+    layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, record: bool
+) -> _Work:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    check_cast(shape, dtype, layouts, family="tensor", where="cast_recording" if record else "cast_current")
+    rows, columns = shape
+    usages = {layout.usage for layout in layouts}
+    entry = "cast_tile" if COLUMNWISE in usages else "cast_rows"
+    grids = {
+        "cast_tile": Grid(ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1]), 512),
+        "cast_rows": Grid(ceil_div(rows * columns, _ROWS_BLOCK), 256),
+    }
+    variant = variant_of(
+        "cast_tensor.cu",
+        _CAST_TENSOR,
+        entry=entry,
+        IN=C_TYPES[dtype],
+        OUT=layouts[0].element.name.upper(),
+        RECORD=record,
+        ROWWISE=ROWWISE in usages,
+        ALIGNED=on_vectors and not (entry == "cast_tile" and (columns % _EIGHT or rows % 16)),
+    )
+    return variant, entry, grids[entry]
+
+
+@kernel("cast_mx.cu", reference=definition.cast_mx, tolerance=BITWISE)
+def cast_mx(
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil"
+) -> list[definition.Encoded]:
+    """One read of ``x``."""
+    if not are_known(layouts):
+        return definition.cast_mx(x, layouts, rows=rows, rounding=rounding)
+    x = x.contiguous()
+    work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
+    planes, fields = new_mx(layouts, x, rounding)
+    launch(*work, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, block_rows: int) -> _Work:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes, in blocks of ``block_rows`` x 32."""
+    check_cast(shape, dtype, layouts, family="mx", where="cast_mx")
+    check_choice(block_rows, definition.MX_ROWS, where="cast_mx rows")
+    (rows, columns), usages, swizzled = shape, {layout.usage for layout in layouts}, layouts[0].swizzled
+    tile_rows, tile_columns, threads = _MX_TILES[swizzled]
+    tiled = block_rows > 1 or COLUMNWISE in usages or columns % _MX_BLOCK != 0
+    entry = "cast_tile" if tiled else "cast_rows"
+    variant = variant_of(
+        "cast_mx.cu",
+        _CAST_MX,
+        entry=entry,
+        IN=C_TYPES[dtype],
+        OUT=layouts[0].element.name.upper(),
+        ROWWISE=ROWWISE in usages,
+        COLUMNWISE=COLUMNWISE in usages,
+        SQUARE=block_rows > 1,
+        SWIZZLED=swizzled,
+        ALIGNED=on_vectors and not (tiled and columns % _EIGHT),
+    )
+    grids = {
+        "cast_tile": Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads),
+        "cast_rows": Grid(ceil_div(rows * columns, _MX_ROWS_BLOCK), 256),
+    }
+    return variant, entry, grids[entry]
+
+
+def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tuple[list[definition.Encoded], tuple[int, ...]]:
+    """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
+    bias = mx_bias(rounding)
+    planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
+    addresses = (address for usage in USAGES for address in _addresses(planes.get(usage)))
+    return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, bias)
+
+
+def mx_bias(rounding: Rounding) -> int:
+    """What is added to the bits of an amax before its exponent is taken; QuantizerError for another rounding."""
+    if rounding not in _MX_BIAS:
+        check_choice(rounding, _MX_BIAS, where="cast_mx rounding")
+    return _MX_BIAS[rounding]
+
+
+def _addresses(plane: definition.Encoded | None) -> tuple[int, int]:
+    """Of data and scales; 0 of a plane that is not made."""
+    return (0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr())
+
+
+def new_encoded(x: torch.Tensor, layout: Layout) -> definition.Encoded:
+    """Room for the data and scales of a plane on the device of ``x``. Kernels write no padding: it is 0."""
+    return torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device), new_scale(layout, x.device)
+
+
+def new_scale(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Room for the one-byte scales of a plane."""
+    new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
+    return new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)

@@ -1,0 +1,175 @@
+"""Chains whose result is cast in the same kernel, forward and backward: a chain's run, then a cast of what it made.
+
+A kernel stores the result itself only if it is asked to, as for a backward pass in high precision. What a kernel cannot take runs
+as two. A cast under the amax of the whole result is two kernels at best: the first one finds the amax. Then a result that was
+stored is cast, or, where that takes fewer bytes, the result is made once more and cast by the kernel that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from opfuse.kernels.casts.encoding import Encoded, Encoding, Measured, apart, original
+from opfuse.kernels.chains.call import Call, Tensors, backward_call, forward_call
+from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
+from opfuse.kernels.chains.tiles import CASTS
+from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
+from opfuse.numerics.chain import Rounding, Stage
+
+Forward = tuple[list[Encoded], Tensor | None, dict[int, Tensor]]
+"""The planes of y, y if it was asked for, and what is kept."""
+
+Backward = tuple[list[Encoded], Tensor | None, Tensors]
+"""The planes of dx, dx if it was asked for, and the operand gradients of each stage."""
+
+
+def forward_then_cast(
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Encoding,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = False,
+) -> Forward:
+    """:func:`forward_chain`, and the cast of its result."""
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    return encode(y), y if stores else None, kept
+
+
+def backward_then_cast(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    encode: Encoding,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    stores: bool = False,
+) -> Backward:
+    """:func:`backward_chain`, and the cast of its dx."""
+    dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    return encode(dx), dx if stores else None, grads
+
+
+@kernel("chain_tile.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1))
+def forward_chain_cast(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Encoding,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = False,
+) -> Forward:
+    """One read of ``x`` and of each operand; two if the amax of the result decides the cast, and the result is not stored."""
+    if isinstance(encode, Measured):
+        return _forward_measured(launch, x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
+    call = forward_call(x, stages, rounding, dtype, keep, stores=stores) if type(encode) in CASTS else None
+    planes = None if call is None else _run_cast(launch, call, encode)
+    if call is None or planes is None:
+        return forward_then_cast(x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
+    return planes, call.result, call.kept
+
+
+@kernel("chain_tile.cu", reference=backward_then_cast, tolerance=Tolerance(ulp=4))
+def backward_chain_cast(
+    launch: Launcher,
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    encode: Encoding,
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    stores: bool = False,
+) -> Backward:
+    """One read of ``dy``, of what was saved and of each operand."""
+    known = type(encode) in CASTS
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores) if known else None
+    planes = None if call is None else _run_cast(launch, call, encode)
+    if call is None or planes is None:
+        return backward_then_cast(dy, stages, saved_inputs, encode, rounding=rounding, dtype=dtype, stores=stores)
+    return planes, call.result, call.grads
+
+
+def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] | None:
+    """Queue the kernel of a call and of a cast; the planes that it makes. None, and nothing is done, if there is none."""
+    kind = CASTS[type(encode)]
+    fit = kind.fit(call, encode)
+    if fit is None:
+        return None
+    tile, defines = fit
+    planes, fields = kind.outputs(call, encode)
+    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=kind.packing, fields=fields)
+    return planes
+
+
+def _forward_measured(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    encode: Measured,
+    *,
+    rounding: Rounding,
+    dtype: torch.dtype | None,
+    keep: Collection[int],
+    stores: bool,
+) -> Forward:
+    first = max(keep, default=0) if rounding == "per_op" else 0  # a stage whose input is there when the amax is known
+    rest = stages[first:]
+    if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not _is_light(rest):
+        y, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep)
+        return encode.given(cast(Tensor, y), amax), y if stores else None, kept
+    dense = x.contiguous()  # once for both
+    _, kept, amax = forward_chain_amax.run(launch, dense, stages, rounding=rounding, dtype=dtype, keep=keep, stores=False)
+    again, under = kept[first] if first else dense, encode.under(amax)
+    encoded, _, _ = forward_chain_cast.run(launch, again, rest, under, rounding=rounding, dtype=dtype)
+    return encoded, None, {i: x if tensor is dense else tensor for i, tensor in kept.items()}
+
+
+def _is_light(stages: Sequence[Stage]) -> bool:
+    """Whether these ops read no more than their result is: no second half, no operand for each element."""
+    return not any(stage.math.is_gated or "full" in stage.math.operands.values() for stage in stages)
+
+
+def _backward_measured(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    encode: Measured,
+    *,
+    stores: bool = False,
+    **options: Any,
+) -> Backward:
+    dx, grads, amax = backward_chain_amax(dy, stages, saved_inputs, **options)
+    return encode.given(dx, amax), dx if stores else None, grads
+
+
+_FORWARD: Mapping[type, Callable[..., Forward]] = dict.fromkeys((*CASTS, Measured), forward_chain_cast)
+_BACKWARD: Mapping[type, Callable[..., Backward]] = {**dict.fromkeys(CASTS, backward_chain_cast), Measured: _backward_measured}
+
+
+def forward_chain_encoded(
+    x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
+) -> tuple[list[Encoded], dict[int, Tensor]]:
+    """The planes of :func:`forward_chain`'s result, and what is kept, in as few kernels as the encoding allows."""
+    inner, stores = apart(encode)
+    encoded, y, kept = _FORWARD.get(type(inner), forward_then_cast)(x, stages, inner, stores=stores, **options)
+    return [*encoded, *original(y)], kept
+
+
+def backward_chain_encoded(
+    dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Encoding, **options: Any
+) -> tuple[list[Encoded], Tensors]:
+    """The planes of :func:`backward_chain`'s dx, and operand gradients, in as few kernels as the encoding allows."""
+    inner, stores = apart(encode)
+    encoded, dx, grads = _BACKWARD.get(type(inner), backward_then_cast)(dy, stages, saved_inputs, inner, stores=stores, **options)
+    return [*encoded, *original(dx)], grads

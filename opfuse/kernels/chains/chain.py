@@ -1,0 +1,183 @@
+"""Chains of elementwise ops as the library calls them: one kernel, with the results of numerics/chain.py.
+
+A kernel is compiled for the structure of a chain: its ops, dtypes, and what is stored. Shapes and constants are its parameters.
+What a kernel cannot take goes to the torch definition, which runs it or says what is wrong: other dtypes than fp32, bf16, fp16
+(bytes for masks), above all fp64; operands that are missing or misshapen; tensors without dimensions; too many sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.kernels.chains.call import CUT, THREADS, Call, Cut, Tensors, backward_call, forward_call
+from opfuse.kernels.chains.structure import ChainCode
+from opfuse.kernels.chains.text import text_of
+from opfuse.kernels.chains.tiles import plain_tile
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
+from opfuse.numerics import chain as definition
+from opfuse.numerics.chain import Rounding, Stage
+from opfuse.numerics.layouts import ceil_div
+
+_SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64  # of one part of a sum
+_ADDERS = 32  # sums of a block that adds up parts
+
+
+class Program(NamedTuple):
+    """A compiled structure: the variant, and how the one parameter of its kernels is packed."""
+
+    variant: Variant
+    layout: struct.Struct
+
+
+@kernel("chain_forward.cu", reference=definition.forward_chain, tolerance=Tolerance(ulp=1))
+def forward_chain(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """One read of ``x`` and of each operand."""
+    call = forward_call(x, stages, rounding, dtype, keep)
+    if call is None or call.result is None:
+        return definition.forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    _run_plain(launch, "chain_forward", call)
+    return call.result, call.kept
+
+
+@kernel("chain_backward.cu", reference=definition.backward_chain, tolerance=Tolerance(ulp=4))
+def backward_chain(
+    launch: Launcher,
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensors]:
+    """One read of ``dy``, of what was saved and of each operand; operand gradients are summed in two passes of fixed order."""
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
+    if call is None or call.result is None or not _has_kernel(call):
+        return definition.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    if not call.is_nothing:
+        _run_plain(launch, "chain_backward", call)
+    return call.result, call.grads
+
+
+def forward_then_amax(
+    x: Tensor,
+    stages: Sequence[Stage],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = True,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor]:
+    """:func:`forward_chain`, its result if it is stored, and fp32 (1,) the largest magnitude of it."""
+    y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
+    return y if stores else None, kept, tensor_amax(y)
+
+
+def backward_then_amax(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensors, Tensor]:
+    """:func:`backward_chain`, and fp32 (1,) the largest magnitude of dx."""
+    dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    return dx, grads, tensor_amax(dx)
+
+
+@kernel("chain_forward.cu", reference=forward_then_amax, tolerance=Tolerance(ulp=1))
+def forward_chain_amax(
+    launch: Launcher,
+    x: Tensor,
+    stages: Sequence[Stage],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+    keep: Collection[int] = (),
+    stores: bool = True,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor]:
+    """The amax is found while the result is made: nothing is read twice."""
+    call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
+    if call is None:
+        return forward_then_amax(x, stages, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    _run_plain(launch, "chain_forward", call, amax)
+    return call.result, call.kept, amax
+
+
+@kernel("chain_backward.cu", reference=backward_then_amax, tolerance=Tolerance(ulp=4))
+def backward_chain_amax(
+    launch: Launcher,
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    *,
+    rounding: Rounding = "per_op",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensors, Tensor]:
+    """The amax is found while dx is stored: nothing is read twice."""
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
+    if call is None or call.result is None or not _has_kernel(call):
+        return backward_then_amax(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
+    amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
+    _run_plain(launch, "chain_backward", call, amax)
+    return call.result, call.grads, amax
+
+
+def _has_kernel(call: Call) -> bool:
+    return not call.code.has_sums or plain_tile(call) is not None
+
+
+def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
+    """A chain whose result is not cast; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
+    fields = (0 if amax is None else amax.data_ptr(),)
+    if call.code.has_sums and (tile := plain_tile(call)) is not None:
+        defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
+        run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
+    else:
+        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}", "RESIDENT=0"), extra="P", fields=fields)
+
+
+def run(
+    launch: Launcher, name: str, call: Call, cut: Cut, *, defines: tuple[str, ...], extra: str, fields: Sequence[float]
+) -> None:
+    """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
+
+    defines, extra, fields: definitions, the packing and the values of what follows the chain in the parameter.
+    """
+    code, device = call.code, call.tensors[0].get_device()
+    pieces, groups, sums = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS), {}
+    if code.has_sums:
+        sums = {"row_sums": (pieces, len(code.row_sums) * cut.columns), "column_sums": (groups, len(code.column_sums) * cut.rows)}
+    parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
+    program = _program(name, code, len(call.tensors), (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), extra)
+    addresses = [t.data_ptr() for t in call.tensors]
+    addresses += [0 if part is None else part.data_ptr() for part in parts] or (0, 0)
+    packed = (*addresses, pieces, groups, *cut.fields, *call.constants, *fields)
+    launch(program.variant, name, cut.grid, program.layout, *packed, device=device)
+    for entry, (_, size) in sums.items():
+        if size:
+            launch(program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), program.layout, *packed, device=device)
+
+
+@functools.cache
+def _program(name: str, code: ChainCode, tensors: int, defines: tuple[str, ...], extra: str) -> Program:
+    """The variant for a structure, whose text is written once."""
+    layout = struct.Struct(f"{tensors + 2}P2q{CUT}{len(code.constants)}f0q{extra}0q")
+    return Program(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), text_of(code)), layout)

@@ -1,0 +1,229 @@
+"""What the code of a chain does, forward and backward: loads, the steps from boundary to boundary, stores, as statements of CUDA.
+
+Strand s of what lies before d gated ops has its columns by ``column_d_s``, which takes a column of the chain's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from opfuse.kernels.chains.pieces import each, function, loop, struct
+from opfuse.kernels.chains.structure import ChainCode
+from opfuse.numerics.pointwise import variables
+
+_SUMS = ("float row_sum[SOME(ROW_SUMS)][N];", "float column_sum[SOME(COLUMN_SUMS)][N];")
+_LOAD = "Inputs<8> load_inputs(const Chain& p, const Place& at)"
+_RUN = "Results<N> run_chain(const Chain& p, const RowOperands<N>& operands, const Inputs<N>& in)"
+_STORE = "void store_results(const Chain& p, const Inputs<8>& in, const Results<8>& out, const Place& at)"
+
+
+class _Steps:
+    """What both directions have: places, operands, calls of expressions."""
+
+    def __init__(self, code: ChainCode) -> None:
+        self.code = code
+
+    def matrix(self, pointer: str, level: int, strand: int) -> str:
+        """What is as wide as the input of stage ``level``: where it starts, its columns, and where those of a strand are."""
+        depth = self.code.depths[level]
+        width = f"p.cut.columns << {depth}" if depth else "p.cut.columns"
+        return f"{pointer}, {width}, [&](long long c) {{ return column_{depth}_{strand}(p.cut, c); }}"
+
+    def load(self, target: str, pointer: str, level: int, strand: int) -> str:
+        return f"{target} = load({self.matrix(pointer, level, strand)}, at);"
+
+    def store(self, pointer: str, value: str, level: int, strand: int) -> str:
+        return f"store({self.matrix(pointer, level, strand)}, at, {value});"
+
+    def arguments(self, expression: str, values: Mapping[str, str]) -> str:
+        """Values of the variables that an expression reads, in the order of their names."""
+        return ", ".join(values[name] for name in sorted(variables(expression)))
+
+    def operands(self, stage: int, strand: int) -> dict[str, str]:
+        """Elements i of a stage's operands and its constants, by name."""
+        math = self.code.stages[stage].math
+        where = {"row": "operands.", "full": "in.", "column": "in."}
+        values = {constant: f"p.c{stage}_{constant}" for constant in math.constants}
+        for name, kind in math.operands.items():
+            packed = f"{where[kind]}o{stage}_{name}"
+            values[name] = packed if kind == "column" else f"value({packed}_{strand}, i)"
+        return values
+
+    def operand_fields(self) -> list[str]:
+        return [f"const {t}* o{i}_{name};  // {kind}" for i, name, t, kind in self.code.of_kind("row", "column", "full")]
+
+    def operand_packs(self, kind: str) -> list[tuple[str, int, str, int]]:
+        """(name of the pack, stage, C type, strand)."""
+        code = self.code
+        return [(f"o{i}_{name}", i, t, s) for i, name, t, _ in code.of_kind(kind) for s in code.strands(i + 1)]
+
+    def input_declarations(self) -> list[str]:
+        packs = [f"Pack<{t}, N> {name}_{s};" for name, _, t, s in self.operand_packs("full")]
+        return packs + [f"float o{i}_{name};" for i, name, _, _ in self.code.of_kind("column")]
+
+    def input_loads(self) -> list[str]:
+        loads = [self.load(f"in.{name}_{s}", f"p.{name}", i + 1, s) for name, i, _, s in self.operand_packs("full")]
+        names = [f"o{i}_{name}" for i, name, _, _ in self.code.of_kind("column")]
+        return loads + [f"in.{name} = load_of_row(p.{name}, at);" for name in names]
+
+    def row_operands(self) -> Iterator[str]:
+        """The packs that all rows share, and how they are loaded."""
+        packs = self.operand_packs("row")
+        yield struct("RowOperands", [f"Pack<{t}, N> {name}_{s};" for name, _, t, s in packs], "operands of all rows")
+        loads = [self.load(f"operands.{name}_{s}", f"p.{name}", i + 1, s) for name, i, _, s in packs]
+        body = [*(["at.row = at.down = 0;"] if loads else []), "RowOperands<8> operands;", *loads, "return operands;"]
+        yield function("RowOperands<8> load_row_operands(const Chain& p, Place at)", body)
+
+    def load_inputs(self, loads: list[str]) -> str:
+        return function(_LOAD, ["Inputs<8> in;", *loads, *self.input_loads(), "return in;"])
+
+    def run_chain(self, steps: list[str]) -> str:
+        return "template <int N>\n" + function(_RUN, ["Results<N> out;", *steps, "return out;"])
+
+    def result(self, packs: list[str]) -> str:
+        """What flows out of the chain, for kernels that cast it: the pack of each strand, and where its columns lie."""
+        code = self.code
+        depth = code.depths[code.final]
+        values = [f"if constexpr (STRAND == {s}) return rounded<{code.io}>({pack});" for s, pack in enumerate(packs)]
+        columns = [f"if constexpr (STRAND == {s}) return column_{depth}_{s}(cut, column);" for s in range(len(packs))]
+        return "\n\n".join(
+            [
+                f"using IO = {code.io};\nconstexpr int STRANDS = {len(packs)};",
+                "template <int STRAND>\n" + function("Pack<IO, 8> result(const Inputs<8>& in, const Results<8>& out)", values),
+                "template <int STRAND>\n" + function("long long result_column(const Cut& cut, long long column)", columns),
+            ]
+        )
+
+
+class Forward(_Steps):
+    """Values from the first boundary to the last."""
+
+    def functions(self) -> Iterator[tuple[str, str]]:
+        for i, stage in enumerate(self.code.stages):
+            yield f"stage{i}_{stage.math.name}", stage.math.forward
+
+    def fields(self) -> list[str]:
+        kept = [f"{t}* kept{i};" for i, t in self.code.saved]
+        y = [f"{self.code.io}* y;"] if self.code.stores else []
+        return [f"const {self.code.source}* x;", *self.operand_fields(), *y, *kept]
+
+    def boundary(self, level: int, strand: int) -> str:
+        """The pack that flows into stage ``level``."""
+        direct = level == 0 and self.code.between in (self.code.source, "float")
+        return f"in.x_{strand}" if direct else f"out.v{level}_{strand}"
+
+    def sections(self) -> Iterator[str]:
+        code = self.code
+        x = [f"Pack<{code.source}, N> x_{s};" for s in code.strands(0)]
+        yield struct("Inputs", [*x, *self.input_declarations()], "what N neighbouring results are made from")
+        boundaries = [(level, s) for level in range(len(code.stages) + 1) for s in code.strands(level)]
+        made = [(level, s) for level, s in boundaries if self.boundary(level, s).startswith("out.")]
+        declared = [f"Pack<{code.between}, N> v{level}_{s};" for level, s in made]
+        yield struct("Results", [*declared, *_SUMS], "what flows into each stage, and out of the last")
+        loads = [self.load(f"in.x_{s}", "p.x", 0, s) for s in code.strands(0)]
+        yield self.load_inputs(loads)
+        yield self.run_chain([self.step(level, s) for level, s in made])
+        kept = [(f"p.kept{i}", i, s) for i, _ in code.saved for s in code.strands(i)]
+        last = [("p.y", len(code.stages), 0)] if code.stores else []
+        stores = [self.store(at, f"rounded<{code.io}>({self.boundary(i, s)})", i, s) for at, i, s in kept + last]
+        yield function(_STORE, stores)
+        yield self.result([self.boundary(code.final, 0)])
+
+    def step(self, level: int, strand: int) -> str:
+        target = f"out.v{level}_{strand}"
+        if level == 0:
+            return f"{target} = rounded<{self.code.between}>(in.x_{strand});"
+        i = level - 1
+        math = self.code.stages[i].math
+        if (addend := self.addend(i, strand)) is not None:
+            return f"{target} = sum_of({self.boundary(i, strand)}, {addend});"
+        strands = [2 * strand, 2 * strand + 1] if math.is_gated else [strand]
+        inputs = {name: f"value({self.boundary(i, s)}, i)" for name, s in zip(math.inputs, strands)}
+        arguments = self.arguments(math.forward, {**inputs, **self.operands(i, strand)})
+        return each(target, self.code.between, f"stage{i}_{math.name}({arguments})")
+
+    def addend(self, stage: int, strand: int) -> str | None:
+        """The pack that an op adds to its input, if that is all it does and both are of one type."""
+        given = self.code.stages[stage]
+        types = {f"x + {name}": (name, c_type) for name, c_type in given.operands}
+        name, c_type = types.get(given.math.forward, ("", ""))
+        flows = self.code.source if self.boundary(stage, 0).startswith("in.") else self.code.between
+        if not name or given.math.operands[name] == "column" or {c_type, flows} != {self.code.between}:
+            return None
+        return f"{'operands' if given.math.operands[name] == 'row' else 'in'}.o{stage}_{name}_{strand}"
+
+
+class Backward(_Steps):
+    """Gradients from the last boundary to the first."""
+
+    def functions(self) -> Iterator[tuple[str, str]]:
+        for i, stage in enumerate(self.code.stages):
+            math = stage.math
+            for name, expression in zip(math.inputs, math.backward):
+                yield f"stage{i}_{math.name}_{name}", expression
+            for name, _ in stage.grads:
+                yield f"stage{i}_{math.name}_{name}", math.operand_backward[name]
+
+    def fields(self) -> list[str]:
+        code = self.code
+        saved = [f"const {t}* x{i};" for i, t in code.saved]
+        grads = [f"{t}* d{i}_{name};  // {kind}" for i, name, t, kind in code.grads_of_kind("row", "column", "full")]
+        dx = [f"{code.io}* dx;"] if code.stores else []
+        return [f"const {code.source}* dy;", *saved, *self.operand_fields(), *dx, *grads]
+
+    def gradient(self, level: int, strand: int) -> str:
+        """The pack of the gradient of what flows into stage ``level``."""
+        direct = level == len(self.code.stages) and self.code.between in (self.code.source, "float")
+        return "in.dy" if direct else f"out.g{level}_{strand}"
+
+    def sections(self) -> Iterator[str]:
+        code = self.code
+        saved = [(i, t, s) for i, t in code.saved for s in code.strands(i)]
+        packs = [f"Pack<{code.source}, N> dy;", *(f"Pack<{t}, N> x{i}_{s};" for i, t, s in saved)]
+        yield struct("Inputs", [*packs, *self.input_declarations()], "what N neighbouring gradients are made from")
+        first = 0 if code.stores or code.casts else min((i + 1 for i, stage in enumerate(code.stages) if stage.grads), default=0)
+        levels = list(reversed(range(first, len(code.stages) + 1)))
+        gradients = [(level, s) for level in levels for s in code.strands(level)]
+        made = [(level, s) for level, s in gradients if self.gradient(level, s).startswith("out.")]
+        full = [(i, name, t, s) for i, name, t, _ in code.grads_of_kind("full") for s in code.strands(i + 1)]
+        declared = [f"Pack<{code.between}, N> g{level}_{s};" for level, s in made]
+        declared += [f"Pack<{t}, N> d{i}_{name}_{s};" for i, name, t, s in full]
+        yield struct("Results", [*declared, *_SUMS], "gradients of what flows into each stage, and of its operands")
+        loads = [self.load("in.dy", "p.dy", len(code.stages), 0)]
+        loads += [self.load(f"in.x{i}_{s}", f"p.x{i}", i, s) for i, _, s in saved]
+        yield self.load_inputs(loads)
+        yield self.run_chain([*self.steps(levels)])
+        stores = [self.store("p.dx", f"rounded<{code.io}>({self.gradient(0, s)})", 0, s) for s in code.strands(0) if code.stores]
+        stores += [self.store(f"p.d{i}_{name}", f"out.d{i}_{name}_{s}", i + 1, s) for i, name, _, s in full]
+        yield function(_STORE, stores)
+        if first == 0:
+            yield self.result([self.gradient(0, s) for s in code.strands(0)])
+
+    def steps(self, levels: list[int]) -> Iterator[str]:
+        code = self.code
+        rows, columns = code.row_sums, code.column_sums
+        if self.gradient(levels[0], 0).startswith("out."):
+            yield f"{self.gradient(levels[0], 0)} = rounded<{code.between}>(in.dy);"
+        for i in reversed(range(len(code.stages))):
+            stage = code.stages[i]
+            for s in code.strands(i + 1):
+                for name, c_type in stage.grads:
+                    call = self.call(i, name, stage.math.operand_backward[name], s)
+                    if (i, name, c_type, s) in rows:
+                        yield loop(f"out.row_sum[{rows.index((i, name, c_type, s))}][i] = {call};")
+                    elif (i, name, c_type) in columns:
+                        yield loop(f"out.column_sum[{columns.index((i, name, c_type))}][i] {'+=' if s else '='} {call};")
+                    else:
+                        yield each(f"out.d{i}_{name}_{s}", c_type, call)
+                if i not in levels:
+                    continue
+                for half, (name, expression) in enumerate(zip(stage.math.inputs, stage.math.backward)):
+                    target = self.gradient(i, 2 * s + half if stage.math.is_gated else s)
+                    yield each(target, code.between, self.call(i, name, expression, s))
+
+    def call(self, stage: int, name: str, expression: str, strand: int) -> str:
+        math = self.code.stages[stage].math
+        strands = [2 * strand, 2 * strand + 1] if math.is_gated else [strand]
+        inputs = {name: f"value(in.x{stage}_{s}, i)" for name, s in zip(math.inputs, strands)}
+        values = {"dy": f"value({self.gradient(stage + 1, strand)}, i)", **inputs, **self.operands(stage, strand)}
+        return f"stage{stage}_{math.name}_{name}({self.arguments(expression, values)})"

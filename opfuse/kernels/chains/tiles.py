@@ -1,0 +1,238 @@
+"""The casts that a chain's kernel can do itself: their tiles, their fields of the parameter, the planes that they make."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels.casts.block import BLOCKS, new_blocks
+from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Encoding, Microscaled, Recording
+from opfuse.kernels.casts.tensor import TENSOR_SCALE, new_mx
+from opfuse.kernels.chains.call import WIDEST, Call, Cut
+from opfuse.kernels.chains.structure import ChainCode
+from opfuse.numerics.checks import check_cast, check_number
+from opfuse.numerics.layouts import Layout, are_known
+
+_SIXTEEN = 16  # rows whose codes are one store along a column
+_GROUP = 64  # columns that a warp has beside each other
+_MOST_RESULTS = 64 * 128  # of a tile whose threads have registers for two strands of fp32, or beside sums over columns
+_MOST_SUM_BYTES = 28 << 10  # of shared memory for parts of sums: a kernel has 48 KiB, of which casts hold 20 at most
+_HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
+
+
+class Tile(NamedTuple):
+    """What a block of threads makes: rows and columns of results, or of dy.
+
+    resident: blocks that share a multiprocessor, as many as leave threads their registers. ahead: rows of inputs that a thread
+    loads before it needs them. Both are where compilation begins: it lowers them for a chain that would spill (ladder.py).
+    """
+
+    rows: int
+    columns: int
+    threads: int
+    resident: int
+    ahead: int
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return _defines(self)
+
+    def holds(self, sums: int) -> bool:
+        """Whether there is shared memory for the parts of so many sums over rows, one for each 16 rows."""
+        return sums * 4 * self.columns * self.rows // _SIXTEEN <= _MOST_SUM_BYTES
+
+    @property
+    def own_rows(self) -> int:
+        """Rows that a thread has."""
+        return self.rows * self.columns // (8 * self.threads)
+
+    def lightened(self, part: float) -> Tile:
+        """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
+        return self._replace(resident=math.ceil(part * self.resident), ahead=1)
+
+    def cut(self, call: Call) -> Cut:
+        """The call's results in tiles of this size."""
+        columns = call.shape[-1]
+        return Cut(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
+
+
+@functools.cache
+def _defines(tile: Tile) -> tuple[str, ...]:
+    names = ("TILE_ROWS", "TILE_COLUMNS", "TILE_THREADS", "RESIDENT", "AHEAD")
+    return tuple(f"{name}={value}" for name, value in zip(names, tile))
+
+
+# For a direction, whether something is gated, and whether gradients of operands are added up; then tiles have 64 rows or 128.
+_Kind = tuple[str, bool, bool]
+
+_BLOCKS: Mapping[_Kind, Tile] = {
+    ("forward", False, False): Tile(128, 128, 256, 3, 2),
+    # Where its input is kept as well, eight rows a thread would leave room for two blocks of 256 only.
+    ("forward", True, False): Tile(128, 128, 512, 2, 2),
+    ("backward", False, False): Tile(128, 128, 256, 3, 4),
+    ("backward", False, True): Tile(128, 128, 512, 2, 4),
+    ("backward", True, False): Tile(128, 128, 256, 2, 2),
+    ("backward", True, True): Tile(128, 128, 256, 2, 1),
+}
+
+# By measurements on an H200.
+_TILES: Mapping[str, Mapping[_Kind, Tile]] = {
+    "PLAIN": {
+        ("backward", False, True): Tile(64, 128, 256, 3, 4),
+        ("backward", True, True): Tile(128, 64, 256, 3, 4),
+    },
+    "TENSOR": {
+        ("forward", False, False): Tile(128, 128, 256, 4, 2),
+        ("forward", True, False): Tile(64, 64, 128, 9, 4),
+        ("backward", False, False): Tile(64, 64, 128, 9, 1),
+        ("backward", False, True): Tile(128, 64, 128, 4, 4),
+        ("backward", True, False): Tile(128, 64, 256, 4, 2),
+        ("backward", True, True): Tile(64, 64, 128, 5, 4),
+    },
+    "BLOCKS": _BLOCKS,
+    "SQUARES": {
+        **_BLOCKS,
+        ("forward", True, False): Tile(128, 128, 256, 4, 2),
+        ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    },
+    "MX": {
+        ("forward", False, False): Tile(32, 256, 128, 8, 1),
+        ("forward", True, False): Tile(32, 256, 256, 4, 1),
+        ("backward", False, False): Tile(32, 256, 128, 7, 1),
+        ("backward", False, True): Tile(64, 128, 128, 5, 4),
+        ("backward", True, False): Tile(32, 128, 128, 5, 2),
+        ("backward", True, True): Tile(64, 128, 256, 2, 4),
+    },
+    "MX swizzled": {
+        ("forward", False, False): Tile(128, 128, 256, 4, 1),
+        ("forward", True, False): Tile(128, 128, 512, 2, 1),
+        ("backward", False, False): Tile(128, 128, 256, 4, 1),
+        ("backward", False, True): Tile(128, 128, 256, 3, 1),
+        ("backward", True, False): Tile(128, 128, 256, 2, 1),
+        ("backward", True, True): Tile(128, 128, 512, 1, 4),
+    },
+}
+
+
+_SMALLEST = Tile(64, 64, 128, 1, 1)
+
+
+def _tile(table: str, code: ChainCode, *, aligned: bool) -> Tile:
+    """The tile for a structure, with room for the registers that it takes."""
+    tile = _TILES[table][code.direction, code.depths[0] > 0, code.has_sums]
+    if not aligned or "float" in (code.io, code.between) or code.depths[0] > 1 or code.column_sums:
+        return tile.lightened(1 / 4)
+    stored = code.stores or (code.direction == "forward" and code.saved)
+    held = sum(1 << code.depths[i + 1] for i, _, _, _ in code.of_kind("row", "column"))
+    heavy = code.source == "float" or (code.depths[0] and stored) or held > _HELD
+    return tile.lightened(2 / 3) if heavy else tile
+
+
+def plain_tile(call: Call) -> Tile | None:
+    """The tile for a call with sums whose result is not cast; None if there are too many sums for any."""
+    tile, sums = _tile("PLAIN", call.code, aligned=call.is_aligned(call.shape[-1])), len(call.code.row_sums)
+    return next((each for each in (tile, _SMALLEST) if each.holds(sums)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile | None:
+    """The tile for results of so many columns; None if there is no kernel for them.
+
+    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, in a large tile neither of
+    fp32 nor beside sums over columns. Parts of sums over rows must fit beside what the cast holds.
+    """
+    tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
+    widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []
+    crowded = strands and (code.io == "float" or code.column_sums) and tile.rows * tile.columns > _MOST_RESULTS
+    if crowded or strands > 1 or columns >= WIDEST or not tile.holds(len(code.row_sums)):
+        return None
+    return None if any(width % tile.columns for width in widths) else tile
+
+
+@functools.lru_cache(maxsize=4096)
+def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, ...]:
+    """The definitions that every cast has. QuantizerError unless the planes are those of a matrix of ``shape``, of ``family``."""
+    check_cast(shape, dtype, layouts, family=family, where="cast of a chain")
+    first, usages = layouts[0], {layout.usage for layout in layouts}
+    values = {
+        "CAST": cast,
+        "OUT": first.element.name.upper(),
+        "ROWWISE": int(ROWWISE in usages),
+        "COLUMNWISE": int(COLUMNWISE in usages),
+        "ROWS_ALIGNED": int(first.shape[0] % _SIXTEEN == 0),
+        "SQUARE": int((first.format.block or (1,))[0] != 1),
+        "SWIZZLED": int(first.swizzled),
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+class TileCast(NamedTuple):
+    """A cast of tiles, in the header of ``name``.
+
+    family: of its formats. packing, outputs: how the fields of Encode are packed, and the planes of a call with these fields.
+    defines: its own definitions, beside those that every cast has.
+    table: the tiles for an encoding; None for one that the kernel does not know.
+    """
+
+    name: str
+    family: str
+    packing: str
+    defines: tuple[str, ...]
+    outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
+    table: Callable[[Any], str | None]
+
+    def fit(self, call: Call, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
+        """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them.
+
+        QuantizerError unless the encoding is of what the chain makes.
+        """
+        columns = call.shape[-1]
+        made = (math.prod(call.shape[:-1]), columns << call.code.depths[call.code.final])
+        defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype)
+        table = self.table(encode) if are_known(encode.layouts) else None
+        tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
+        return None if tile is None else (tile, (*tile.defines, *self.defines, *defines))
+
+
+def _tensor_outputs(call: Call, encode: Recording | Current) -> tuple[list[Encoded], tuple[float, ...]]:
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
+    decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
+    planes = (data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE))
+    amax = check_number(encode.amax, call.device, where="amax of a cast")
+    scale, rule = 0, (0.0, 0)
+    if isinstance(encode, Recording):
+        scale = check_number(encode.scale, call.device, where="scale of a cast")
+    else:
+        rule = encode.eps, int(encode.pow2)
+    fields = (*planes, scale, amax, decode_scale.data_ptr(), *rule, *encode.layouts[0].shape)
+    return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
+
+
+def _block_outputs(call: Call, encode: Blocks) -> tuple[list[Encoded], tuple[float, ...]]:
+    planes, fields = new_blocks(encode.layouts, call.dtype, call.device, eps=encode.eps, pow2=encode.pow2)
+    return [*planes], fields
+
+
+def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[float, ...]]:
+    planes, fields = new_mx(encode.layouts, call.tensors[0], encode.rounding)
+    return [*planes], (*fields, 0)
+
+
+_MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
+
+CASTS: Mapping[type, TileCast] = {
+    Recording: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=1",), _tensor_outputs, lambda _: "TENSOR"),
+    Current: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=0",), _tensor_outputs, lambda _: "TENSOR"),
+    Blocks: TileCast(
+        "BLOCKS", "block", BLOCKS, (), _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"
+    ),
+    Microscaled: TileCast(
+        "MX", "mx", "4P2q2I", (), _mx_outputs, lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled))
+    ),
+}
+"""By the type of the encoding."""

@@ -1,0 +1,200 @@
+"""Kernels: a .cu file, a thin launch, and the torch function that defines the result.
+
+Calling a kernel launches it for a CUDA tensor and runs the definition for any other, or for all of them under
+``OPFUSE_REFERENCE=1``. The calls that the two are compared on stand in ``kernels/cases``, which nothing loads that runs a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from opfuse.environment import variable
+from opfuse.errors import KernelError, describe
+from opfuse.kernels.engine.launch import SOURCES, Grid, Variant, launch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OLDEST = (8, 0)  # the first architecture with the warp reductions that kernels use
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Launcher(Protocol):
+    """What a launch function is given to queue its kernels with."""
+
+    def __call__(
+        self, variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int
+    ) -> None:
+        """Queue kernel ``entry`` of ``variant``; its parameter is ``fields`` packed by ``layout``."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a launch may be from the definition.
+
+    ulp: units in the last place of floats, 0 for equal bits. Integers are equal then; otherwise they may be 1 apart, as FP8 codes
+    of floats that differ are under one scale: a step of E4M3 is 16 units of bf16 at least, and more of other floats.
+    """
+
+    ulp: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.ulp} ulp" if self.ulp else "bitwise"
+
+    def mismatch(self, got: torch.Tensor, wanted: torch.Tensor) -> str | None:
+        """The first element that is too far off, and how many are; None if none is. NaN equals NaN."""
+        if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+            return f"wants {wanted.dtype} {tuple(wanted.shape)}, got {got.dtype} {tuple(got.shape)}"
+        got, wanted = got.detach().cpu(), wanted.detach().cpu()
+        most = self.ulp if got.is_floating_point() else min(self.ulp, 1)
+        wrong = (_ordered(got) - _ordered(wanted)).abs() > most
+        wrong &= ~(got.isnan() & wanted.isnan())
+        if not wrong.any():
+            return None
+        at = tuple(wrong.nonzero()[0].tolist())
+        return f"element {at}: wants {wanted[at].item()!r}, got {got[at].item()!r}; {int(wrong.sum())} of {wrong.numel()} differ"
+
+
+BITWISE = Tolerance()
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """int64 in the order of the values, with steps of one between neighbouring floats; -0 and +0 are one step apart."""
+    if not x.is_floating_point():
+        return x.to(torch.int64)
+    bits = x.contiguous().view(_SIGNED[x.element_size()]).to(torch.int64)
+    return torch.where(bits < 0, -(bits & ~(-1 << (8 * x.element_size() - 1))) - 1, bits)
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = {}
+
+
+Case = Callable[[torch.device], Arguments]
+"""Makes the arguments of a call on a device; the same values on every device and at every call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel(Generic[P, R]):
+    """A function of CUDA tensors with the arguments and results of its ``reference``."""
+
+    name: str
+    source: str
+    run: Callable[Concatenate[Launcher, P], R]
+    reference: Callable[P, R]
+    tolerance: Tolerance
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x = leading(args or (kwargs.get(self._first),))
+        if x is not None and x.is_cuda and x.numel() and runs_kernels(x):
+            return self.run(launch, *args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    @functools.cached_property
+    def _first(self) -> str:
+        """The parameter that says where a call runs."""
+        return next(iter(inspect.signature(self.reference).parameters))
+
+    def launches(self, cases: Mapping[str, Case]) -> dict[tuple[Variant, str], tuple[str, ...]]:
+        """Every kernel that these cases launch, (variant, entry), with the names of these cases; needs no GPU."""
+        found: dict[tuple[Variant, str], tuple[str, ...]] = {}
+        for name, case in cases.items():
+
+            def record(variant: Variant, entry: str, *_: Any, name: str = name, **__: Any) -> None:
+                found[variant, entry] = (*found.get((variant, entry), ()), name)
+
+            arguments = case(torch.device("cpu"))
+            x = leading(arguments.args)
+            if x is not None and x.numel():
+                self.run(record, *arguments.args, **arguments.kwargs)
+        return found
+
+
+def leading(args: Sequence[Any]) -> torch.Tensor | None:
+    """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence of them, if any."""
+    first = args[0]
+    if isinstance(first, torch.Tensor):
+        return first
+    return leading(first) if isinstance(first, Sequence) and first and isinstance(first[0], torch.Tensor) else None
+
+
+_DENSE = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def is_dense(x: object) -> bool:
+    """Whether ``x`` is a tensor with memory of its own, whose address kernels read: not so in tracing, nor of other classes."""
+    return type(x) in _DENSE
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels run on this CUDA tensor: not on one that is not dense, nor on an old device."""
+    return type(x) in _DENSE and _enabled(x.get_device()) and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _enabled(device: int) -> bool:
+    """Asked once for each device: the environment counts as it is at the first launch."""
+    wanted = variable("OPFUSE_REFERENCE") in ("", "0") and torch.version.cuda is not None
+    return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+_KERNELS: dict[str, Kernel[Any, Any]] = {}
+
+
+def kernels() -> Iterator[Kernel[Any, Any]]:
+    """Every registered kernel, by name."""
+    return (_KERNELS[name] for name in sorted(_KERNELS))
+
+
+def sources_digest() -> str:
+    """SHA-256 of every file that says what kernels do: results that were measured with the same digest are of the same code."""
+    package = SOURCES.parents[1]
+    rooms = (package / "numerics", package / "kernels")
+    found = (path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    files = sorted(path.relative_to(package).as_posix() for path in found)
+    return hashlib.sha256(b"".join(name.encode() + b"\0" + (package / name).read_bytes() for name in files)).hexdigest()
+
+
+def kernel(
+    source: str, *, reference: Callable[P, R], tolerance: Tolerance
+) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
+    """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
+
+    The calls that it is tested on stand in the table of :mod:`opfuse.kernels.catalogue`.
+
+    Args:
+        source: the .cu file, in ``opfuse/kernels/cuda``.
+        reference: the definition. The launch function takes a launcher, then exactly its parameters.
+        tolerance: how far the two may differ.
+    """
+
+    def register(run: Callable[Concatenate[Launcher, P], R]) -> Kernel[P, R]:
+        name = run.__name__
+        _check(name, "a launch with the parameters of its reference", _parameters(reference), _parameters(run)[1:])
+        _check(name, "a .cu file", True, (SOURCES / source).is_file())
+        _check(name, "a Tolerance", True, isinstance(tolerance, Tolerance))
+        made = Kernel(name, source, run, reference, tolerance)
+        _KERNELS[name] = made
+        return made
+
+    return register
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def _check(name: str, wanted: str, expected: object, got: object) -> None:
+    if got != expected:
+        raise KernelError(describe(f"kernel {name}", wanted=f"{wanted} ({expected})", got=got, cure="register it with these"))

@@ -1,0 +1,31 @@
+"""What launches have in common: C names of dtypes, alignment, variants from keywords."""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+
+from opfuse.kernels.engine.launch import Variant
+
+C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+VECTOR = 16
+"""Bytes that a thread loads or stores at once."""
+WIDEST = 1 << 31
+"""Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""
+
+
+def on_bytes(x: torch.Tensor, multiple: int) -> bool:
+    """Whether ``x`` starts on a multiple of so many bytes."""
+    return x.data_ptr() % multiple == 0
+
+
+@functools.cache
+def variant_of(source: str, parameters: struct.Struct, *, entry: str | None = None, **defines: str | int) -> Variant:
+    """The variant of a source whose kernels take ``parameters``; a bool is 0 or 1.
+
+    entry: the one kernel that is compiled, of a source that has each of them under ``#if ENTRY_name``.
+    """
+    values = {"PARAMETER_BYTES": parameters.size, **defines, **({} if entry is None else {f"ENTRY_{entry}": 1})}
+    return Variant(source, tuple(f"{name}={int(v) if isinstance(v, bool) else v}" for name, v in values.items()))

@@ -1,0 +1,1 @@
+"""The normalisations as the library calls them."""

@@ -1,0 +1,225 @@
+"""Normalisations that end in a cast: by rows in the same kernel, by columns in the one that casts a chain of elementwise ops.
+
+A row's codes need its statistics, which need all of it; so the kernel that has a row casts it by rows. What is cast by columns,
+or in squares, is read twice: for the statistics, then in tiles, where the rest of a normalisation is an elementwise op. Where
+the amax of the result decides its scale, the kernel that finds the statistics finds it, too; it stores the result only where
+reading that back takes fewer bytes. A result that is kept as well, as for a backward pass in high precision, is stored by the
+kernel that casts it by rows, and read by one that casts it in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opfuse.formats import ROWWISE
+from opfuse.kernels.casts.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled, apart, original
+from opfuse.kernels.casts.tensor import mx_bias, new_scale
+from opfuse.kernels.chains.cast import forward_chain_cast
+from opfuse.kernels.chains.tiles import CASTS
+from opfuse.kernels.engine.launch import Variant
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.norms.call import NORM, Call, Form, addresses, call_of
+from opfuse.kernels.norms.norm import norm_forward, run_forward
+from opfuse.numerics.chain import Rounding, Stage
+from opfuse.numerics.checks import check_cast, check_number
+from opfuse.numerics.layouts import Layout, are_known
+from opfuse.numerics.norm import Norm, NormKind, Statistics
+from opfuse.numerics.pointwise import OperandKind, Pointwise
+from opfuse.numerics.scalars import FLT_MAX
+
+Target = tuple[Sequence[float], Tensor]
+"""The fields of the target of a cast by rows, and the decode scale that the kernel stores."""
+
+
+def norm_then_cast(
+    x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
+) -> tuple[list[Encoded], Statistics]:
+    """The cast of :func:`norm_forward`'s y, and the statistics."""
+    y, statistics = norm_forward(x, norm, dtype=dtype)
+    return encode(y), statistics
+
+
+@kernel("norm_cast.cu", reference=norm_then_cast, tolerance=BITWISE)
+def norm_cast(
+    launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
+) -> tuple[list[Encoded], Statistics]:
+    """One read of ``x`` for codes by rows, two for others and where the amax of the result decides the cast."""
+    dtype = dtype or x.dtype
+    call = call_of(x, norm, None, [dtype])
+    if call is None:
+        return norm_then_cast(x, norm, encode, dtype=dtype)
+    inner, stores = apart(encode)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device) if stores else None
+    return [*_cast(launch, call, inner, dtype, y), *original(y)], call.statistics
+
+
+def _cast(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+    """The planes of what is rounded to ``dtype``; it is stored in ``y``, if that is given."""
+    if isinstance(encode, Measured):
+        return _measured(launch, call, encode, dtype, y)
+    if (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts):
+        if type(encode) in _TARGETS and _is_by_rows(encode):
+            return _by_rows(launch, call, encode, dtype, y)
+        if type(encode) in CASTS and _is_whole(call, encode) and y is None:
+            run_forward(launch, call, None)
+            return _by_tiles(launch, call, encode, dtype)
+    made = _room(call, dtype, y)
+    run_forward(launch, call, made)
+    return encode(made)
+
+
+def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+    amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
+    if y is None and encode.under is not None and call.x.dtype.itemsize <= dtype.itemsize and _is_whole(call, encode):
+        run_forward(launch, call, None, amax, dtype=dtype)
+        return _by_tiles(launch, call, encode.under(amax), dtype)
+    made = _room(call, dtype, y)
+    run_forward(launch, call, made, amax)
+    return encode.given(made, amax)
+
+
+def _room(call: Call, dtype: torch.dtype, y: Tensor | None) -> Tensor:
+    """``y``, or new memory for it."""
+    return torch.empty(call.x.shape, dtype=dtype, device=call.x.device) if y is None else y
+
+
+def _is_whole(call: Call, encode: Encoding) -> bool:
+    """Whether the planes are those of the rows that are normalised, in whole units of their formats."""
+    whole = all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts)
+    return whole and (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts)
+
+
+# -- by rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_by_rows(encode: Encoding) -> bool:
+    """Whether all that a row's codes and scales depend on is the row; of a per-tensor cast, what its codes do."""
+    layout = encode.layouts[0]
+    rows = encode.rows if isinstance(encode, Microscaled) else 1 if layout.format.family == "tensor" else layout.block[0]
+    return len(encode.layouts) == 1 and layout.usage == ROWWISE and rows == 1
+
+
+def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+    (layout,) = encode.layouts
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
+    form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
+    parameters, variant = _variant(form, type(encode), layout, dtype, pow2=pow2, stores=y is not None)
+    target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
+    fields = (*call.fields(), *addresses(data, y), *target)
+    launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
+    return [(data, scale)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _variant(
+    form: Form, encoding: type, layout: Layout, made: torch.dtype, *, pow2: bool, stores: bool
+) -> tuple[struct.Struct, Variant]:
+    check_cast(layout.shape, made, [layout], family=_TARGETS[encoding].family, where="norm_cast")
+    parameters = struct.Struct(f"{NORM}PP{_TARGETS[encoding].packing}0q")
+    variant = variant_of(
+        "norm_cast.cu",
+        parameters,
+        **form.defines(form.held()),
+        IO=C_TYPES[made],
+        OUT=layout.element.name.upper(),
+        CAST=encoding.__name__,
+        SWIZZLED=layout.swizzled,
+        POW2=bool(pow2),
+        STORES=stores,
+        RESIDENT=form.resident(twice=_TARGETS[encoding].twice),
+    )
+    return parameters, variant
+
+
+def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
+    scaling = (check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax))
+    return (*scaling, decode_scale.data_ptr()), decode_scale
+
+
+def _row_scaled(encode: RowScaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
+    return (scale.data_ptr(), encode.eps, 0), scale
+
+
+def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
+    inf_value = min(torch.finfo(dtype).max, FLT_MAX)
+    return (scale.data_ptr(), scale.shape[1], encode.eps, inf_value), scale
+
+
+def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+    scale = new_scale(layout, data.device)
+    return (scale.data_ptr(), mx_bias(encode.rounding), 0), scale
+
+
+class _RowCast(NamedTuple):
+    """The family of its formats, how the target of a cast by rows is packed, and how its fields are made.
+
+    twice: whether values are made twice, first for the amax of the row.
+    """
+
+    family: str
+    packing: str
+    fields: Callable[..., Target]
+    twice: bool = False
+
+
+_TARGETS: Mapping[type, _RowCast] = {
+    Recording: _RowCast("tensor", "PPP", _recording),
+    RowScaled: _RowCast("row", "PfI", _row_scaled, twice=True),
+    Blocks: _RowCast("block", "Pqff", _blocks),
+    Microscaled: _RowCast("mx", "PII", _microscaled),
+}
+"""The casts by rows, by the type of the encoding."""
+
+# -- by tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
+    """What is left to do when the statistics are there."""
+    x = call.x.view(call.rows, call.columns)
+    rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
+    stage = stage_of(call.norm, call.statistics)
+    encoded, _, _ = forward_chain_cast.run(launch, x, [stage], encode, rounding=rounding, dtype=dtype)
+    return encoded
+
+
+def stage_of(norm: Norm, statistics: Statistics) -> Stage:
+    """What is left of the normalisation of a matrix when its statistics are known: an elementwise op."""
+    tensors = {"weight": norm.weight, "bias": norm.bias, **statistics._asdict()}
+    operands = {name: tensor.flatten() for name, tensor in tensors.items() if tensor is not None}
+    return Stage(_stage_math(norm.kind, norm.zero_centered_gamma), operands)
+
+
+@functools.cache
+def _stage_math(kind: NormKind, zero_centered: bool) -> Pointwise:
+    """(x - mean) * rstd * gamma + bias, as far as the kind has them; its gradient takes statistics for constants."""
+    operands: dict[str, OperandKind] = {"rstd": "column"}
+    normal, gamma, bias = "x * rstd", "", ""
+    if kind != "l2_normalization":
+        operands["weight"] = "row"
+        gamma = " * (1.0f + weight)" if zero_centered else " * weight"
+    if kind == "layer_norm":
+        operands |= {"mean": "column", "bias": "row"}
+        normal, bias = "(x - mean) * rstd", " + bias"
+
+    def factor(weight: Tensor) -> Tensor:
+        return 1 + weight if zero_centered else weight
+
+    def value(x: Tensor, *, rstd: Tensor, **given: Tensor) -> Tensor:
+        y = (x - given["mean"] if "mean" in given else x) * rstd
+        y = y * factor(given["weight"]) if "weight" in given else y
+        return y + given["bias"] if "bias" in given else y
+
+    def grad(dy: Tensor, x: Tensor, *, rstd: Tensor, **given: Tensor) -> tuple[Tensor]:
+        return ((dy * factor(given["weight"]) if "weight" in given else dy) * rstd,)
+
+    return Pointwise(kind, f"{normal}{gamma}{bias}", (f"dy{gamma} * rstd",), value, grad, operands=operands)

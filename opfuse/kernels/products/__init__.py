@@ -1,0 +1,1 @@
+"""Products of quantized planes: native where the device has them, emulated elsewhere."""

@@ -1,0 +1,131 @@
+"""Products of two quantized planes, emulated: the torch definition that every native back end approximates.
+
+Both operands come with the summed dimension along their lines; the result is lines of the left by lines of the right, in
+fp32. What an E8M0 or E4M3 block scale multiplies enters the product as one operand value; fp32 scales and global amaxes
+multiply the sums. On a GPU the operands are bf16 and the sums fp32. The values are the same, since a code has at most 4
+significant bits and an E4M3 scale 4 more, but for one range: E4M3 under E8M0 codes 0-2, E5M2 under codes 0-9. There a value
+may need a place below 2^-133, the last of bf16, and errs by at most 2^-134. At the other end bf16 and fp32 overflow alike.
+
+The two fp32 factors of a result multiply its sum one after the other, left first, each product rounded to 24 bits whatever its
+exponent: a result overflows or vanishes where it must, never because a sum times one factor does. Block scales multiply each
+other first, and then the sum of their block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from opfuse.formats import E2M1, Format
+from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
+from opfuse.numerics.scalars import decode
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each ``step`` of
+    the length."""
+
+    values: torch.Tensor
+    factor: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
+    step: int = 0
+
+
+def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
+    """A stored plane as an operand."""
+    return _OPERANDS[layout.format.family](data, scale, amax, layout)
+
+
+def multiply(left: Operand, right: Operand) -> torch.Tensor:
+    """left times right transposed, fp32 (left lines, right lines). Blocks of both have one length."""
+    if left.blocks is not None and right.blocks is not None:
+        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
+    result = _sums(left.values, right.values)
+    if left.factor is not None and right.factor is not None:
+        for factor in balanced(left.factor, right.factor.t()):
+            result = result * factor  # a checkpoint may keep the sums, so nothing writes to them
+    return result
+
+
+def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 factors with the powers of two in them shared evenly; those of lines are broadcast against each other.
+
+    A sum times the first, then times the second, has the bits that it has with the given factors, as long as those keep to the
+    normal fp32 range. With these it leaves the range only where the result does: sums of codes lie between 2^-32 and 2^46.
+    """
+    (left, left_power), (right, right_power) = torch.frexp(left), torch.frexp(right)
+    both = left_power + right_power
+    half = both >> 1
+    return left * _power_of_two(half), right * _power_of_two(both - half)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """fp32 2^exponent by its bits, cut off at the normal range: two factors that are further out give 0 in any case."""
+    return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)
+
+
+def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a times b transposed in fp32, from bf16 operands on a GPU."""
+    if a.is_cuda:
+        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return a @ b.t()
+
+
+def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, step: int) -> torch.Tensor:
+    """The sums of each ``step`` are promoted to a scaled fp32 sum."""
+    result = a_scale.new_zeros(len(a), len(b))
+    steps = 0 if a.is_meta else a_scale.shape[1]  # sizes alone need no sums, of which a rehearsal may have 131072
+    for i in range(steps):
+        part = slice(i * step, (i + 1) * step)
+        result += _sums(a[:, part], b[:, part]) * (a_scale[:, i, None] * b_scale[None, :, i])
+    return result
+
+
+def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_codes(data, layout), factor=scale.reshape(1, 1))
+
+
+def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_codes(data, layout), factor=load_scale(scale, layout))
+
+
+def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
+    return Operand(_codes(data, layout), blocks=scales, step=layout.block[1])
+
+
+def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+    return Operand(_scaled(data, scale, layout))
+
+
+def _nv(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Operand:
+    # full_like: torch divides by a Python number through its reciprocal on some devices.
+    levels = amax / torch.full_like(amax, _unit(layout.format))
+    return Operand(_scaled(data, scale, layout), factor=levels.reshape(-1, 1))
+
+
+def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Lines of what the codes alone say."""
+    return decode(load_data(data, layout), layout.element)
+
+
+def _scaled(data: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Lines of codes times block scales: as dequantize gives them, at a global factor of 1 and without turning them back."""
+    amax = None
+    if layout.amax_shape is not None:
+        amax = torch.full(layout.amax_shape, _unit(layout.format), dtype=torch.float32, device=data.device)
+    layout = layout.replace(format=layout.format.replace(rht=()))
+    dtype = torch.bfloat16 if data.is_cuda else torch.float32
+    return lines_of(dequantize(data, scale, amax, layout=layout, dtype=dtype), layout.usage)
+
+
+def _unit(format: Format) -> float:
+    """The global amax whose factor is 1."""
+    return E2M1.max * format.encode_max
+
+
+_OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

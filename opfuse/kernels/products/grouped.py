@@ -1,0 +1,78 @@
+"""Products of groups of rows in one launch, by torch's grouped product: the ends of the groups stay on the device.
+
+    fprop   y_i = x_i W_i^T       x (M, K), W (G, N, K)
+    dgrad   dx_i = dy_i W_i       dy (M, N)
+    wgrad   dW_i = dy_i^T x_i     (G, N, K)
+
+Operands and results are bf16, sums fp32. Nothing waits for the device, and a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from opfuse.kernels.engine.variants import on_bytes
+
+SINCE = (9, 0)
+"""The least compute capability with a kernel of its own; below it torch would read the ends and loop."""
+
+ALIGNMENT = 16
+"""Bytes on which rows start."""
+
+FASTER = frozenset(("dgrad", "wgrad"))
+"""Products that are faster in one launch than group by group on an H200 (benchmarks/grouped.py); fprop is slower."""
+
+_STALE = (10, 0)
+"""From here on the product of a group without rows is not written to the weight gradient."""
+
+PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "fprop": lambda x, w, ends: F.grouped_mm(x, w.transpose(1, 2), offs=ends),
+    "dgrad": lambda dy, w, ends: F.grouped_mm(dy, w, offs=ends),
+    "wgrad": lambda dy, x, ends: F.grouped_mm(dy.t(), x, offs=ends),
+}
+
+
+def takes(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether these operands can be multiplied so: matrices of rows, and weights (..., N, K) of any product."""
+    operands = (*rows, *weights)
+    if not all(t.dtype == torch.bfloat16 and t.is_cuda for t in operands):
+        return False
+    widths = (*(t.shape[-1] for t in rows), *(size for w in weights for size in w.shape[-2:]))
+    whole = all(width * torch.bfloat16.itemsize % ALIGNMENT == 0 for width in widths)
+    return whole and _arch(operands[0].get_device()) >= SINCE
+
+
+def ends_of(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """int32 (G,): where each group of ``splits`` rows ends. The device stops with an assertion if they do not add up."""
+    ends = splits.cumsum(0, dtype=torch.int32)
+    torch._assert_async(ends[-1] == rows, "split sizes add up to the rows of the input")
+    return ends
+
+
+def multiply(name: str, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The product ``name`` of two operands that :func:`takes` holds for, copied where they are strided or misaligned.
+
+    A group without rows has a weight gradient of zeros.
+    """
+    if not len(left):
+        shape = (len(ends), left.shape[1], right.shape[1]) if name == "wgrad" else (0, right.shape[1 if name == "fprop" else 2])
+        return left.new_zeros(shape)
+    result = PRODUCTS[name](_in_place(left), _in_place(right), ends)
+    if name == "wgrad" and _arch(left.get_device()) >= _STALE:
+        empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
+        result.masked_fill_(empty.reshape(-1, 1, 1), 0)
+    return result
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return x if on_bytes(x, ALIGNMENT) else x.clone()
+
+
+@functools.cache
+def _arch(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,60 @@
+"""The stored bytes of a plane back to an (M, K) matrix. All of it is said by the layout; no quantizer is needed.
+
+Arithmetic is fp32, rounded to nearest even, then one conversion to the output dtype, where overflow gives inf. Data of any
+shape is read, partial blocks at the edges included, and the padding of scales may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from opfuse.formats import E2M1, E4M3
+from opfuse.numerics.hadamard import unrotate
+from opfuse.numerics.layouts import Layout, from_tiles, lines_of, load_data, load_scale, to_tiles
+from opfuse.numerics.scalars import decode, decode_e8m0, fl32
+
+
+def dequantize(
+    data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, *, layout: Layout, dtype: torch.dtype
+) -> torch.Tensor:
+    """The (M, K) matrix in ``dtype``, contiguous, of a plane stored in ``layout``; ``amax`` is read by NVFP4 only."""
+    q = decode(load_data(data, layout), layout.element)
+    lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
+    return lines_of(lines, layout.usage).to(dtype).contiguous()
+
+
+def _tensor(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """q * scale."""
+    return q * scale
+
+
+def _row(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """q * scale of its line."""
+    return q * load_scale(scale, layout)
+
+
+def _block(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """q * scale of its block."""
+    return _by_block(q, load_scale(scale, layout), layout)
+
+
+def _mx(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """q * 2^(code - 127): exact, unless it overflows."""
+    return _by_block(q, decode_e8m0(load_scale(scale, layout)), layout)
+
+
+def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """(q * block scale) * (amax * fl32(1 / (6 E))), in this order; then turned back if the data was rotated."""
+    levels = amax.reshape(-1, 1) * fl32(1 / (E2M1.max * layout.format.encode_max))
+    values = _by_block(q, decode(load_scale(scale, layout), E4M3), layout) * levels
+    return unrotate(values, layout.format.rht) if layout.format.rht else values
+
+
+def _by_block(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Each line element times the scale of its block."""
+    return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
+
+
+_FAMILIES: dict[str, Callable[..., torch.Tensor]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

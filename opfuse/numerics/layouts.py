@@ -1,0 +1,229 @@
+"""Where the bytes of one plane lie: shapes of data, scales and amax, padding, tile order.
+
+Scale blocks run along *lines*: the rows of the matrix in a rowwise plane, its columns in a columnwise plane. Every cast is
+written for lines; this module turns lines into stored arrays and back, so that no cast knows a layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from opfuse.errors import QuantizerError
+from opfuse.formats import (
+    COLUMNWISE,
+    FP8_ELEMENTS,
+    NVFP4,
+    SCALE_TILE,
+    Element,
+    Format,
+    Usage,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
+from opfuse.numerics.scalars import pack_e2m1, unpack_e2m1
+from opfuse.numerics.swizzle import swizzle, unswizzle
+
+SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
+_FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
+
+
+def _storage(fmt: Format) -> tuple[object, ...]:
+    """What decides where the bytes of a format lie, and what they mean."""
+    return fmt.family, fmt.element, fmt.block, fmt.scale, fmt.transposed
+
+
+_KNOWN = {_storage(make(element)) for element in FP8_ELEMENTS.values() for make in (fp8_tensor, fp8_row, mxfp8)}
+_KNOWN |= {_storage(fp8_block(element, dims)) for element in FP8_ELEMENTS.values() for dims in (1, 2)}
+_KNOWN |= {_storage(NVFP4)}
+
+
+def ceil_div(n: int, d: int) -> int:
+    """n / d rounded up."""
+    return -(-n // d)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple of ``multiple`` at or above n."""
+    return ceil_div(n, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plane ``usage`` of an (M, K) matrix ``shape`` in ``format``, with compact or swizzled scales."""
+
+    format: Format
+    usage: Usage
+    shape: tuple[int, int]
+    swizzled: bool = False
+
+    def __hash__(self) -> int:  # casts and products are looked up by their layouts
+        return hash((self.usage, self.shape, self.swizzled))
+
+    @functools.cached_property
+    def lines(self) -> tuple[int, int]:
+        """(number of lines, their length)."""
+        return self.shape[::-1] if self.usage == COLUMNWISE else self.shape
+
+    @property
+    def across(self) -> bool:
+        """Whether data and compact scales are stored with lines as columns (columnwise MXFP8)."""
+        return self.usage == COLUMNWISE and not self.format.transposed
+
+    @property
+    def element(self) -> Element:
+        """The element of the format; QuantizerError for identity, whose data is not encoded."""
+        if self.format.element is None:
+            raise QuantizerError(f"{self.format} data is the caller's own tensor: it has no codes and no scales.")
+        return self.format.element
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of lines that share a scale."""
+        rows, columns = self.format.block or self.lines
+        return rows, columns or max(self.lines[1], 1)
+
+    @functools.cached_property
+    def is_known(self) -> bool:
+        """Whether bytes and scales lie as in a format of formats.py: kernels know no others, which take the torch definition."""
+        return _storage(self.format) in _KNOWN
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the format has a swizzled layout: one byte a scale, in arrays padded to whole tiles."""
+        return SCALE_DTYPES.get(self.format.scale) is torch.uint8
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, int]:
+        """(rows, columns) of the array of scales that differ, for lines as rows."""
+        rows, cols = self.block
+        return ceil_div(self.lines[0], rows), ceil_div(self.lines[1], cols)
+
+    @functools.cached_property
+    def data_shape(self) -> tuple[int, int]:
+        """Shape of the uint8 data."""
+        lines, length = self.lines
+        if self.across:
+            return length, lines
+        return lines, length * self.element.bits // 8
+
+    @functools.cached_property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the stored scales with their padding; the same for compact and swizzled."""
+        if self.format.family == "tensor":
+            return (1,)
+        if self.format.family == "row":
+            return self.lines[:1]
+        if self.format.family == "block":
+            rows, cols = self.blocks[::-1] if self.scale_across else self.blocks
+            return rows, round_up(cols, _FP32_SCALE_ALIGNMENT)
+        return self.tiled_shape[::-1] if self.across else self.tiled_shape
+
+    @property
+    def scale_across(self) -> bool:
+        """Whether scales are stored with lines as columns although data is not (1x128 FP8 blocks)."""
+        return self.format.family == "block" and self.block[0] == 1
+
+    @property
+    def tiled_shape(self) -> tuple[int, int]:
+        """Lines by blocks, padded to whole tiles: the array whose tile order is the swizzled layout."""
+        return round_up(self.blocks[0], SCALE_TILE[0]), round_up(self.blocks[1], SCALE_TILE[1])
+
+    @property
+    def amax_shape(self) -> tuple[int] | None:
+        """Shape of the stored fp32 amax, for a format that has one."""
+        if self.format.family != "nv":
+            return None
+        return (self.lines[0],) if self.format.per_row else (1,)
+
+    def replace(self, **changes: object) -> Layout:
+        """The same layout with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(fmt: Format, usage: Usage, shape: tuple[int, int], swizzled: bool = False) -> Layout:
+    """The layout of these fields, with what follows from them worked out once: casts and products repeat shapes."""
+    return Layout(fmt, usage, shape, swizzled)
+
+
+def are_known(layouts: Sequence[Layout]) -> bool:
+    """Whether kernels know all of them."""
+    return all(layout.is_known for layout in layouts)
+
+
+def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:
+    """The (M, K) matrix with the lines of a plane as rows; a view. It is its own inverse."""
+    return x.t() if usage == COLUMNWISE else x
+
+
+def store_data(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Codes, one a byte, ``layout.lines`` as rows, to the data that a plane stores."""
+    if layout.element.bits == 4:
+        return pack_e2m1(codes)
+    return (codes.t() if layout.across else codes).contiguous()
+
+
+def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The inverse of :func:`store_data`."""
+    if layout.element.bits == 4:
+        return unpack_e2m1(data)
+    return data.t() if layout.across else data
+
+
+def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Scales ``layout.blocks``, lines as rows, to the array that a plane stores; its padding is 0."""
+    shape = layout.scale_shape
+    if layout.format.family == "row":
+        return scale.reshape(shape)
+    if layout.format.family == "block":
+        return _pad(scale.t() if layout.scale_across else scale, shape)
+    tiled = _pad(scale, layout.tiled_shape)
+    if layout.swizzled:
+        return swizzle(tiled).reshape(shape)
+    return tiled.t().contiguous() if layout.across else tiled
+
+
+def load_scale(stored: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The inverse of :func:`store_scale`: scales ``layout.blocks``, whatever the padding holds."""
+    if layout.format.family == "row":
+        return stored.reshape(-1, 1)
+    if layout.format.family == "block":
+        scale = stored.t() if layout.scale_across else stored
+    elif layout.swizzled:
+        scale = unswizzle(stored, layout.tiled_shape)
+    else:
+        scale = stored.t() if layout.across else stored
+    rows, cols = layout.blocks
+    return scale[:rows, :cols]
+
+
+def relayout_scale(stored: torch.Tensor, layout: Layout, *, swizzled: bool) -> torch.Tensor:
+    """Stored E8M0 or E4M3 scales in the compact or the swizzled layout, with zero padding."""
+    return store_scale(load_scale(stored, layout), layout.replace(swizzled=swizzled))
+
+
+def to_tiles(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(M, K) to (row blocks, rows, column blocks, columns), edge blocks filled with 0."""
+    (m, k), (rows, cols) = x.shape, block
+    padded = F.pad(x, (0, -k % cols, 0, -m % rows)) if k % cols or m % rows else x
+    return padded.reshape(ceil_div(m, rows), rows, ceil_div(k, cols), cols)
+
+
+def from_tiles(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of :func:`to_tiles`, cropped to ``shape``."""
+    a, rows, b, cols = tiles.shape
+    return tiles.reshape(a * rows, b * cols)[: shape[0], : shape[1]]
+
+
+def _pad(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``x`` in the top left corner of a new zeroed array of ``shape``."""
+    out = x.new_zeros(shape)
+    out[: x.shape[0], : x.shape[1]] = x
+    return out

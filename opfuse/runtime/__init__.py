@@ -1,0 +1,1 @@
+"""Calls of a pipeline: its plans by key, its segments interpreted, recorded and repeated."""

@@ -1,0 +1,384 @@
+"""A pipeline of ops: makes a key of every call, keeps a plan for every key, runs it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from math import gcd
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.compiler.lower import Inputs, check_channels
+from opfuse.compiler.plan import Plan, PlanKey, compile_plan
+from opfuse.compiler.registry import RuleSet, active_rules
+from opfuse.core.fused import FusedOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
+from opfuse.core.tracers import break_graph, check_followed, check_partial, check_proxy, is_followed, outside
+from opfuse.core.watched import Tree, WatchedModule
+from opfuse.errors import PipelineError, PlanMissError, describe
+from opfuse.keys import Cache, Digest, Miss, digest, record, token
+from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_quantized
+from opfuse.recipes.passes import is_recomputing
+from opfuse.runtime.inputs import check_call, check_tensors
+from opfuse.runtime.recompute import repeated
+from opfuse.runtime.segment import recorded_saves, run_plan
+
+ROWS = 128
+PLANS = 64
+_log = logging.getLogger("opfuse.misses")
+_on_miss: ContextVar[str] = ContextVar("opfuse_on_miss", default="plan")
+_recording: ContextVar[_Recording | None] = ContextVar("opfuse_recording", default=None)
+_misses = itertools.count(1)
+"""Misses of all pipelines, in order."""
+
+
+class _Recording(NamedTuple):
+    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
+
+    plans: list[Plan]
+    trial: bool
+
+
+class _Facts(NamedTuple):
+    """What is told of an op of one pipeline that another does not have. revision: how often it was changed in place."""
+
+    op: str
+    parameters: tuple[str, ...]
+    channels: tuple[Any, ...]
+    revision: int
+
+
+class _Around(Env):
+    """An environment that knows where a value came from."""
+
+    sources: Mapping[str, str] = MappingProxyType({})
+
+
+class CacheInfo(NamedTuple):
+    """Plans alive, calls that found one, calls that did not, and why the last one did not."""
+
+    plans: int
+    hits: int
+    misses: int
+    last_miss: str | None
+
+
+@contextmanager
+def on_miss(policy: str) -> Iterator[None]:
+    """Inside the block a plan miss is made up for (``"plan"``) or raises PlanMissError (``"error"``)."""
+    if policy not in ("plan", "error"):
+        raise PlanMissError(describe("on_miss", wanted="'plan' or 'error'", got=repr(policy), cure="choose one of the two"))
+    reset = _on_miss.set(policy)
+    try:
+        yield
+    finally:
+        _on_miss.reset(reset)
+
+
+@contextmanager
+def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
+    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
+    plans: list[Plan] = []
+    reset = _recording.set(_Recording(plans, trial))
+    try:
+        yield plans
+    finally:
+        _recording.reset(reset)
+
+
+@cache
+def _device(device: torch.device) -> tuple[str, tuple[int, int], bool]:
+    """Type and compute capability, and whether torch.autocast knows the type; it does not know ``meta``."""
+    arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return device.type, arch, torch.amp.is_autocast_available(device.type)
+
+
+class _Told:
+    """Ops that ask to be told of calls, by overriding a method of the protocol; other ops cost a call nothing."""
+
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        numbered = tuple(enumerate(ops))
+        self.call_listeners = tuple((i, op) for i, op in numbered if _overrides(op, "pre_fuser_forward"))
+        self.recipe_listeners = tuple(op for _, op in numbered if _overrides(op, "reset_recipe_state"))
+        self.recipe: Any = _NONE_YET
+
+    def of_recipe(self, recipe: Recipe | None) -> None:
+        """Tell of a recipe that is not that of the last call."""
+        if recipe is not self.recipe and recipe != self.recipe:
+            self.recipe = recipe
+            for op in self.recipe_listeners:
+                op.reset_recipe_state(recipe=recipe)
+
+
+_NONE_YET = object()
+
+
+def _overrides(op: BasicOperation, method: str) -> bool:
+    return getattr(type(op), method) is not getattr(BasicOperation, method)
+
+
+def _rows(x: torch.Tensor) -> int:
+    """How many rows an input has."""
+    shape = x.shape
+    return x.numel() // (shape[-1] or 1) if shape else 1
+
+
+class OperationFuser:
+    """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
+
+    names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
+    channels that come from earlier pipelines, and that later ones read. before: the key of a pipeline that it replaces.
+    extra_inputs: for every extra input of a call its channel, None for one without. extra_outputs: the channels of the extra
+    outputs. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the number of its last miss
+    among the misses of all pipelines, 0 before the first. members: the ops whose module hooks it passes over. path: that of its
+    module, once it is known.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[FusibleOperation],
+        *,
+        rules: RuleSet | None = None,
+        name: str = "",
+        names: Sequence[str] | None = None,
+        alone: bool = False,
+        imports: Collection[str] = (),
+        exports: Collection[str] = (),
+        before: PlanKey | None = None,
+    ) -> None:
+        self.given = tuple(ops)
+        self.names = tuple(map(str, range(len(self.given)))) if names is None else tuple(names)
+        self.members = () if alone else self.given
+        self.label = name or "pipeline"
+        self.path = ""
+        self.rules = rules
+        self.imports = frozenset(imports)
+        self.exports = frozenset(exports)
+        self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
+        self.last_missed = 0
+        for op in (basic for given in self.given for basic in given.basic_ops):
+            op.pre_first_fuser_forward()
+        self._look()
+
+    def _look(self) -> None:
+        """Read everything of the ops that calls do not change."""
+        self._epoch = WatchedModule.epoch
+        counts = [len(op.basic_ops) for op in self.given]
+        starts = list(itertools.accumulate(counts, initial=0))
+        self.starts = dict(zip(self.names, starts))
+        self.presets = tuple((start, op) for start, op in zip(starts, self.given) if isinstance(op, FusedOperation))
+        self.ops = tuple(basic for op in self.given for basic in op.basic_ops)
+        check_channels(self.ops, self.imports)
+        for op in self.ops:
+            op.capture()
+        self._told = _Told(self.ops)
+        for member in self.given:
+            member.capture(member=bool(self.members))
+        numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
+        self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
+        self.structure = self._structure()
+        read = [channel.name for op in self.ops for channel in op.extra_input_channels]
+        self.extra_inputs = tuple(
+            name for i, name in enumerate(read) if name is None or (name in self.imports and name not in read[:i])
+        )
+        made = [channel for op in self.ops for channel in op.extra_output_channels]
+        self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
+        slots = [(slot, name.rpartition(".")[2]) for op in self.ops for name, slot in op.parameter_slots()]
+        self._slots = tuple(slots)
+        self._parameters = record(self._parameter_names())
+        self._modal = tuple(op for op in self.ops if op.reads_training)
+        self._modes = {
+            len(ops): record(name for name, op in zip(self._op_names, self.ops) if op in ops) for ops in (self._modal, self.ops)
+        }
+        self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
+
+    def _structure(self) -> Digest:
+        channels = [
+            tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)) for op in self.ops
+        ]
+        facts = [_Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
+        made_of = tuple((type(op), op.spec, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels))
+        parts = dict(zip(self._op_names, facts))
+        return Digest(digest(made_of), lambda: parts)
+
+    def _parameter_names(self) -> Iterator[str]:
+        """The names of the parameters in a state dict of the pipeline's modules, in the order of their slots."""
+        for given, name in zip(self.given, self.names):
+            prefixes = {id(module._parameters): prefix for prefix, module in given.named_modules()}
+            for op in given.basic_ops:
+                for own, slot in op.parameter_slots():
+                    yield ".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2])))
+
+    def _look_again(self) -> None:
+        """Notice changes of modules inside of ops, and, by the count of all changes, of ops."""
+        for op, tree in self._trees:
+            if not tree.stands:
+                op.changed()
+        if self._epoch != WatchedModule.epoch:
+            self._look()
+
+    @property
+    def where(self) -> str:
+        """What messages call it, behind the path of its module where that is known."""
+        return f"{self.path} {self.label}".strip()
+
+    def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
+        """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it."""
+        if self._epoch != WatchedModule.epoch or self._trees:
+            self._look_again()
+        device, arch, has_autocast = _device(x.device)
+        group = current_amax_group()
+        shape = x.shape
+        rows = x.numel() // (shape[-1] or 1) if shape else 1
+        env = (
+            current_recipe(),
+            None if group is None else token(group),
+            torch.is_grad_enabled(),
+            torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
+            device,
+            arch,
+            gcd(rows, ROWS),
+            x.data_ptr() % 16 == 0,
+            rules.level,
+        )
+        inputs = (
+            input_signature(x),
+            tuple([input_signature(extra) for extra in extras]),
+            parameter_signatures(self._slots),
+            tuple([op.training for op in (self.ops if rules.functions else self._modal)]),
+        )
+        return self.structure, env, inputs, rules.digest
+
+    def named(self, key: tuple[Any, ...], rows: int | None = None) -> PlanKey:
+        """A key with the names of its fields. rows: of the call's input, which is told where plans differ by ``rows_class``."""
+        structure, env, (x, extras, params, training), rules = key
+        named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
+        modes = self._modes[len(training)](training)
+        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
+        around = _Around(*env)
+        if rows is not None:
+            around.sources = {"rows_class": f"{rows} rows"}
+        return PlanKey(structure, around, inputs, rules)
+
+    def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
+        """The plan of this call, from the cache or made now."""
+        rules = self.rules or active_rules()
+        try:
+            key = self.key(x, extras, rules)
+        except (AttributeError, KeyError, RuntimeError):
+            check_call(self, x, extras)
+            raise
+        plan = self.cache.get(key)
+        if plan is None:
+            check_call(self, x, extras)
+            plan = self._miss(self.named(key, _rows(x)), rules)
+        if key[1][0] is not None and plan.quantizes:
+            note_quantized()
+        return plan
+
+    def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
+        if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            raise PlanMissError(
+                describe(
+                    f"plan of {self.where}",
+                    wanted="a plan made before",
+                    got=str(self.cache.why(key)),
+                    cure="run the call once before graph capture or on_miss('error')",
+                )
+            )
+        start = time.perf_counter()
+        plan = self._compiled(key, rules)
+        why = self.cache.put(key, plan)
+        self.last_missed = next(_misses)
+        _log.info("plan miss in %s (+%.1f ms): %s", self.where, (time.perf_counter() - start) * 1e3, why)
+        return plan
+
+    def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
+        plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label, exports=self.exports)
+        if key.env.recipe is not None and any(segment.requires_grad for segment in plan.segments):
+            key.env.recipe.check_trainable()
+        return plan
+
+    def _recorded(self, recording: _Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
+        """The plan of this call, entered in the recording."""
+        if recording.trial:
+            check_call(self, x, extras)
+            rules = self.rules or active_rules()
+            plan = self._compiled(self.named(self.key(x, extras, rules)), rules)
+            if plan.quantizes:
+                note_quantized()
+        else:
+            plan = self.plan(x, *extras)
+        recording.plans.append(plan)
+        return plan
+
+    def __call__(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None = None) -> Any:
+        """The main output, or a tuple of it and the extra outputs that go to the caller.
+
+        Under ``torch.compile`` it is a graph break: plans, and state that casts keep, are no part of torch's graphs.
+        """
+        if torch.compiler.is_compiling():
+            break_graph(self.label)
+            return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
+        if (repeat := repeated(self)) is not None:
+            return repeat(partial(self._repeated, x, *extras, kwargs=kwargs))
+        if not isinstance(x, torch.Tensor):
+            check_proxy(self.label, x)
+            check_tensors(self.label, x)
+        if is_followed():
+            check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self._slots]))
+        if len(extras) != len(self.extra_inputs):
+            raise PipelineError(
+                describe(
+                    self.label,
+                    wanted=f"{len(self.extra_inputs)} extra inputs",
+                    got=len(extras),
+                    cure="pass one tensor for each extra input that has no channel, in op order",
+                )
+            )
+        for op, given in zip(self.ops, kwargs or ()):
+            op.check_kwargs(given)
+        if self._told.recipe_listeners:
+            self._told.of_recipe(current_recipe())
+        recording = _recording.get()
+        plan = self.plan(x, *extras) if recording is None else self._recorded(recording, x, extras)
+        for i, op in self._told.call_listeners:
+            op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
+        outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None) -> Any:
+        """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
+        if not is_recomputing():
+            return self(x, *extras, kwargs=kwargs)
+        with recorded_plans(), recorded_saves():
+            return self(x, *extras, kwargs=kwargs)
+
+    def cache_info(self) -> CacheInfo:
+        """Plans alive, hits, misses, reason of the last miss."""
+        last: Miss | None = self.cache.last_miss
+        return CacheInfo(len(self.cache), self.cache.hits, self.cache.misses, None if last is None else str(last))
+
+
+def _call_outside(fuser: OperationFuser, x: torch.Tensor, *extras: torch.Tensor, kwargs: Any) -> Any:
+    """What compiled code calls."""
+    check_partial(fuser.label)
+    return fuser(x, *extras, kwargs=kwargs)
+
+
+def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
+    fuser: OperationFuser | None = op.__dict__.get("_fuser")
+    if fuser is None:
+        fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label, names=("",), alone=True)
+    return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)] if kwargs else None)
+
+
+FusibleOperation.run_alone = staticmethod(_run_alone)

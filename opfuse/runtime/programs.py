@@ -1,0 +1,364 @@
+"""Runners of a segment: the interpreter, one that records what it does, and one that repeats the recording.
+
+A segment is interpreted when its inputs look new, recorded when they look so again, and repeated from then on. Only what the
+library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any
+
+import torch
+
+from opfuse.compiler.plan import Plan, Segment
+from opfuse.core.context import Value
+from opfuse.core.operation import BasicOperation
+from opfuse.environment import variable
+from opfuse.numerics.pointwise import Pointwise
+from opfuse.program.program import Program
+from opfuse.program.tape import Tape, Unrecordable
+from opfuse.runtime.run import Kept, Kwargs, Runner
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+_log = logging.getLogger("opfuse.programs")
+
+ALIGNMENT = 16
+"""Bytes: whether a tensor starts on a multiple decides which kernels run."""
+
+LOOKS = 32
+"""Looks of inputs for which a plan keeps programs; the one that was entered first goes."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside the block every call is interpreted: nothing is recorded or repeated. The bits are the same, the host takes longer.
+
+    For debuggers, which see each op run. ``OPFUSE_PROGRAMS=0`` in the environment has the same effect on a whole process.
+    """
+    reset = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(reset)
+
+
+class Programs(OrderedDict[Any, Any]):
+    """What became of each look: SEEN once, REFUSED, or its program."""
+
+    def note(self, look: Any, what: Any) -> None:
+        """Enter it, and forget the oldest if there are too many."""
+        self[look] = what
+        self.move_to_end(look)
+        while len(self) > LOOKS:
+            self.popitem(last=False)
+
+
+@dataclass(eq=False)
+class Backward:
+    """The backward pass of a recorded segment, for one look of what comes in: which results there are, and their program."""
+
+    program: Program
+    present: tuple[bool, ...]
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A recorded segment.
+
+    outputs: for each output its structure, if it is quantized. interpreter: it, with what its ops know of the run, for a
+    backward pass that is not recorded yet. backward: programs by looks.
+    """
+
+    program: Program
+    outputs: tuple[QuantizedStorage | None, ...]
+    interpreter: Runner
+    backward: Programs = field(default_factory=Programs)
+
+
+SEEN, REFUSED = "seen", "refused"
+BEFORE = 1
+"""Calls of a look that are interpreted before one is recorded."""
+
+
+def runner_of(
+    plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None]
+) -> Runner | Recorder | Repeater:
+    """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops."""
+    look = look_of(tensors) if _may_repeat(plan, segment, ops, kwargs) else None
+    if look is None:
+        return Runner(plan, segment, ops, kwargs)
+    programs = plan.programs.setdefault(segment.nodes.start, Programs())
+    found = programs.get(look)
+    if isinstance(found, Recorded):
+        return Repeater(found, plan, segment, tensors)
+    if found is REFUSED or (found is None and BEFORE):
+        if found is None:
+            programs.note(look, SEEN)
+        return Runner(plan, segment, ops, kwargs)
+    return Recorder(plan, segment, ops, kwargs, tensors=tensors, note=lambda what: programs.note(look, what))
+
+
+def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs) -> bool:
+    if not _enabled.get() or any(kwargs) or torch._C._len_torch_dispatch_stack():
+        return False
+    own = plan.repeatable.get(segment.nodes.start)
+    if own is None:
+        own = plan.repeatable[segment.nodes.start] = _is_own(plan, segment, ops)
+    return own
+
+
+def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a program depends on besides the plan's key: how tensors lie, and which of them are one.
+
+    None if there is a tensor of a class that is not known, or two tensors for the same memory: each counts its own writes.
+    """
+    look: list[Any] = []
+    addresses: list[int] = []
+    seen: list[torch.Tensor] = []
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind in _PLAIN:
+            leaves = (tensor,)
+        elif kind is QuantizedTensor:
+            look.append((tensor.shape, tensor.signature))
+            leaves = tensor.record.tensors()
+        elif tensor is None:
+            look.append(None)
+            continue
+        else:
+            return None
+        for leaf in leaves:
+            address = leaf.data_ptr()
+            addresses.append(address)
+            seen.append(leaf)
+            look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % ALIGNMENT))
+    if len(set(addresses)) < len(addresses):
+        first = [addresses.index(address) for address in addresses]
+        if any(seen[i] is not leaf for i, leaf in zip(first, seen)):
+            return None
+        look += first
+    return tuple(look)
+
+
+def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Those that there are, and after them the tensors of quantized ones."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.record.tensors()]
+    return [*there, *planes]
+
+
+# -- what is the library's own ---------------------------------------------------------------------------------------------------
+
+
+def _is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
+    """Whether all that runs in the segment is the library's, and needs no values on the host."""
+    nodes = [plan.graph.nodes[i] for i in segment.nodes]
+    if plan.reads_sizes or not any(node.inputs for node in nodes):
+        return False
+    groups = (*segment.forward, *segment.backward)
+    rules = [function for group in groups if group.rule for function in (group.rule.forward, group.rule.backward) if function]
+    return (
+        not any(group.opaque for group in groups)
+        and all(_is_ours(function) for function in rules)
+        and all(_has_own_methods(ops[i]) for i in segment.ops)
+        and all(_is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
+    )
+
+
+def _is_ours(what: Any) -> bool:
+    return str(getattr(what, "__module__", "")).startswith("opfuse.")
+
+
+def _has_own_methods(op: BasicOperation) -> bool:
+    """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
+    theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
+    on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
+    return not (theirs | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
+
+
+def _is_fixed(math: Any) -> bool:
+    """Whether the definitions of an elementwise op read nothing but their arguments, so that one run tells of all."""
+    made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
+    return all(function is None or _is_closed(function) for function in made_of)
+
+
+def _is_closed(function: Any) -> bool:
+    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments."""
+    if not isinstance(function, FunctionType) or _is_known_function(function):
+        return isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
+    named = (function.__globals__.get(name) for name in _names(function.__code__))
+    kept = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    return not kept and all(value is None or isinstance(value, ModuleType) or _is_known_function(value) for value in named)
+
+
+def _is_known_function(value: Any) -> bool:
+    module = str(getattr(value, "__module__", None) or "torch")
+    return isinstance(value, (FunctionType, BuiltinFunctionType)) and module.partition(".")[0] in ("torch", "opfuse", "math")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What the code reads from outside, and that of the functions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_known(kind: type) -> bool:
+    return _is_ours(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, (property, classmethod, staticmethod))
+
+
+def _is_own_quantizer(quantizer: Any) -> bool:
+    if not is_dataclass(quantizer):
+        return True
+    return _is_ours(type(quantizer)) and all(_is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
+
+
+# -- recording -------------------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Runner):
+    """The interpreter, on tape."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        segment: Segment,
+        ops: Sequence[BasicOperation],
+        kwargs: Kwargs,
+        *,
+        tensors: Sequence[torch.Tensor | None],
+        note: Callable[[Any], None],
+    ) -> None:
+        """tensors: as of :func:`runner_of`. note: takes what becomes of the look."""
+        super().__init__(plan, segment, ops, kwargs)
+        self._note = note
+        self._tape: Tape | None = Tape(given(tensors))
+        self._values: list[Value] = []
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        tape = self._tape
+        if tape is None:
+            return super().forward(tensors)
+        with tape.recording():
+            values = self._values = super().forward(tensors)
+        if self.dirty:
+            tape.refusal = tape.refusal or "a tensor of the caller is changed in place"
+        if not self.segment.requires_grad:
+            self._end([])
+        return values
+
+    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
+        saved = super().released(recording)
+        self._end(saved)
+        return saved
+
+    def _end(self, saved: Sequence[torch.Tensor]) -> None:
+        tape, values, self._tape, self._values = self._tape, self._values, None, []
+        if tape is None:
+            return
+        outputs = [value if isinstance(value, QuantizedStorage) else None for value in values]
+        tensors = [t for value in values for t in (value.tensors() if isinstance(value, QuantizedStorage) else (value,))]
+        program = _program(self.plan, self.segment, tape, [*tensors, *saved])
+        if program is None:
+            self._note(REFUSED)
+            return
+        interpreter = Runner(self.plan, self.segment, self.ops, ())
+        interpreter.contexts = self.contexts
+        structures = tuple(None if value is None else value.with_tensors([_NOTHING] * len(value.tensors())) for value in outputs)
+        self._note(Recorded(program, structures, interpreter))
+
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def _program(plan: Plan, segment: Segment, tape: Tape, results: Sequence[torch.Tensor]) -> Program | None:
+    """The program of a tape that gives ``results``; None, and it is logged why, if there is none."""
+    refusal = tape.refusal
+    try:
+        if not refusal:
+            return Program(tape, [tape.number(tensor) for tensor in results])
+    except Unrecordable as reason:
+        refusal = str(reason)
+    _log.info("%s, nodes %s: interpreted at every call, since %s", plan.name, segment.nodes, refusal)
+    return None
+
+
+# -- repeating -------------------------------------------------------------------------------------------------------------------
+
+
+class Repeater:
+    """Runs what was recorded, with the methods of the interpreter."""
+
+    dirty: Sequence[Any] = ()
+
+    def __init__(self, recorded: Recorded, plan: Plan, segment: Segment, tensors: Sequence[torch.Tensor | None]) -> None:
+        self.plan, self.segment = plan, segment
+        self._recorded = recorded
+        self._given = given(tensors)
+        self._saved: list[torch.Tensor] = []
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        """The segment's outputs."""
+        with self._without_autocast():
+            results = self._recorded.program(self._given)
+        self._given = []
+        values: list[Value] = []
+        at = 0
+        for structure in self._recorded.outputs:
+            count = 1 if structure is None else len(structure.tensors())
+            values.append(results[at] if structure is None else structure.with_tensors(results[at : at + count]))
+            at += count
+        self._saved = results[at:]
+        return values
+
+    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
+        """The tensors that are saved for the backward pass."""
+        saved, self._saved = self._saved, []
+        return saved
+
+    def gradients(
+        self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """As of the interpreter."""
+        saved, programs = list(tensors), self._recorded.backward
+        came = [*grad_outputs.values(), *saved]
+        looks = None if torch._C._len_torch_dispatch_stack() else look_of(came)
+        if looks is None:
+            return self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+        look = (*grad_outputs, *looks)
+        found = programs.get(look)
+        if isinstance(found, Backward):
+            with self._without_autocast():
+                results = iter(found.program(given(came)))
+            return [next(results) if present else None for present in found.present]
+        if found is REFUSED or (found is None and BEFORE):
+            if found is None:
+                programs.note(look, SEEN)
+            return self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+        tape = Tape(given(came))
+        with tape.recording():
+            result = self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+        program = _program(self.plan, self.segment, tape, [grad for grad in result if grad is not None])
+        programs.note(look, REFUSED if program is None else Backward(program, tuple(grad is not None for grad in result)))
+        return result
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """torch.autocast had its say when the ops were recorded; one that is around a backward pass has none."""
+        device = self.plan.key.env.device
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -1,0 +1,177 @@
+"""The autograd node of a segment, and a plan run segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+
+from opfuse.compiler.plan import Plan
+from opfuse.core.context import Value
+from opfuse.core.operation import BasicOperation
+from opfuse.core.tracers import check_batched
+from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.runtime.programs import runner_of
+from opfuse.runtime.run import Kept, Kwargs, Runner
+from opfuse.tensors.grouped import sizes_read_once
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+_recording: ContextVar[list[Kept] | None] = ContextVar("opfuse_saves", default=None)
+
+
+@contextmanager
+def recorded_saves() -> Iterator[list[Kept]]:
+    """What ops of pipelines save for the backward pass inside the block, in order. They are alive as long as the list is."""
+    kept: list[Kept] = []
+    reset = _recording.set(kept)
+    try:
+        yield kept
+    finally:
+        _recording.reset(reset)
+
+
+class _SegmentFunction(torch.autograd.Function):
+    """The autograd node of one segment: inputs and parameters in, outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = _published(runner.forward(tensors[:count]), tensors)
+        ctx.values = list(runner.segment.outputs)
+        inputs = {id(t) for t in tensors}
+        for value, tensor in runner.dirty:
+            if id(tensor) in inputs:
+                ctx.mark_dirty(tensor)
+                if not any(tensor is output for output in outputs):
+                    outputs.append(tensor)
+                    ctx.values.append(value)
+                _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
+        ctx.runner = runner
+        ctx.count = count
+        ctx.save_for_backward(*runner.released(_recording.get()))
+        ctx.set_materialize_grads(False)
+        return tuple(_distinct(outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                describe(
+                    "backward of an opfuse pipeline",
+                    wanted="create_graph=False",
+                    got="a double backward",
+                    cure="compute second derivatives with plain torch modules; quantized backward passes have none",
+                )
+            )
+        check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
+        received: dict[int, torch.Tensor | None] = {}
+        for value, grad in zip(ctx.values, grad_outputs):
+            earlier = received.get(value)
+            received[value] = grad if earlier is None or grad is None else earlier + grad
+            if grad is None:
+                received[value] = earlier
+        return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
+
+
+def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
+    """UnsupportedError for a view that autograd cannot rebase: it must be its node's first input and only output."""
+    if written._is_view() and not alone:
+        where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
+        wanted, got = "a tensor to overwrite that is no view", "a view beside other outputs"
+        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
+
+
+def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
+    """What was saved, one by one. Unless the graph is kept, who takes them is the only one to hold them."""
+    saved = list(reversed(_saved_tensors(ctx)))
+    ctx.maybe_clear_saved_tensors()
+    while saved:
+        yield saved.pop()
+
+
+def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
+    except RuntimeError as error:
+        if "inplace" not in str(error):  # a saved tensor was written, or one that it is a view of
+            raise
+        where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
+        cure = "change inputs and parameters after the backward pass, or pass a clone"
+        wanted = "saved tensors as the forward pass left them"
+        raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
+
+
+def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:
+    """UnsupportedError where autograd would have to save a tensor of inference mode, which counts no writes."""
+    for tensor in (each for tensors in given for each in tensors):
+        if tensor is not None and tensor.is_inference():
+            cure = "clone it outside of torch.inference_mode(), or compute under torch.no_grad()"
+            wanted, got = "tensors that autograd can save", f"one of shape {tuple(tensor.shape)} made in torch.inference_mode()"
+            raise UnsupportedError(describe(plan.name, wanted=wanted, got=got, cure=cure))
+
+
+def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """``values`` as outputs of a node whose inputs and parameters are ``given``.
+
+    A view of memory that the node alone made is handed out as no view, for autograd lets nobody change a node's view in place:
+    the same bytes with the same count of writes, so that a change of what was saved is still noticed.
+    """
+    outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
+    for i, tensor in enumerate(outputs):
+        if tensor._is_view() and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
+            outputs[i] = tensor.detach()
+    return outputs
+
+
+def _owns_memory(view: torch.Tensor, others: Sequence[torch.Tensor | None]) -> bool:
+    """Whether ``view`` is detached from any graph and none of ``others`` lies in its memory; never so for a quantized tensor."""
+    if view.requires_grad or isinstance(view, QuantizedTensor):
+        return False
+    return not any(other is not None and _share_memory(view, other) for other in others)
+
+
+_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in outputs:
+        yield tensor.view_as(tensor) if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+
+
+def run_plan(
+    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+) -> list[torch.Tensor]:
+    """The pipeline's outputs, main first, for its inputs."""
+    if not plan.reads_sizes:
+        return _run_segments(plan, ops, x, extras, kwargs)
+    with sizes_read_once():
+        return _run_segments(plan, ops, x, extras, kwargs)
+
+
+def _run_segments(
+    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+) -> list[torch.Tensor]:
+    graph = plan.graph
+    values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
+    observed = _recording.get() is not None
+    for segment in plan.segments:
+        inputs = [values[value] for value in segment.inputs]
+        # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
+        params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
+        runner = Runner(plan, segment, ops, kwargs) if observed else runner_of(plan, segment, ops, kwargs, [*inputs, *params])
+        if segment.requires_grad:
+            again = [values[value] for value in segment.again]
+            try:
+                outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                _check_inference(plan, inputs, params)
+                raise
+        else:
+            outputs = _published(runner.forward(inputs), inputs)
+        values.update(zip(segment.outputs, outputs))
+    return [values[value] for value in graph.outputs]

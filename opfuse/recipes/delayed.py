@@ -65,6 +65,7 @@ class DelayedScalingState:
             history = torch.zeros(length, dtype=torch.float32, device=device)
             self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
         self._told = 0
+        self._pending: weakref.ref[Pending] | None = None
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
         """Take these in place of those before, with the quantizers over them."""
@@ -76,11 +77,12 @@ class DelayedScalingState:
         return self.scale, self.amax_history, self.left_out, self.rule
 
     def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
+        self.drop_unfinished()
         return self._held()
 
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
         self._hold(*held)
-        self._told = 0
+        self._told, self._pending = 0, None
 
     @property
     def trained(self) -> bool:
@@ -145,6 +147,18 @@ class DelayedScalingState:
         scale, amax = found
         return scale, amax
 
+    def counts_for(self, pending: Pending | None) -> None:
+        """Amaxes are from now on for this update; None: it is over. What was counted for one that never came is dropped."""
+        self.drop_unfinished()
+        self._pending = None if pending is None else weakref.ref(pending)
+
+    def drop_unfinished(self) -> None:
+        """Drop what a backward pass has counted that failed: nobody holds its update any more."""
+        if self._pending is not None and self._pending() is None:
+            self._pending = None
+            with torch.no_grad():
+                self.amax.zero_()
+
     # -- under another recipe ------------------------------------------------------------------------------------------------
 
     def adopt(self, recipe: DelayedScaling, rule: UpdateRule) -> None:
@@ -192,6 +206,7 @@ class DelayedScalingState:
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """The state as plain tensors (clones): :func:`opfuse.recipes.saved_states.saved_state`."""
+        self.drop_unfinished()
         return saved_state(self.scale, self.amax_history, self.rule)
 
     def load_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -208,7 +223,7 @@ class DelayedScalingState:
             self.scale.copy_(saved.scale)
             self.amax_history.copy_(saved.amax_history)
             self.left_out.zero_()
-        self.rule, self._adopted, self._told = saved.rule, None, 0
+        self.rule, self._adopted, self._told, self._pending = saved.rule, None, 0, None
 
 
 class DelayedScalingStates:

@@ -35,6 +35,8 @@ class Pending:
         self._uses: dict[DelayedScalingState, Use] = {}
 
     def add(self, state: DelayedScalingState, use: Use) -> None:
+        if state not in self._uses:
+            state.counts_for(self)
         self._uses[state] = use
 
     def __call__(self, completed: bool = True) -> None:
@@ -47,6 +49,8 @@ class Pending:
                     _update(states, [self._uses[state].rule for state in states])
                 else:
                     torch._foreach_zero_([state.amax for state in states])
+        for state in self._uses:
+            state.counts_for(None)
         self._uses.clear()
 
 

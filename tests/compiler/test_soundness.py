@@ -12,9 +12,12 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet, active_rules
@@ -22,13 +25,47 @@ from opfuse.fusions import RULES
 from opfuse.recipes import DelayedScaling, QuantizerRole, Recipe
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.tensors import QuantizedTensor
-from tests.compiler.fields import changed, random_recipe
+from tests.compiler.fields import MOOD, changed, random_recipe
 from tests.compiler.harness import Result, Step, differences, outcome, train
 from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
 
 DTYPES = (torch.bfloat16, torch.float32)
 LEADING = ((32,), (2, 32), (33,), (128,))
 CALLS = 8
+
+
+class Gate(ops.BasicOperation):
+    """An op of a user's own around a module of torch: y = x sigmoid(inner(x)), differentiated by autograd."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.inner(x.to(self.inner.weight.dtype)).sigmoid().to(x.dtype)
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        ctx.save_for_backward(input_)
+        return self.gated(input_)
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = self.gated(x)
+        wanted = [x, *(p for p in self.parameters() if p.requires_grad)]
+        grads = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, grad_output)))
+        return grads[id(x)], [grads.get(id(p)) for p in self.parameters()]
+
+
+def negated(self: ops.Activation, ctx: Any, input_: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Patched over the ``op_forward`` of one object."""
+    return -type(self).op_forward(self, ctx, input_, **given)
+
+
+def halved(self: ops.Activation, ctx: Any, grad_output: torch.Tensor) -> Any:
+    """Patched over the ``op_backward`` of one object."""
+    dx, params = type(self).op_backward(self, ctx, grad_output)
+    return None if dx is None else dx / 2, params
 
 
 @dataclass
@@ -49,7 +86,10 @@ class World:
     def random(cls, seed: int) -> World:
         rng = random.Random(seed)
         torch.manual_seed(seed)
+        MOOD[0] = 0
         made = pipeline(rng.choices(sorted(BLOCKS), k=rng.randint(2, 4)) + ["linear"])
+        if seed % 5 == 0:
+            made.add(Gate(made.width))
         return cls(rng, made, made.model())
 
     def change(self) -> None:
@@ -164,6 +204,51 @@ def _quantized(world: World) -> None:
             module.weight = torch.nn.Parameter(QuantizedTensor(quantizer.quantize(weight), quantizer=quantizer))
 
 
+SAME_WIDTH = (ops.GELU, ops.SiLU, ops.ReLU, ops.SReLU, ops.Identity)
+
+
+def _places(world: World) -> list[int]:
+    """Where the model has an op whose place any op of ``SAME_WIDTH`` can take."""
+    return [i for i, op in enumerate(world.model) if type(op) in SAME_WIDTH]
+
+
+def _op(world: World) -> None:
+    """Another op in the place of one, by an index or behind the back of the list."""
+    if places := _places(world):
+        place, made = world.rng.choice(places), world.rng.choice(SAME_WIDTH)()
+        if world.rng.random() < 0.5:
+            world.model[place] = made
+        else:
+            world.model._modules[str(place)] = made
+
+
+def _patched(world: World) -> None:
+    """A method of one object, or its class's own again."""
+    if places := [i for i in _places(world) if not isinstance(world.model[i], ops.Identity)]:
+        op = world.model[world.rng.choice(places)]
+        name, method = world.rng.choice((("op_forward", negated), ("op_backward", halved)))
+        if name in vars(op):
+            delattr(op, name)
+        else:
+            setattr(op, name, MethodType(method, op))
+
+
+def _mood(world: World) -> None:
+    """What an impure factory of quantizers will answer."""
+    MOOD[0] += 1
+
+
+def _submodule(world: World) -> None:
+    """Another module, or another bias, inside of an op of the user's own."""
+    for gate in (op for op in world.model if isinstance(op, Gate)):
+        width, dtype = gate.inner.in_features, gate.inner.weight.dtype
+        if world.rng.random() < 0.5:
+            torch.manual_seed(world.rng.randint(0, 5))
+            gate.inner = nn.Linear(width, width, bias=world.rng.random() < 0.5, dtype=dtype)
+        else:
+            gate.inner.bias = None if gate.inner.bias is not None else nn.Parameter(torch.ones(width, dtype=dtype))
+
+
 def _seed(world: World) -> None:
     world.step = replace(world.step, seed=world.rng.randint(0, 5))
 
@@ -184,6 +269,10 @@ CHANGES: dict[str, Callable[[World], None]] = {
     "values of a parameter": _values,
     "another parameter object": _replaced,
     "a quantized weight": _quantized,
+    "another op": _op,
+    "a method of one op": _patched,
+    "a submodule": _submodule,
+    "mood of an impure factory": _mood,
     "random state": _seed,
 }
 
@@ -228,6 +317,7 @@ def _without_override(recipe: Recipe | None) -> Recipe | None:
 
 
 LOSSES: dict[str, Callable[[tuple], tuple]] = {
+    "the ops": lambda key: (None, *key[1:]),
     "the recipe's fields": lambda key: (key[0], (type(key[1][0]), *key[1][1:]), *key[2:]),
     "the backward override": lambda key: (key[0], (_without_override(key[1][0]), *key[1][1:]), *key[2:]),
     "grad mode": lambda key: (key[0], (*key[1][:2], True, *key[1][3:]), *key[2:]),

@@ -1,5 +1,7 @@
 """Delayed scaling: the update rule against an oracle in fp64, and the moments at which it runs."""
 
+import contextlib
+import copy
 import gc
 import os
 import subprocess
@@ -274,6 +276,36 @@ def test_failed_backward_moves_no_scale_and_leaves_nothing_behind():
     gc.collect()
     assert state.scale.item() == 1.0
     assert not delayed._BACKWARD_PASSES
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(4, [0.0, 0.0, 1.0, 2.0]), (2, [0.0, 2.0])])
+def test_what_a_failed_backward_counted_is_in_no_later_update_and_in_no_file(length, wanted):
+    model = ops.Sequential(ops.Linear(32, 32))
+
+    def step(size, *, fails=False, length=4):
+        x = torch.ones(32, 32, requires_grad=True)
+        with autocast(recipe=DelayedScaling(amax_history_len=length)):
+            y = model(x)
+        x.register_hook(lambda grad: 1 / 0 if fails else None)
+        y.backward(torch.full_like(y, size))
+
+    step(1.0)
+    states = model[0].quantizer_states
+    state = states.find(GRAD)
+    with pytest.raises(ZeroDivisionError):
+        step(1000.0, fails=True)
+    gc.collect()
+    assert states.to_dict()["grad_output/amax_history"].max() == 1.0
+    with pytest.raises(ZeroDivisionError):
+        step(1000.0, fails=True)
+    gc.collect()
+    assert copy.deepcopy(states).find(GRAD).amax_history.max() == 1.0
+    for fails in (True, False):
+        with contextlib.suppress(ZeroDivisionError):
+            step(1000.0 if fails else 2.0, fails=fails, length=4 if fails else length)
+        gc.collect()
+    assert state.amax_history.tolist() == wanted
+    assert state.scale.item() == E5M2_MAX / 2
 
 
 @pytest.mark.row("U10")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from opfuse.core.context import versions
 from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, as_recipe
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.saved_states import FIELDS
 from opfuse.tensors.files import from_planes, put_together
+from opfuse.tensors.masters import stored_in
 from opfuse.tensors.tensor import QuantizedTensor
 
 NAMESPACE = "delayed_scaling"
@@ -63,6 +66,18 @@ class StatefulModule(WatchedModule):
             setattr(vars(found)[role], field, tensor)
         return found
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Asked of this module alone, also :attr:`delayed_scaling`: torch.distributed.checkpoint finds keys so.
+
+        DDP, which broadcasts buffers, asks a model for all at once.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            start = f"{prefix}.{NAMESPACE}" if prefix else NAMESPACE
+            yield from ((f"{start}.{name}", tensor) for name, tensor in self._saved().items())
+
     # -- to and from files -----------------------------------------------------------------------------------------------------
 
     def _saved(self) -> dict[str, torch.Tensor]:
@@ -77,6 +92,8 @@ class StatefulModule(WatchedModule):
         self._states().tell(self.label)
         for name, tensor in self._saved().items():
             destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
+        own = (destination.get(prefix + name) for name in self._parameters)
+        self.__dict__["_shown"] = [(weakref.ref(value), _writes(value)) for value in own if value is not None]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load also what plain modules save, which have no states, earlier versions, te.ops, and weights plane by plane.
@@ -88,11 +105,19 @@ class StatefulModule(WatchedModule):
         put_together(state_dict, prefix)
         self.adapt_state_dict(state_dict, prefix)
         taken = dict(self._taken(state_dict, prefix))
+        if not taken and not self._states().saved and self._filled(state_dict):
+            self._states().unread = True
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
         for key, saved in taken.items():
             slots, where = [slot for _, slot in self._kept_under()], f"{self.label} {key}"
             self._states().load_dict(saved, slots=slots, device=self._device, where=where)
             self._states().told |= key == NAMESPACE
+
+    def _filled(self, state_dict: dict[str, Any]) -> bool:
+        """Whether there are tensors of this op's last state dict, written since: torch.distributed.checkpoint fills them so."""
+        shown = [(value, writes) for ref, writes in self.__dict__.get("_shown", ()) if (value := ref()) is not None]
+        filled = [value for value, writes in shown if _writes(value) != writes]
+        return any(value is one for value in state_dict.values() for one in filled)
 
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Give what was saved under other names, or in another form, the names and the form that this op has."""
@@ -121,6 +146,11 @@ class StatefulModule(WatchedModule):
     @property
     def _device(self) -> torch.device | None:
         return next((p.device for p in self.parameters()), None)
+
+
+def _writes(value: torch.Tensor) -> list[int]:
+    """How often a tensor, or the part of it that this rank has, was written."""
+    return versions(stored_in(value))
 
 
 _NONE = DelayedScalingStates()

@@ -232,6 +232,9 @@ class DelayedScalingStates:
     told: bool = False
     """Whether the op was told that it trains under delayed scaling."""
 
+    unread: bool = False
+    """Whether the op's own state dict, which has no keys for them, was filled and loaded: what filled it may have had them."""
+
     def __init__(self) -> None:
         self._states: dict[str, DelayedScalingState] = {}
 
@@ -243,6 +246,11 @@ class DelayedScalingStates:
     def get(self, role: QuantizerRole, *, length: int, device: torch.device | str | None) -> DelayedScalingState:
         """The state of ``role``, made on first use with this history length."""
         key = _key(role)
+        if self.unread:
+            self.unread = False
+            got = "a state dict without the keys of states, which was then filled and loaded"
+            cure = "call opfuse.prepare_delayed(model, recipe) before model.state_dict(), for states of the checkpoint to be read"
+            warnings.warn(describe("delayed scaling", wanted="its states", got=got, cure=cure), OpfuseWarning, stacklevel=2)
         if key not in self._states:
             self._states[key] = DelayedScalingState(length, device=device)
         return self._states[key]
@@ -291,6 +299,7 @@ class DelayedScalingStates:
         ``slots`` (None: any). New states are on ``device``.
         """
         known = None if slots is None else [*map(_key, slots), *self._states]
+        self.unread = False
         for key, state in checked_states(saved, known=known, where=where).items():
             self.told |= state.used
             if key in self._states or state.used:

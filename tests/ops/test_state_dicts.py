@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import opfuse
 from opfuse import ops
+from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, Float8CurrentScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -191,10 +193,15 @@ def model_dictionaries(model, fresh, path):
     set_model_state_dict(fresh, held["model"])
 
 
+def modules(model, fresh, path):
+    dcp.save({"model": model}, checkpoint_id=path)
+    dcp.load({"model": fresh}, checkpoint_id=path)
+
+
 @pytest.mark.cpu
 @pytest.mark.row("H28")
 @every_recipe
-@pytest.mark.parametrize("through", [plain_dictionaries, model_dictionaries])
+@pytest.mark.parametrize("through", [plain_dictionaries, model_dictionaries, modules])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_model_goes_through_a_distributed_checkpoint(through, recipe, tmp_path):
     model, fresh = trained(recipe), mlp()
@@ -203,3 +210,34 @@ def test_a_model_goes_through_a_distributed_checkpoint(through, recipe, tmp_path
     through(model, fresh, tmp_path)
     assert same(model, fresh)
     assert torch.equal(step(fresh, recipe), step(model, recipe))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("through", [plain_dictionaries, model_dictionaries, modules])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_that_a_checkpoint_was_not_asked_for_are_missed_aloud(through, tmp_path):
+    model, fresh = trained(), mlp()
+    through(model, fresh, tmp_path)
+    with pytest.warns(OpfuseWarning, match=r"without the keys of states.*opfuse\.prepare_delayed\(model, recipe\) before"):
+        step(fresh, DELAYED)
+    step(fresh, DELAYED)
+    fresh.load_state_dict(fresh.state_dict())
+    step(fresh, DELAYED)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_states_go_through_ddp(full, tmp_path):
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+        model = trained(make=lambda: nn.parallel.DistributedDataParallel(mlp()))
+        fresh = nn.parallel.DistributedDataParallel(opfuse.prepare_delayed(mlp(), DELAYED))
+        assert not [name for name, _ in model.named_buffers()]
+        state = {name: value.clone() for name, value in get_model_state_dict(model, options=options).items()}
+        assert not any(name.startswith("module.") for name in state)
+        set_model_state_dict(fresh, state, options=options)
+        assert same(model, fresh)
+    finally:
+        dist.destroy_process_group()

@@ -124,7 +124,12 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> str:
     >>> describe("Linear(4, 8) input", wanted="last dimension 4", got=5, cure="pass a tensor of shape (..., 4)")
     'Linear(4, 8) input: wants last dimension 4, got 5. Cure: pass a tensor of shape (..., 4).'
     """
-    return f"{where}: wants {wanted}, got {got}. Cure: {cure.rstrip('.')}."
+    return f"{where}: wants {wanted}, got {_ended(str(got))} Cure: {_ended(cure.rstrip('.'))}"
+
+
+def _ended(text: str) -> str:
+    """With a full stop, unless it ends as a question: :func:`nearest` asks."""
+    return text if text.endswith("?") else f"{text}."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -53,7 +53,7 @@ class LazyCommand(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Context of the real command, which is imported now."""
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(self.name, help=self.entry.summary)(resolve_name(self.entry.function))
+        app.command(self.name)(resolve_name(self.entry.function))
         return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
 
 

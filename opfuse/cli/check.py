@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from opfuse.cli.output import Format, Json, echo
+from opfuse.cli.output import CONFIG_HELP, Format, Json, echo
 from opfuse.config import Finding, load
 from opfuse.config.findings import FORMATS
 from opfuse.errors import ConfigError
 
 
 def check(
-    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="Files to read.", show_default=False)],
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", help=CONFIG_HELP, show_default=False)],
     format: Annotated[Format, typer.Option(help="How to print findings.")] = Format.text,
     as_json: Json = False,
 ) -> None:

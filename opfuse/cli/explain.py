@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from opfuse.cli.output import Json, echo, echo_json
+from opfuse.cli.output import ConfigPath, Json, echo, echo_json
 from opfuse.config import Config, load
-from opfuse.errors import ConfigError, describe, nearest
+from opfuse.errors import ConfigError, describe
 from opfuse.inspect.explain import Explanation
 from opfuse.inspect.explain import explain as explain_call
 from opfuse.recipes import autocast
@@ -27,8 +26,8 @@ class Format(enum.StrEnum):
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
-    why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what became of this rule.")] = None,
+    config: ConfigPath,
+    why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what fuses, and what became of this rule.")] = None,
     format: Annotated[Format, typer.Option(help="How to print.")] = Format.text,
     device: Annotated[str, typer.Option(help="Where to run the pipeline once.")] = "cpu",
     as_json: Json = False,
@@ -36,7 +35,7 @@ def explain(
     """Show what fuses, what does not, and why: one training call of the pipeline, forward and backward."""
     found = explained(load(config), device)
     if why_not is not None:
-        found = _only(found, why_not)
+        found = found.narrowed(why_not)
     if as_json or format is Format.json:
         echo_json(found.to_dict())
     else:
@@ -54,11 +53,3 @@ def explained(config: Config, device: str = "cpu") -> Explanation:
     x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=place, requires_grad=True)
     with autocast(enabled=config.recipe is not None, recipe=config.recipe):
         return explain_call(model, x, overrides=True)
-
-
-def _only(explanation: Explanation, rule: str) -> Explanation:
-    known = {outcome.rule for plan in explanation.plans for outcome in plan.outcomes}
-    if rule not in known:
-        cure = "name an active rule" + nearest(rule, known)
-        raise ConfigError(describe("--why-not", wanted=f"one of {sorted(known)}", got=repr(rule), cure=cure))
-    return explanation.narrowed(rule)

@@ -30,7 +30,10 @@ COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants"
 
 
 def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> None:
-    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant."""
+    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant.
+
+    Compiles every variant that the cache of kernels does not have, with or without a GPU: minutes, the first time.
+    """
     if digest:
         echo_json({"digest": sources_digest()}) if as_json else echo(sources_digest())
         return

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import enum
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 """The option that every command has."""
+
+CONFIG_HELP = "A file, or an example of the package by name, such as quickstart."
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP, show_default=False)]
+"""The argument of every command that reads one configuration."""
 
 
 class Format(enum.StrEnum):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.output import ConfigPath, Json, echo, echo_json, error
 from opfuse.cli.progress import is_due
 from opfuse.cli.results import keep, show
 from opfuse.config import load
@@ -27,7 +27,7 @@ WIDTH = 100
 
 
 def run(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
+    config: ConfigPath,
     *,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)] = None,

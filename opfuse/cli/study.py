@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.output import ConfigPath, Json, echo, echo_json, error
 from opfuse.cli.results import keep, show
 from opfuse.cli.run import reporter
 from opfuse.config import load
@@ -27,7 +27,7 @@ class Subject(enum.StrEnum):
 
 def study(
     subject: Annotated[Subject, typer.Argument(help="overrides: how far gradients are from the exact ones.", show_default=False)],
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to read.", show_default=False)],
+    config: ConfigPath,
     *,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
     points: Annotated[int, typer.Option(min=1, help="Points of the run at which gradients are compared.")] = POINTS,

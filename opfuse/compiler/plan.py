@@ -82,12 +82,6 @@ class Plan:
         """The first op that the backward pass reaches; their number if it reaches none."""
         return min((node.op for node in self.graph.nodes if node.needs), default=len(self.ops))
 
-    @cached_property
-    def quantizes(self) -> bool:
-        """Whether it casts anything, or multiplies what lives quantized."""
-        stored = (sig for node in self.graph.nodes for _, sig in node.params)
-        return bool(self.casts or self.own_casts or any(sig is not None and sig.quantized for sig in stored))
-
     @property
     def fusions(self) -> tuple[str, ...]:
         """Names of what fused, forward first, once for each place."""

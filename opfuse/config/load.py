@@ -55,7 +55,8 @@ def load(path: str | Path) -> Config:
     if not file.exists():
         file = known.get(str(path), file)
     try:
-        data = file.open("rb").read(MAX_BYTES + 1)
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         help = similar(str(path), known) or f"write the path of a file, or an example: {', '.join(known)}"
         refuse([Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), help)])

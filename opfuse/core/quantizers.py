@@ -13,7 +13,7 @@ import torch
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.numerics.delayed import UpdateRule
-from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_quantized
+from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_use
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.tensors.quantizers import (
@@ -103,7 +103,7 @@ class QuantizerSlotsMixin:
         recipe = current_recipe()
         if recipe is None:
             return None
-        note_quantized()
+        note_use()
         role, slot = self._slots_of(mode, count)[index]
         quantizer, state = self.quantizer_of(role, recipe, slot=slot)
         if role.tensor_type in _LIKE and isinstance(quantizer, (HybridQuantizer, IdentityQuantizer)):

@@ -14,6 +14,7 @@ from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.products import how
 from opfuse.compiler.rules import JOINT
+from opfuse.errors import FusionError, describe, nearest
 from opfuse.inspect.observe import SavedValue, Totals, observe
 from opfuse.inspect.saved import Refused, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
@@ -31,7 +32,8 @@ class Explanation:
 
     backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
     what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
-    from_environment: the variable that each field of the recipe was taken from which was not given.
+    from_environment: the variable that each field of the recipe was taken from which was not given. rule: the only one that is
+    told of (None: all).
     """
 
     recipe: str
@@ -42,6 +44,7 @@ class Explanation:
     totals: Totals
     saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
     from_environment: Mapping[str, str] = field(default_factory=dict)
+    rule: str | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -53,9 +56,13 @@ class Explanation:
         return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
 
     def narrowed(self, rule: str) -> Explanation:
-        """The same explanation with the outcomes of one rule only."""
+        """The same explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
+        known = sorted({outcome.rule for plan in self.plans for outcome in plan.outcomes})
+        if rule not in known:
+            got, cure = f"{rule!r}{nearest(rule, known)}", f"name one of {', '.join(known)}"
+            raise FusionError(describe("explanation", wanted="an active rule", got=got, cure=cure))
         plans = (replace(plan, outcomes=tuple(o for o in plan.outcomes if o.rule == rule)) for plan in self.plans)
-        return replace(self, plans=tuple(plans))
+        return replace(self, plans=tuple(plans), rule=rule)
 
     @property
     def fusions(self) -> tuple[str, ...]:
@@ -121,10 +128,11 @@ def _text(e: Explanation) -> Iterator[str]:
     for name, variable in e.from_environment.items():
         yield f"         {name} was taken from the environment, {variable}"
     yield f"backend  {e.backend}: {e.reason}"
-    yield f"saved    {told(e.totals)}"
-    for override, saved in e.saved_by_override.items():
-        kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
-        yield f"         under backward_override={override}: {kept}"
+    if e.rule is None:
+        yield f"saved    {told(e.totals)}"
+        for override, saved in e.saved_by_override.items():
+            kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
+            yield f"         under backward_override={override}: {kept}"
     for plan in e.plans:
         yield ""
         sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
@@ -132,13 +140,13 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"  before   {' '.join(plan.ops)}"
         for side in SIDES:
             yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
-        if plan.graph.products:
+        if plan.graph.products and e.rule is None:
             yield "  products"
             for product in _products(plan):
                 yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
         yield "  rules"
         yield from (f"    {outcome}" for outcome in plan.outcomes)
-    if e.saved:
+    if e.saved and e.rule is None:
         yield ""
         yield "saved for backward"
         yield from listed(e.saved)

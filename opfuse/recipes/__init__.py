@@ -7,7 +7,7 @@ from opfuse.recipes.autocast import (
     current_amax_group,
     current_model_init,
     current_recipe,
-    note_quantized,
+    note_use,
     quantized_model_init,
 )
 from opfuse.recipes.availability import (
@@ -61,7 +61,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
-    "note_quantized",
+    "note_use",
     "quantized_model_init",
     "recipe_of",
     "support",

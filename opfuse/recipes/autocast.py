@@ -37,8 +37,8 @@ class _Region:
     outer: _Region | None
     hooks: dict[Hashable, Callable[[bool], None]] = field(default_factory=dict)
     scales: dict[Hashable, Any] = field(default_factory=dict)
-    quantized: list[bool] = field(default_factory=list)
-    """Filled by the first cast in the outermost block."""
+    used: list[bool] = field(default_factory=list)
+    """Filled by the first op that runs under a recipe in the outermost block."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> Self:
         outer = _REGION.get()
-        shared: Any = () if outer is None else (outer.hooks, outer.scales, outer.quantized)
+        shared: Any = () if outer is None else (outer.hooks, outer.scales, outer.used)
         recipe = None if self.recipe is None else self.recipe.current()
         _REGION.set(_Region(recipe, self.amax_reduction_group, outer, *shared))
         return self
@@ -89,15 +89,15 @@ class autocast(contextlib.ContextDecorator):
         if region.outer is None:
             for hook in region.hooks.values():
                 hook(kind is None)
-            if kind is None and region.recipe is not None and not region.quantized:
-                _tell_unquantized(region.recipe)
+            if kind is None and region.recipe is not None and not region.used:
+                _tell_unused(region.recipe)
 
 
 _told: set[tuple[str, int]] = set()
 """Places of regions that were warned of."""
 
 
-def _tell_unquantized(recipe: Recipe) -> None:
+def _tell_unused(recipe: Recipe) -> None:
     """An OpfuseWarning at the region that ends now, once for each place."""
     frame, level = sys._getframe(2), 3
     while frame.f_back is not None and frame.f_code.co_filename == contextlib.__file__:  # as a decorator
@@ -106,16 +106,15 @@ def _tell_unquantized(recipe: Recipe) -> None:
     if place not in _told:
         _told.add(place)
         cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"
-        got = "a region in which nothing was quantized"
-        where, wanted = f"autocast region of {recipe!r}", "ops whose operands the recipe quantizes"
-        warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=level)
+        where, wanted = f"autocast region of {recipe!r}", "ops of opfuse that run under the recipe"
+        warnings.warn(describe(where, wanted=wanted, got="none", cure=cure), OpfuseWarning, stacklevel=level)
 
 
-def note_quantized() -> None:
-    """Something is quantized in the active region, if there is one."""
+def note_use() -> None:
+    """Something of opfuse runs in the active region, if there is one."""
     region = _REGION.get()
-    if region is not None and not region.quantized:
-        region.quantized.append(True)
+    if region is not None and not region.used:
+        region.used.append(True)
 
 
 def current_recipe() -> Recipe | None:
@@ -171,7 +170,7 @@ def quantized_model_init(
     """
     chosen = _chosen(enabled, recipe)
     if chosen is not None:
-        note_quantized()
+        note_use()
     token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen.current(), preserve_high_precision_init_val))
     try:
         yield _MODEL_INIT.get()

@@ -139,8 +139,10 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # The dataclass decorator leaves methods of the class body alone, so a subclass compares like its parents.
+        # The dataclass decorator leaves methods of the class body alone, so a subclass compares and shows like its parents.
         cls.__eq__, cls.__hash__ = Recipe.__eq__, Recipe.__hash__  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Recipe.__repr__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         cls = type(self)
@@ -224,6 +226,13 @@ class Recipe(ABC):
 
     def __hash__(self) -> int:
         return hash(vars(self)["_digest"])
+
+    def __repr__(self) -> str:
+        """The class, and the fields that differ from its defaults; :meth:`values` has all."""
+        declared = ((name, default) for name, (default, _) in settings_of(type(self)).items())
+        usual = {name: default.value if isinstance(default, Setting) else default for name, default in declared}
+        chosen = (f"{name}={value!r}" for name, value in self.values().items() if value != usual[name])
+        return f"{type(self).__name__}({', '.join(chosen)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The digest is one process's: a copy or another process makes its own.

@@ -25,7 +25,7 @@ from opfuse.core.tracers import break_graph, check_followed, check_partial, chec
 from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import PipelineError, PlanMissError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_quantized
+from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.inputs import check_call, check_tensors
 from opfuse.runtime.recompute import repeated
@@ -280,8 +280,8 @@ class OperationFuser:
         if plan is None:
             check_call(self, x, extras)
             plan = self._miss(self.named(key, _rows(x)), rules)
-        if key[1][0] is not None and plan.quantizes:
-            note_quantized()
+        if key[1][0] is not None:
+            note_use()
         return plan
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
@@ -312,9 +312,10 @@ class OperationFuser:
         if recording.trial:
             check_call(self, x, extras)
             rules = self.rules or active_rules()
-            plan = self._compiled(self.named(self.key(x, extras, rules)), rules)
-            if plan.quantizes:
-                note_quantized()
+            key = self.named(self.key(x, extras, rules))
+            plan = self._compiled(key, rules)
+            if key.env.recipe is not None:
+                note_use()
         else:
             plan = self.plan(x, *extras)
         recording.plans.append(plan)

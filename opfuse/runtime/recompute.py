@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.recipes import note_quantized
+from opfuse.recipes import note_use
 from opfuse.recipes.passes import Pass, current_pass, running
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -106,7 +106,7 @@ def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any
             if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
                 part.reached[found.again] = at + 1
                 _join(first, part.record, at)
-                note_quantized()  # in the region that the function has entered again, if it has
+                note_use()  # in the region that the function has entered again, if it has
                 return lambda run: calls[at].context.copy().run(_again, run)
             if found.strict:
                 raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)

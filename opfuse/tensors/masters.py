@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from opfuse.errors import DtypeError, describe
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -21,8 +22,14 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
     A master has the parameter's shape and device and, where ``fully_shard`` made it a DTensor, its placement: an optimizer steps
     on it, and ``parameter.copy_(master)`` casts it, each rank its own rows. Its values are those that ``quantized_model_init``
     preserved, else those that the parameter decodes to: always so after ``fully_shard``, which keeps no attributes.
+    DtypeError for what is no tensor: a module, or the pairs of ``named_parameters()``, would have no masters at all.
     """
-    return {p: _master(p) for p in parameters if isinstance(stored_in(p), QuantizedTensor)}
+    given = [parameters] if isinstance(parameters, (torch.Tensor, torch.nn.Module)) else list(parameters)
+    wrong = next((each for each in given if not isinstance(each, torch.Tensor)), None)
+    if wrong is not None:
+        got = f"an element of type {type(wrong).__name__}"
+        raise DtypeError(describe("master_weights", wanted="parameters", got=got, cure="pass model.parameters()"))
+    return {p: _master(p) for p in given if isinstance(stored_in(p), QuantizedTensor)}
 
 
 @torch.no_grad()

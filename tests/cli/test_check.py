@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pkgutil import resolve_name
 
 import pytest
@@ -123,3 +124,14 @@ def test_the_module_exits_with_the_code(tmp_path):
     done = run("-m", "opfuse", "check", str(tmp_path / "bad.yaml"))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_rehearsal_warns_of_no_region(tmp_path, monkeypatch):
+    """Each op of a file runs once, alone, under the recipe: also those that have nothing to quantize."""
+    monkeypatch.setattr(sys.modules["opfuse.recipes.autocast"], "_told", set())
+    path = tmp_path / "norm.yaml"
+    path.write_text("version: 1\nrecipe: {kind: mxfp8}\npipeline: {ops: [{op: rms_norm, size: 96}]}\n")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["check", str(path)]) == 0
+    assert [str(warning.message) for warning in told] == []

@@ -36,6 +36,14 @@ def test_why_not_shows_one_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["backward"] == []
 
 
+def test_why_not_tells_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", CONFIG, "--why-not", "linear_add"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "  rules"
+    assert "missed" in lines[-1]
+    assert not any(word in line for line in lines for word in ("saved", "products"))
+
+
 def test_unknown_rule_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", CONFIG, "--why-not", "linear_ad"]) == 1
     assert "did you mean 'linear_add'" in capsys.readouterr().err

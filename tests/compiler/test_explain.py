@@ -7,6 +7,7 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.errors import FusionError
 from opfuse.inspect.explain import explain
 from opfuse.kernels.products.native import Machine
 from opfuse.runtime.fuser import recorded_plans
@@ -42,6 +43,11 @@ def test_b17_override_is_named_as_the_reason() -> None:
         (o.status, o.guard, o.wanted, o.got) == ("missed", "env.recipe.backward_override", "None", "'dequantized'")
         for o in misses
     )
+
+
+def test_a_rule_that_is_not_active_is_refused_instead_of_having_no_outcome() -> None:
+    with pytest.raises(FusionError, match=r"got 'epilog'; did you mean 'epilogue'[?] Cure: name one of .*epilogue"):
+        call(recipes.MXFP8BlockScaling()).narrowed("epilog")
 
 
 def test_json_has_what_the_text_says() -> None:

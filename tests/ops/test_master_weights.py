@@ -13,6 +13,7 @@ from torch.distributed.tensor import init_device_mesh
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.errors import DtypeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
 
@@ -110,3 +111,12 @@ def materialise(kind, mesh):
 @pytest.mark.cpu
 def test_masters_of_fsdp2_shards_train_as_the_whole_does(tmp_path):
     torch.multiprocessing.spawn(worker, (tmp_path / "store",), nprocs=2)
+
+
+def test_what_is_no_parameter_is_refused_instead_of_having_no_master():
+    with opfuse.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        model = ops.Sequential(ops.Linear(32, 32))
+    for given in (model, model[0], model.named_parameters(), [{"params": list(model.parameters())}]):
+        with pytest.raises(DtypeError, match=r"pass model.parameters\(\)"):
+            opfuse.master_weights(given)
+    assert list(opfuse.master_weights(model[0].weight)) == [model[0].weight]

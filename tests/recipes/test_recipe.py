@@ -380,6 +380,17 @@ def test_r9_r10_every_field_changes_identity_repr_and_hash(cls):
         assert keys.digest(other) == other.digest != base_of.digest
 
 
+@ALL
+def test_a_recipe_shows_what_differs_from_the_defaults(cls, monkeypatch):
+    plain = build(cls)
+    shown = f"{cls.__name__}(qfactory={plain.qfactory!r})" if cls is CustomRecipe else f"{cls.__name__}()"
+    assert repr(plain) == repr(plain.replace(rounding="per_op")) == shown
+    assert "rounding='single'" in repr(plain.replace(rounding="single"))
+    if cls is not DelayedScaling:  # so does what the environment chose
+        monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "dequantized")
+        assert "backward_override='dequantized'" in repr(build(cls))
+
+
 def test_r10_recipes_of_different_classes_differ():
     recipes = [build(cls) for cls in RECIPES.values()]
     assert len(set(recipes)) == len(recipes)

@@ -58,8 +58,12 @@ def test_json_has_what_the_text_says() -> None:
         assert all(set(o) >= {"rule", "status", "ops"} for o in values[side])
     (pipeline,) = values["pipelines"]
     assert pipeline["nodes"][3] == "3:linear"
-    assert str(found).count("\n") > 10
+    lines = str(found).splitlines()
+    assert len(lines) > 10
     assert values["backend"] == found.backend == "emulated"
+    assert lines[0].startswith("recipe   MXFP8BlockScaling(")
+    assert lines[1] == f"backend  emulated: {found.reason}"
+    assert lines[2].startswith(f"saved    {found.saved_bytes} bytes for backward, {found.totals.own} of them beside")
 
 
 def test_mermaid_shows_each_node_once_a_direction_and_only_real_edges() -> None:
@@ -98,6 +102,15 @@ def test_saved_bytes_by_override_and_refusals() -> None:
     delayed = call(recipes.DelayedScaling(), overrides=True).saved_by_override
     assert "got backward_override='dequantized'" in delayed["dequantized"].reason
     assert "got backward_override='high_precision'" in delayed["high_precision"].reason
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_a_call_without_rows_is_explained(shape: tuple[int, ...]) -> None:
+    model, x = mlp(), torch.empty(shape, requires_grad=True)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), recorded_plans() as plans:
+        found = explain(model, x)
+        assert model(x).shape == shape
+    assert found.plans == (plans[-1],)
 
 
 def test_without_a_recipe() -> None:

@@ -68,6 +68,7 @@ def test_products_and_groups_are_told_as_they_are():
     [
         ("GELU", "gelu"),
         ("MyOp", "my_op"),
+        ("MyGLU", "my_glu"),
         ("RMSNorm", "rms_norm"),
         ("X", "x"),
         ("Gelu2D", "gelu2d"),

@@ -149,6 +149,16 @@ def test_a_model_that_was_not_used_is_restored_as_such():
         assert (state.scale.item(), state.amax_history.any().item(), state.rule) == (1.0, False, None)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"])
+def test_a_copy_of_a_trained_model_has_states_of_its_own(copied):
+    trained = train(model())
+    other, before = copied(trained), copy.deepcopy(trained.state_dict())
+    assert equal(other.state_dict(), before)
+    train(other)
+    assert equal(trained.state_dict(), before)
+    assert not equal(other.state_dict(), before)
+
+
 def test_what_a_state_was_made_for_travels():
     trained, other = train(model(), RECIPE.replace(fp8_format=Format.E4M3, margin=2)), model()
     other.load_state_dict(trained.state_dict())

@@ -252,3 +252,12 @@ def test_a_fused_op_with_a_forward_alone(output, word):
     model = ops.Sequential(Forgetful([ops.BasicLinear(8, 8), ops.GELU()]))
     with raised(errors.FusionError, RuntimeError, "Forgetful", word):
         model(torch.randn(2, 8, requires_grad=True))
+
+
+def test_an_error_that_no_check_explains_is_the_callers():
+    class Freed(torch.Tensor):
+        def data_ptr(self):
+            raise RuntimeError("its storage was freed")
+
+    with pytest.raises(RuntimeError, match="its storage was freed"):
+        ops.Sequential(ops.GELU())(torch.randn(2, 8).as_subclass(Freed))

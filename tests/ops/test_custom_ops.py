@@ -404,6 +404,14 @@ def test_a_fused_op_over_ops_that_need_no_gradient_and_casts(recipe):
     assert [context.requires_grad for context in Whole.contexts[:4]] == [False, False, True, True]
 
 
+def test_a_fused_op_whose_last_op_gets_no_gradient():
+    parts, x = [ops.MakeExtraOutput(), ops.BasicLinear(8, 8)], torch.randn(3, 8, requires_grad=True)
+    _, extra = ops.Sequential(Whole(parts))(x)
+    extra.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 8))
+    assert parts[1].weight.grad is None
+
+
 def test_a_fused_op_with_extra_tensors_inside():
     parts = [ops.MakeExtraOutput(), ops.BasicLinear(8, 8), ops.AddExtraInput()]
     x, e = (torch.randn(3, 8, requires_grad=True) for _ in range(2))

@@ -5,12 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from opfuse import ops
+from opfuse.recipes import DelayedScaling, autocast
+from opfuse.recipes.amaxes import NAMES
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from opfuse import ops
-from opfuse.recipes import DelayedScaling, QuantizerRole, autocast
+from opfuse.recipes import DelayedScaling, autocast
 from opfuse.tensors.quantizers.base import reduce_amax
 
 rank = int(sys.argv[1])
@@ -33,7 +41,7 @@ def gradient_amax(op, group):
     with autocast(recipe=recipe, amax_reduction_group=group):
         y = ops.Sequential(op)(x)
     y.backward(torch.full_like(y, 2.0 * (1 + rank)))  # outside: the group is that of the forward
-    return 57344.0 / op.quantizer_states.find(QuantizerRole(tensor_type="grad_output")).scale.item()
+    return 57344.0 / op.quantizer_states.to_dict()["grad_output/scale"].item()
 
 found = [gradient_amax(op(), group) for op in (lambda: ops.BasicLinear(16, 16), Caster) for group in (alone, None)]
 nan = float("nan")
@@ -59,3 +67,28 @@ def test_gradients_are_reduced_over_the_group_of_their_forward_and_no_nan_is_los
     found = [process.communicate(timeout=120)[0].split() for process in ranks]
     assert found[0] == ["2.0", "4.0", "2.0", "4.0", *["nan"] * 3]
     assert found[1] == ["4.0", "4.0", "4.0", "4.0", *["nan"] * 3]
+
+
+@pytest.fixture
+def _beside_another_rank(monkeypatch):
+    """A group whose other rank casts tensors of the same names, each with 8 as its largest element."""
+
+    def largest(words, **_):
+        amaxes = words.view(torch.float32)[2 * (2 + NAMES) :]
+        amaxes[amaxes > 0] = 8.0
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "all_reduce", largest)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_beside_another_rank")
+@pytest.mark.parametrize(("shared", "amax"), [(True, 8.0), (False, 2.0)])
+def test_a_scale_follows_the_largest_element_on_any_rank_that_shares_it(shared, amax):
+    op, recipe = ops.BasicLinear(16, 16), DelayedScaling(amax_history_len=2, reduce_amax=shared)
+    with autocast(recipe=recipe):
+        y = op(torch.full((16, 16), 2.0))
+    y.backward(torch.full_like(y, 2.0))
+    state = op.quantizer_states.to_dict()
+    assert (state["input/scale"].item(), state["grad_output/scale"].item()) == (448.0 / amax, 57344.0 / amax)

@@ -59,7 +59,6 @@ ARGUMENTS = {
 """Functions that are harmless under one value of an argument, which must stand there."""
 NAMES = {
     "__init__.py": ("_NAMES[name]", "f'opfuse.{name}'"),
-    "cli/app.py": ("self.entry.function",),
     "kernels/engine/launch.py": ("name",),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
 }

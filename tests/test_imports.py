@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,23 @@ def test_no_import_hides_in_a_function(path):
         if module.split(".")[0] == "opfuse"
     ]
     assert hidden == []
+
+
+HOT = """
+import sys
+import torch
+from opfuse import autocast, ops, recipes
+
+model = ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64))
+with autocast(recipe=recipes.MXFP8BlockScaling()):
+    model(torch.randn(32, 64)).sum().backward()
+print(sorted(sys.modules.keys() & {"networkx", "matplotlib", "typer", "opfuse.kernels.cases", "opfuse.kernels.catalogue"}))
+"""
+
+
+def test_training_loads_nothing_that_only_studies_or_tests_it():
+    done = subprocess.run([sys.executable, "-c", HOT], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"
 
 
 SAMPLES = {

@@ -11,7 +11,7 @@ import torch
 from rich.table import Column, Table
 
 import opfuse
-from opfuse.cli.output import Json, echo, echo_json
+from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show
 from opfuse.environment import VARIABLES, unknown
 from opfuse.kernels.engine.cubins import location, private
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "pydantic", "ruame
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(*, as_json: bool) -> None:
     """Tell what this machine runs natively, and what it emulates."""
     if as_json:
         echo_json({"machine": machine(), "environment": environment(), "recipes": recipes(), "matrix": matrix()})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
+from pathlib import Path
 
 import torch
-import typer
 
-from opfuse.cli.output import ConfigPath, Json, echo, echo_json
+from opfuse.cli.output import echo, echo_json
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe
 from opfuse.inspect.explain import Explanation
@@ -17,29 +15,15 @@ from opfuse.recipes import autocast
 from opfuse.train import usable
 
 
-class Format(enum.StrEnum):
-    """How an explanation is printed."""
-
-    text = "text"
-    json = "json"
-    mermaid = "mermaid"
-
-
-def explain(
-    config: ConfigPath,
-    why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what fuses, and what became of this rule.")] = None,
-    format: Annotated[Format, typer.Option(help="How to print.")] = Format.text,
-    device: Annotated[str, typer.Option(help="Where to run the pipeline once.")] = "cpu",
-    as_json: Json = False,
-) -> None:
-    """Show what fuses, what does not, and why: one training call of the pipeline, forward and backward."""
+def explain(config: Path, *, why_not: str | None, format: str, device: str) -> None:
+    """Print the explanation of a training call as "text", "json" or "mermaid"; ``why_not``: of this rule alone."""
     found = explained(load(config), device)
     if why_not is not None:
         found = found.narrowed(why_not)
-    if as_json or format is Format.json:
+    if format == "json":
         echo_json(found.to_dict())
     else:
-        echo(found.mermaid() if format is Format.mermaid else str(found))
+        echo(found.mermaid() if format == "mermaid" else str(found))
 
 
 def explained(config: Config, device: str = "cpu") -> Explanation:

@@ -7,14 +7,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 
 from opfuse import formats
-from opfuse.cli.output import Json, echo, echo_json, error
+from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import progress
 from opfuse.cli.results import show
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
@@ -23,17 +22,11 @@ from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
 from opfuse.kernels.engine.launch import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
 from opfuse.kernels.engine.registry import Kernel, sources_digest
 
-Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(ARCHITECTURES)}; by default this device, or sm_90a.")]
-Digest = Annotated[bool, typer.Option("--digest", help="Print a digest of all sources of kernels, and compile nothing.")]
-
 COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants", "registers", "spills", "shared")
 
 
-def kernels(arch: Arch = "", digest: Digest = False, as_json: Json = False) -> None:
-    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant.
-
-    Compiles every variant that the cache of kernels does not have, with or without a GPU: minutes, the first time.
-    """
+def kernels(arch: str, *, digest: bool, as_json: bool) -> None:
+    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant."""
     if digest:
         echo_json({"digest": sources_digest()}) if as_json else echo(sources_digest())
         return

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from opfuse.cli.output import ConfigPath, Json, echo, echo_json, error
+from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import is_due
 from opfuse.cli.results import keep, show
 from opfuse.config import load
@@ -26,16 +24,8 @@ WIDTH = 100
 """Characters of a plan miss's reason that are printed; the report has all of it."""
 
 
-def run(
-    config: ConfigPath,
-    *,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Where report and plot go.", show_default="runs/NAME")] = None,
-    as_json: Json = False,
-) -> None:
-    """Train the pipeline of a configuration, beside the same pipeline without a recipe, and report what fused."""
+def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: Path | None, as_json: bool) -> None:
+    """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     with reporter() as on_step:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from opfuse.cli.output import Json, echo
+from opfuse.cli.output import echo
 from opfuse.config.schema import schema_text
 
 
-def schema(as_json: Json = True) -> None:
+def schema() -> None:
     """Print the JSON schema of configurations."""
     echo(schema_text().rstrip("\n"))

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
-from opfuse.cli.output import ConfigPath, Json, echo, echo_json, error
+from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.results import keep, show
 from opfuse.cli.run import reporter
 from opfuse.config import load
 from opfuse.train import usable, writable
-from opfuse.train.study import POINTS, Study, study_overrides
+from opfuse.train.study import Study, study_overrides
 from opfuse.train.study_report import HEAD, dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
 
 
-class Subject(enum.StrEnum):
-    """What is studied."""
-
-    overrides = "overrides"
-
-
 def study(
-    subject: Annotated[Subject, typer.Argument(help="overrides: how far gradients are from the exact ones.", show_default=False)],
-    config: ConfigPath,
-    *,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)] = None,
-    points: Annotated[int, typer.Option(min=1, help="Points of the run at which gradients are compared.")] = POINTS,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Where table and plot go.", show_default="runs/NAME")] = None,
-    as_json: Json = False,
+    config: Path, *, steps: int | None, points: int, seed: int | None, device: str, out: Path | None, as_json: bool
 ) -> None:
-    """Compare gradients along a training run with the exact ones: of the built-in recipes that take a backward override, and of
-    the file's own, under every override.
-    """
+    """Measure under every override, and write the table; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     with reporter() as on_step:

@@ -1,4 +1,4 @@
-"""The lowered pipeline: nodes are values, quantization is explicit, and a networkx graph says how they are wired.
+"""The lowered pipeline: nodes are values, quantization is explicit, numbers of values say how they are wired.
 
 Nodes stand in forward order. A node reads values by number and writes new ones; value 0 is the pipeline's input. The *main*
 value of a node is its first input and first output; a channel is an edge like any other.
@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
-
 from opfuse.core.signature import TensorSig
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from opfuse.compiler.products import Product
 
 FORWARD = "forward"
@@ -101,8 +101,7 @@ class Graph:
 
     root: value that a quantized copy is a copy of; their gradients are one.
     extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
-    digraph: node indices as vertices, one edge per value read, with attribute ``value``. products: matrix products of ops with
-    quantized operands, and the formats that meet in them.
+    products: matrix products of ops with quantized operands, and the formats that meet in them.
     """
 
     nodes: tuple[Node, ...]
@@ -112,7 +111,6 @@ class Graph:
     producer: dict[int, int] = field(compare=False)
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
-    digraph: nx.MultiDiGraph = field(compare=False, repr=False)
     products: tuple[Product, ...] = ()
 
     @classmethod
@@ -125,22 +123,30 @@ class Graph:
         products: Iterable[Product] = (),
     ) -> Graph:
         """Wire ``nodes`` up. grads: numbers of the values that a gradient flows into."""
-        digraph = nx.MultiDiGraph()
-        digraph.add_nodes_from(node.index for node in nodes)
         producer = {value: node.index for node in nodes if FORWARD in node.directions for value in node.outputs}
         consumers: dict[int, list[int]] = {}
         for node in nodes:
             for value in (*node.inputs, *(value for _, value in node.operands)):
                 consumers.setdefault(value, []).append(node.index)
-                if value in producer:
-                    digraph.add_edge(producer[value], node.index, value=value)
         root: dict[int, int] = {}
         for node in nodes:
             if node.is_cast and node.inputs and node.inputs != node.outputs:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
         readers = {value: tuple(indices) for value, indices in consumers.items()}
         values = tuple(extra_inputs), tuple(outputs), frozenset(grads)
-        return cls(tuple(nodes), *values, producer, readers, root, digraph, tuple(products))
+        return cls(tuple(nodes), *values, producer, readers, root, tuple(products))
+
+    @cached_property
+    def digraph(self) -> nx.MultiDiGraph:
+        """Node indices as vertices, one edge per value read, with attribute ``value``."""
+        import networkx as nx  # which takes a fifth of a second, and only what shows or studies a graph needs it
+
+        wired = nx.MultiDiGraph()
+        wired.add_nodes_from(node.index for node in self.nodes)
+        for value, readers in self.consumers.items():
+            if value in self.producer:
+                wired.add_edges_from((self.producer[value], reader, {"value": value}) for reader in readers)
+        return wired
 
     def gradient_of(self, value: int) -> int:
         """The number under which the gradient of ``value`` is summed."""

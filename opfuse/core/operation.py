@@ -18,6 +18,7 @@ from torch import nn
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, place, word_of
+from opfuse.core.protocol import check_signatures, checked_gradients, checked_output
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
@@ -178,6 +179,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         if "reads_training" not in cls.__dict__ and adds_code(cls):
             cls.reads_training = True
         cls.word = word_of(cls, cls.kind, declared=named and trusted)
+        check_signatures(cls, BasicOperation)
         cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
         for plain, outer in (("op_forward", "fuser_forward"), ("op_backward", "fuser_backward")):
             if plain in cls.__dict__ and place(cls, (outer,)) > 0 and not calls(cls, outer, plain):
@@ -366,7 +368,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
             next_op_input_quantizer=next_op_input_quantizer,
             **basic_op_kwargs[0],
         )
-        return output, [()]
+        return checked_output(self.label, output), [()]
 
     def fuser_backward(
         self,
@@ -376,7 +378,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]],
     ) -> tuple[Any, Sequence[Gradients], Sequence[Gradients]]:
         """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_input, grad_params = checked_gradients(self.label, self.op_backward(basic_op_ctxs[0], grad_output))
         return grad_input, [grad_params], [()]
 
 

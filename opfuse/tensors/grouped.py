@@ -170,6 +170,9 @@ def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
 def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:
     """``sizes`` themselves; ShapeError unless they are numbers of rows that add up to ``rows``."""
     if any(size < 0 for size in sizes) or sum(sizes) != rows:
-        wanted, cure = f"numbers of rows with the sum {rows}", "count the rows of the input that belong to each group"
+        wanted, cure = (
+            f"numbers of rows, none below 0, with the sum {rows}",
+            "count the rows of the input that belong to each group",
+        )
         raise ShapeError(describe(f"{where} split sizes", wanted=wanted, got=f"{sizes} with the sum {sum(sizes)}", cure=cure))
     return sizes

@@ -603,3 +603,62 @@ def test_an_extra_output_that_someone_else_reads_must_be_made(outside):
     with pytest.raises(FusionError, match="a tensor for every extra output that leaves it") as error:
         model(torch.randn(3, 8))
     assert isinstance(error.value, RuntimeError)
+
+
+# -- what is written wrongly is told by its method -----------------------------------------------------------------------------
+
+
+def test_a_method_that_cannot_be_called_is_refused_with_its_class():
+    with pytest.raises(PipelineError, match=r"Plain.op_forward: wants .*next_op_input_quantizer=.* Cure: add [*][*]kwargs"):
+
+        class Plain(ops.BasicOperation):
+            def op_forward(self, ctx, x):
+                return x
+
+    with pytest.raises(
+        PipelineError, match=r"Back.op_backward: wants .* Cure: write it as op_backward\(self, ctx, grad_output\)"
+    ):
+
+        class Back(ops.BasicOperation):
+            def op_backward(self, grad_output):
+                return grad_output, ()
+
+    class Own(ops.BasicOperation):  # calls its own methods as it likes
+        def op_forward(self, x):
+            return x
+
+        def fuser_forward(self, basic_op_ctxs, x, **kwargs):
+            return self.op_forward(x), [()]
+
+    x = torch.randn(2, 8)
+    assert ops.Sequential(Own())(x).equal(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "told"),
+    [
+        (lambda x: None, lambda dy: (dy, ()), "op_forward: wants a tensor, got NoneType"),
+        (lambda x: (x, x), lambda dy: (dy, ()), "op_forward: wants a tensor, got tuple"),
+        (lambda x: x * 2, lambda dy: dy, "op_backward: wants .*, got Tensor"),
+        (lambda x: x * 2, lambda dy: (dy,), "op_backward: wants .*, got 1 values"),
+    ],
+)
+def test_a_result_of_another_form_is_refused(forward, backward, told):
+    class Wrong(ops.BasicOperation):
+        def op_forward(self, ctx, x, **kwargs):
+            return forward(x)
+
+        def op_backward(self, ctx, dy):
+            return backward(dy)
+
+    with pytest.raises(PipelineError, match=told):
+        ops.Sequential(Wrong())(torch.randn(2, 8, requires_grad=True)).sum().backward()
+
+
+def test_a_constructor_that_forgot_its_base_is_named():
+    class Forgot(ops.BasicOperation):
+        def __init__(self):
+            self.__dict__["size"] = 8
+
+    with pytest.raises(PipelineError, match=r"class Forgot: .* Cure: call super\(\).__init__\(\) first"):
+        ops.Sequential(ops.Linear(8, 8), Forgot())(torch.randn(2, 8))

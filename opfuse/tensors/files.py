@@ -27,12 +27,13 @@ VERSION = 1
 _TEXT = ".planes"
 _MARK = b'{"opfuse": '
 
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _FAMILIES = get_args(get_type_hints(Format)["family"])
 _QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name != Quantizer.__name__]
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (QuantizedStorage, Plane, GroupedPlane, Format, Element, *_QUANTIZERS)}
 _MADE: dict[str, Callable[..., Any]] = _CLASSES | {
     "QuantizedStorage": lambda shape, **others: QuantizedStorage(torch.Size(shape), **others),
-    "dtype": lambda name: _checked(getattr(torch, name), torch.dtype),
+    "dtype": lambda name: _DTYPES[name],
 }
 """What makes a value of a text, by the name of its type. A text names nothing else."""
 

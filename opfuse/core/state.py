@@ -171,9 +171,9 @@ def _name(role: str, _: str, field: str) -> str:
 def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     """Tell ``model`` that it trains under ``recipe`` (None: ``DelayedScaling()``), so that its state dict has the keys of states.
 
-    Whatever has run then, the keys are the same: call it once the model is built, in each run that saves or loads checkpoints
-    key by key, as torch.distributed.checkpoint does. ``load_state_dict`` needs no such call. Ops to whose operands the recipe
-    gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
+    Whatever has run then, the keys are the same: call it once the model is built, on each rank of each run that saves or loads
+    checkpoints key by key, as torch.distributed.checkpoint does. ``load_state_dict`` needs no such call. Ops to whose operands
+    the recipe gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
     """
     wanted = DelayedScaling() if recipe is None else as_recipe(recipe)
     delayed = [

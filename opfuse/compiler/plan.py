@@ -13,7 +13,7 @@ from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
-from opfuse.core.cast import Cast
+from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
 from opfuse.core.grouped import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -81,6 +81,12 @@ class Plan:
     def first_trained(self) -> int:
         """The first op that the backward pass reaches; their number if it reaches none."""
         return min((node.op for node in self.graph.nodes if node.needs), default=len(self.ops))
+
+    @cached_property
+    def delays(self) -> bool:
+        """Whether scales of gradients come from earlier steps."""
+        casts = [*self.casts.values(), *(cast for own in self.own_casts.values() for cast in own.values())]
+        return any(cast.role == GRADIENT and cast.is_delayed for cast in casts)
 
     @property
     def fusions(self) -> tuple[str, ...]:

@@ -66,6 +66,11 @@ class Cast:
     state: DelayedScalingState | None = None
     group: Any = None
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its scales come from a state."""
+        return self.state is not None
+
     def __call__(self, x: Value) -> QuantizedStorage:
         """Planes of ``x`` of shape (..., K). What is quantized already passes through, but a parameter is cast anew."""
         if isinstance(x, QuantizedTensor):

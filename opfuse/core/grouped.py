@@ -27,6 +27,10 @@ class GroupedCast(Cast):
     states: tuple[DelayedScalingState, ...] = ()
     padded: bool = False
 
+    @property
+    def is_delayed(self) -> bool:
+        return bool(self.states)
+
     def __call__(self, x: Value, splits: torch.Tensor | Sizes | None = None) -> QuantizedStorage:
         """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal; a tensor is read by the host."""
         if isinstance(x, QuantizedStorage) and sizes_of(x) is not None:

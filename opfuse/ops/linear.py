@@ -15,7 +15,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.core.spec import Size, checked_spec
-from opfuse.errors import ShapeError, describe
+from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
@@ -184,6 +184,14 @@ class Linear(FusibleOperation):
     @property
     def _product(self) -> BasicLinear:
         return cast(BasicLinear, self.basic_ops[0])
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """SpecError for a bias where none was asked for: no op would add it. A ``forward`` of one's own may."""
+        spec = self.__dict__.get("spec")
+        if name == "bias" and param is not None and spec is not None and not spec.use_bias and self.joins:
+            where, cure = f"{self.label}.bias", "build it with bias=True, or put a Bias behind it"
+            raise SpecError(describe(where, wanted="None, for bias=False", got=f"a parameter {tuple(param.shape)}", cure=cure))
+        super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
         """Values as ``nn.Linear`` draws them."""

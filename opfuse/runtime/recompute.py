@@ -121,6 +121,25 @@ def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any
     return lambda run: _under(kind, run)
 
 
+def check_once(label: str) -> None:
+    """UnsupportedError for a backward pass that the function of a checkpoint runs: it would count its amaxes once more.
+
+    For plans whose gradients have delayed scales. Looked at once a pass; not seen where autograd has a thread of its own.
+    """
+    task = _in_backward()
+    if task == _CHECKED[0]:
+        return
+    if any(found.again is None and found.strict for found in _checkpoints(sys._getframe(1), beyond=True)):
+        wanted, got = "a backward pass that runs once", "one inside the function of a checkpoint, under delayed scaling"
+        cure = "run it outside of the checkpoint, or under a recipe that keeps no state"
+        raise UnsupportedError(describe(f"backward of {label}", wanted=wanted, got=got, cure=cure))
+    _CHECKED[0] = task
+
+
+_CHECKED = [-1]
+"""The backward pass that was looked at last."""
+
+
 def _join(first: list[_Found], record: _Record, at: int) -> None:
     """Have the checkpoints that run for the first time know ``record``, from this call on."""
     for found in first:
@@ -195,12 +214,12 @@ def _unknown_torch() -> UnsupportedError:
     return UnsupportedError(describe("activation checkpointing", wanted="a torch with a known checkpoint", got=got, cure=cure))
 
 
-def _checkpoints(frame: FrameType | None) -> Iterator[_Found]:
-    """The checkpoints around, innermost first."""
+def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_Found]:
+    """The checkpoints around, innermost first. beyond: those, too, that run a function which runs a backward pass."""
     codes, task = _codes(), _in_backward()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == _ENGINE:
+        if code.co_name == _ENGINE and not beyond:
             return  # what lies beyond is about a backward pass around this one
         if code is codes.run:
             generator = frame.f_locals.get("gen")

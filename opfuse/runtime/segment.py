@@ -15,6 +15,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.programs import runner_of
+from opfuse.runtime.recompute import check_once
 from opfuse.runtime.run import Kept, Kwargs, Runner
 from opfuse.tensors.grouped import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
@@ -67,6 +68,8 @@ class _SegmentFunction(torch.autograd.Function):
                 )
             )
         check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
+        if ctx.runner.plan.delays:
+            check_once(ctx.runner.plan.name)
         received: dict[int, torch.Tensor | None] = {}
         for value, grad in zip(ctx.values, grad_outputs):
             earlier = received.get(value)

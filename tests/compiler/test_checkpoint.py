@@ -336,6 +336,32 @@ def test_the_backward_of_a_function_may_call_another_pipeline() -> None:
     assert torch.equal(x.grad, other(dy))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["none", "fp8_current", "delayed"])
+def test_a_backward_pass_inside_a_checkpoint_is_the_same_again_or_refused(recipe: str, reentrant: bool) -> None:
+    """Torch runs it twice; under delayed scaling the second would cast with other scales (dW 60 % off) and count twice."""
+    model = block()[:4]
+
+    def stepped(x: torch.Tensor) -> torch.Tensor:
+        with opfuse.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+            inner = x.detach().requires_grad_()
+            with torch.enable_grad():
+                (grad,) = torch.autograd.grad(model(inner).square().sum(), inner)
+            return model(x + grad)
+
+    grads = []
+    for run in (stepped, lambda x: torch.utils.checkpoint.checkpoint(stepped, x, use_reentrant=reentrant)):
+        x = torch.ones(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        model.zero_grad()
+        if recipe == "delayed" and run is not stepped:
+            with pytest.raises(UnsupportedError, match="inside the function of a checkpoint"):
+                run(x)
+            return
+        run(x).sum().backward()
+        grads.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, *grads))
+
+
 def test_validation_in_a_checkpoint_counts_no_amax() -> None:
     model = block().eval()
     x = torch.randn(32, 64, dtype=torch.bfloat16)

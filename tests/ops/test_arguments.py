@@ -184,3 +184,18 @@ def test_a_file_gives_the_same_finding_with_its_place(kind, field):
         wanted = domain.wanted.replace("None", "null").replace("True", "true").replace("False", "false")
         assert (found.code, under) == ("bad-value", text)
         assert found.message.startswith(f"{key} wants {wanted}, got "), found.message
+
+
+def test_a_bias_that_no_op_would_add_is_refused():
+    class Whole(ops.Linear):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    given = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(errors.SpecError, match=r"bias: wants None, for bias=False, got a parameter \(4,\)"):
+        ops.Linear(8, 4, bias=False).bias = given
+    for linear in (ops.Linear(8, 4), Whole(8, 4, bias=False)):
+        linear.bias = None
+        linear.bias = given
+        x = torch.ones(2, 8)
+        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight, given))

@@ -48,6 +48,20 @@ def test_activation_example_has_the_right_gradient_and_fuses(names: dict[str, An
     assert any("softsign" in name for places in fused for name in places)
 
 
+def test_channel_example_adds_the_residual(names: dict[str, Any]) -> None:
+    norm, linear = names["norm"], names["block"][2]
+    x = torch.randn(4, 64)
+    assert torch.equal(names["block"](x), linear(norm(x)) + x)
+
+
+def test_own_op_example_has_the_right_gradients(names: dict[str, Any]) -> None:
+    op = names["Gain"](8).double()
+    assert torch.autograd.gradcheck(op, (torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True),))
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    op(x).sum().backward()
+    assert torch.allclose(op.gain.grad, x.sum((0, 1)))
+
+
 def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
     from opfuse import register_fusion
 

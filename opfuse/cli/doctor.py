@@ -19,7 +19,7 @@ from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
 from opfuse.recipes.settings import settings_of
 
-PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "pydantic", "ruamel.yaml")
+PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python", "pydantic", "ruamel.yaml")
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
 
 

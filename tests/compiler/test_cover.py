@@ -657,6 +657,15 @@ def test_a_joint_rule_sees_ops_that_want_no_gradient():
         assert differences(results[0].tensors, results[1].tensors) == []
 
 
+@pytest.mark.parametrize(("between", "status"), [({"cast": "quantize"}, "fused"), ({}, "absent")])
+def test_a_joint_rule_names_the_cast_of_the_gradient_between_its_ops(between, status):
+    pattern = {"linear": "linear", **between, "bias": "bias"}
+    either = rule("either", pattern).forward
+    made = fusion("joint", pattern, forward=either, backward=either)
+    plan = planned(ops.Linear(64, 64), rules=RuleSet((made,)), recipe=MXFP8BlockScaling())
+    assert {outcome.status for outcome in outcomes(plan, "joint")} == {status}
+
+
 def test_a_joint_rule_keeps_its_own_state():
     def forward(x: torch.Tensor, *, act: Context, scale: Context) -> torch.Tensor:
         y = run_chain(x, [act, scale], dtype=x.dtype)

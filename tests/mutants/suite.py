@@ -175,17 +175,25 @@ def run(paths: Sequence[Path | str], plugin: Chosen, *options: str) -> int:
     return int(pytest.main([*arguments, *map(str, paths)], plugins=[plugin]))
 
 
+IMPORTED = ""
+"""Stands for a test among those that ran a line, if it ran while modules were imported."""
+
+
 @dataclass(frozen=True)
 class Coverage:
-    """``lines[file][line]``: tests that ran the line. ``seconds``: what each test takes."""
+    """``lines[file][line]``: tests that ran the line, or ``IMPORTED``. ``seconds``: what each test takes."""
 
     lines: Mapping[str, Mapping[int, frozenset[str]]]
     seconds: Mapping[str, float]
 
     def tests(self, file: str, span: Sequence[int] | None) -> list[str]:
-        """Tests that ran one of these lines of ``file``, or any line for None: of each test its fastest case first."""
+        """Tests that ran one of these lines of ``file``, or any line for None, and for what is run by imports alone: of each
+        test its fastest case first."""
         ran = self.lines.get(file, {})
         found = frozenset().union(*(ran.get(line, frozenset()) for line in (ran if span is None else span)))
+        if found == {IMPORTED}:
+            found = frozenset().union(*ran.values())
+        found -= {IMPORTED}
         fastest: list[str] = []
         others: list[str] = []
         seen: set[str] = set()
@@ -209,7 +217,7 @@ def measured(path: Path, files: Sequence[str]) -> dict[str, Any]:
             measuring.switch_context(nodeid)
 
         def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-            measuring.switch_context("")
+            measuring.switch_context(IMPORTED)
 
     plugin = Contexts()
     measuring.start()
@@ -218,10 +226,10 @@ def measured(path: Path, files: Sequence[str]) -> dict[str, Any]:
     if code not in (0, 1, 5):  # passed, failed, no tests: else the file could not be read
         raise RuntimeError(f"pytest ended with {code}")
     data, passed = measuring.get_data(), set(plugin.passed) - set(plugin.failed)
-    found: dict[str, dict[str, list[int]]] = {test: {} for test in passed}
+    found: dict[str, dict[str, list[int]]] = {test: {} for test in (IMPORTED, *passed)}
     for file in data.measured_files():
         name = str(Path(file).relative_to(ROOT))
         for line, contexts in data.contexts_by_lineno(file).items():
-            for test in passed.intersection(contexts):
+            for test in found.keys() & contexts:
                 found[test].setdefault(name, []).append(line)
     return {"seconds": {test: plugin.seconds[test] for test in passed}, "lines": found, "failed": plugin.failed}

@@ -1,6 +1,10 @@
 """A module with mutants of every fate; ``check_clamp.py`` are its tests, on purpose too weak."""
 
-LIMIT = 8
+def twice(value: int) -> int:
+    return value + value
+
+
+LIMIT = twice(4)
 
 
 def clamp(value: int, low: int = 0, high: int = LIMIT) -> int:

@@ -657,6 +657,21 @@ def test_a_joint_rule_sees_ops_that_want_no_gradient():
         assert differences(results[0].tensors, results[1].tensors) == []
 
 
+def test_a_backward_rule_runs_only_where_its_last_output_got_a_gradient():
+    """Here the extra output alone did, so that the ops run one by one."""
+
+    def backward(dy: torch.Tensor, *, act: Context, copy: Context) -> torch.Tensor:
+        raise AssertionError
+
+    made = fusion("act_copy", {"act": "gelu", "copy": "make_extra_output"}, backward=backward)
+    model, x = OperationFuser((ops.GELU(), ops.MakeExtraOutput()), rules=RuleSet((made,))), randn(4, 8).requires_grad_()
+    _, extra = model(x)
+    extra.sum().backward()
+    again = x.detach().requires_grad_()
+    ops.GELU()(again).sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
 @pytest.mark.parametrize(("between", "status"), [({"cast": "quantize"}, "fused"), ({}, "absent")])
 def test_a_joint_rule_names_the_cast_of_the_gradient_between_its_ops(between, status):
     pattern = {"linear": "linear", **between, "bias": "bias"}

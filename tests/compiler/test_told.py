@@ -30,6 +30,10 @@ def test_a_region_in_which_no_op_runs():
         with opfuse.autocast(recipe=MX, **options):
             inside()
 
+    def region_of_high_precision(inside):
+        with opfuse.autocast(recipe=MX), opfuse.autocast(enabled=False):
+            inside()
+
     model, plain, x = ops.Sequential(ops.Linear(32, 32)), nn.Linear(32, 32), torch.randn(32, 32)
     for _ in range(2):
         assert told(lambda: region(lambda: model(x))) == []
@@ -39,6 +43,8 @@ def test_a_region_in_which_no_op_runs():
     assert told(lambda: region(lambda: opfuse.explain(model, x))) == []
     assert told(lambda: region(lambda: plain(x), enabled=False)) == []
     assert told(lambda: region(lambda: ops.RMSNorm(32)(x))) == []  # of opfuse, though it has nothing to quantize
+    (warning,) = told(lambda: region_of_high_precision(lambda: model(x)))
+    assert "wants ops of opfuse that run under the recipe, got none" in str(warning.message)
     (warning,) = told(lambda: region(lambda: plain(x)))
     assert "wants ops of opfuse that run under the recipe, got none" in str(warning.message)
     assert warning.filename == __file__

@@ -1,5 +1,6 @@
 """A module with mutants of every fate; ``check_clamp.py`` are its tests, on purpose too weak."""
 
+
 def twice(value: int) -> int:
     return value + value
 

@@ -1,0 +1,186 @@
+"""Writes docs/trace.md, one call followed through the rooms with its real values: ``python -m docs.trace``; a test compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.compiler.plan import Plan
+from opfuse.formats import ROWWISE
+from opfuse.kernels.chains.cast import forward_chain_cast
+from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.numerics.activations import BIAS, GELU
+from opfuse.numerics.chain import Stage
+from opfuse.runtime.fuser import recorded_plans
+from opfuse.tensors.quantizers import MXFP8Quantizer
+
+DOCUMENT = Path(__file__).resolve().parent / "trace.md"
+ROWS, WIDTH = 32, 64
+SHOWN = 4
+
+TEXT = """# One call, traced
+
+A pipeline of three ops, called with gradients under MXFP8, followed from the user's line to the text of a kernel. The values are
+those of a CPU, whose casts and products have the bits of the definitions. `python -m docs.trace` writes this page.
+
+```py
+torch.manual_seed(0)
+model = ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64)).bfloat16()
+x = torch.randn(32, 64).bfloat16().requires_grad_()
+with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+    y = model(x)
+```
+
+## 1. The key (`runtime/fuser.py`, `compiler/plan.py`)
+
+What the plan may depend on, and nothing else. A call with an equal key finds the plan; one that differs is told by the leaf:
+
+{key}
+
+## 2. The lowered graph (`compiler/lower.py`)
+
+`Linear` is a product and a bias. Around each product stand quantize nodes: of the input, of the weight, and of the output's
+gradient, which acts in the backward pass alone and leaves the value's number as it is.
+
+{graph}
+
+## 3. Claims (`compiler/cover.py`, `fusions/`)
+
+Each rule has an outcome at each place. These fired; what no rule takes runs alone. All nodes are one segment, one autograd node,
+for quantized values flow between them.
+
+{groups}
+
+## 4. The run (`runtime/run.py`, `tensors/`, `numerics/`)
+
+The interpreter goes through the groups in order, with values by number. What node 0 makes of the first {shown} of the first 32
+elements, which share one E8M0 scale (`numerics/scales.py`, `numerics/scalars.py`):
+
+{cast}
+
+Value 5 is what GELU made of product and bias, value 9 the result:
+
+{values}
+
+The second call of a look is recorded as it runs, from the third on the recording is repeated (`runtime/programs.py`, `program/`):
+torch's ops and launches in a straight line, with addresses filled in.
+
+## 5. The kernel (`kernels/chains/`)
+
+On a GPU the epilogue of nodes 4 to 6 is one kernel. Its text is written from the ops' declared expressions
+(`kernels/chains/text.py`), takes the place of `generated.cuh` in `cuda/chain_tile.cu`, and is compiled once for this structure;
+shapes, addresses and constants are its parameter. Tests compare the launch (`kernels/chains/cast.py`) with `numerics/`, to 1 unit
+in the last place where an op approximates, as GELU does:
+
+{launch}
+
+```cuda
+{cuda}```
+"""
+
+
+def table(head: Sequence[str], rows: Iterator[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *rows])
+
+
+def _plan() -> tuple[Plan, ops.Sequential, torch.Tensor, torch.Tensor]:
+    """The plan of the call, the model, its input and its result; three training calls were made."""
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH)).bfloat16()
+    x = torch.randn(ROWS, WIDTH).bfloat16().requires_grad_()
+    with recorded_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        for _ in range(3):
+            y = model(x)
+    return plans[-1], model, x.detach(), y.detach()
+
+
+def _key(plan: Plan) -> Iterator[Sequence[object]]:
+    env = plan.key.env
+    yield "env.recipe", f"`{env.recipe}`"
+    yield "env.backward_override", env.recipe.backward_override
+    yield "env.device, env.arch", f"{env.device}, {env.arch}"
+    yield "env.rows_class", f"{env.rows_class}, the greatest common divisor of rows and 128"
+    yield "env.aligned, env.level", f"{env.aligned}, {env.level}"
+    yield "ops", "a digest of the ops' hyper-parameters and channels"
+    yield "inputs", "dtypes, sizes and gradients of the input and of each parameter"
+    yield "rules", "a digest of the active rules"
+
+
+def _nodes(plan: Plan) -> Iterator[Sequence[object]]:
+    for node in plan.graph.nodes:
+        yield f"`{node.name}`", _numbers(node.inputs, node.operands), _numbers(node.outputs)
+
+
+def _groups(plan: Plan) -> Iterator[Sequence[object]]:
+    (segment,) = plan.segments
+    for direction, groups in (("forward", segment.forward), ("backward", segment.backward)):
+        for group in groups:
+            names = " ".join(f"`{plan.graph.nodes[i].name}`" for i in group.nodes)
+            yield direction, names, group.rule.name if group.rule else "alone"
+
+
+def _cast(x: torch.Tensor) -> Iterator[Sequence[object]]:
+    quantized = MXFP8Quantizer(columnwise=False)(x)
+    plane = quantized.record.plane(ROWWISE)
+    yield "x[0, :4]", *x[0, :SHOWN].tolist()
+    yield "largest of the 32", x[0, :32].abs().max().item(), "", "", ""
+    yield "E8M0 byte of the scale", plane.scale.flatten()[0].item(), "", "", ""
+    yield "E4M3 codes", *plane.data[0, :SHOWN].view(torch.uint8).tolist()
+    yield "decoded", *quantized.dequantize()[0, :SHOWN].tolist()
+
+
+def _values(model: ops.Sequential, x: torch.Tensor, y: torch.Tensor) -> Iterator[Sequence[object]]:
+    with torch.no_grad(), opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        hidden = model[1](model[0](x))
+    yield "value 5 [0, :4]", *hidden[0, :SHOWN].tolist()
+    yield "value 9 [0, :4]", *y[0, :SHOWN].tolist()
+
+
+def _launched() -> tuple[Variant, str, Grid]:
+    """The kernel that the epilogue launches, told by a launcher that launches nothing."""
+    told: list[tuple[Variant, str, Grid]] = []
+
+    def record(variant: Variant, entry: str, grid: Grid, *_: object, **__: object) -> None:
+        told.append((variant, entry, grid))
+
+    x, bias = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16), torch.zeros(WIDTH, dtype=torch.bfloat16)
+    encoding = MXFP8Quantizer().encoding(x.shape, x.dtype)
+    if encoding is None:
+        raise TypeError("MXFP8 has no encoding")
+    forward_chain_cast.run(record, x, (Stage(BIAS, {"bias": bias}), Stage(GELU)), encoding, keep=(1,))
+    return told[0]
+
+
+def _launch(variant: Variant, entry: str, grid: Grid) -> Iterator[Sequence[object]]:
+    yield "source", f"`cuda/{variant.source}`, entry `{entry}`"
+    yield "defines", " ".join(f"`{define}`" for define in variant.defines)
+    yield "grid", f"{grid.blocks} block of {grid.threads} threads"
+
+
+def document() -> str:
+    """The page."""
+    plan, model, x, y = _plan()
+    variant, entry, grid = _launched()
+    return TEXT.format(
+        shown=SHOWN,
+        key=table(("leaf", "value"), _key(plan)),
+        graph=table(("node", "reads", "writes"), _nodes(plan)),
+        groups=table(("pass", "nodes", "rule"), _groups(plan)),
+        cast=table(("", "0", "1", "2", "3"), _cast(x)),
+        values=table(("", "0", "1", "2", "3"), _values(model, x, y)),
+        launch=table(("", ""), _launch(variant, entry, grid)),
+        cuda=variant.generated,
+    )
+
+
+def _numbers(values: Sequence[int], operands: Sequence[tuple[str, int]] = ()) -> str:
+    return ", ".join([*map(str, values), *(f"{name} {value}" for name, value in operands)]) or "-"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")

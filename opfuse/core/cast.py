@@ -11,7 +11,7 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
-from opfuse.core.sizes import cure_of
+from opfuse.core.sizes import check_features, cure_of
 from opfuse.errors import DtypeError, describe
 from opfuse.kernels.casts.encoding import Encoded, Encoding
 from opfuse.kernels.engine.launch import listener
@@ -99,6 +99,9 @@ class Cast:
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor. A dtype that is not the input's is traced back."""
+        features = getattr(self.op, "in_features", None)
+        if self.role == "input" and features is not None:
+            check_features(self.where, shape, features)
         taken = quantizer.input_dtypes
         if taken and dtype not in taken and self.op.compute_dtype(self.env, _example(taken[0])) == dtype:
             source = "of torch.autocast" if self.env.autocast else "of the op's parameters"

@@ -1,10 +1,11 @@
-"""What a user can type where a block of a format does not divide a size: which of his sizes it is, and how it is rounded up."""
+"""Sizes that an op or a format cannot take: which of the user's sizes it is, and what he can type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from opfuse.errors import ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.numerics.layouts import Layout, round_up
 
@@ -28,6 +29,14 @@ _CURES = {
 }
 _COLUMNS = "pad the last dimension, torch.nn.functional.pad(x, (0, {spare}))"
 _OVERRIDE = ", or compute gradients in high precision, recipe.replace(backward_override='dequantized')"
+
+
+def check_features(where: str, shape: Sequence[int], features: int) -> None:
+    """ShapeError unless ``shape`` is (..., features): said before any format has its say."""
+    if tuple(shape[-1:]) != (features,):
+        other = f", or build the op with in_features={shape[-1]}" if shape and shape[-1] else ""
+        wanted, cure = f"shape (..., {features})", f"pass {features} features, or have the op before it make so many{other}"
+        raise ShapeError(describe(where, wanted=wanted, got=tuple(shape), cure=cure))
 
 
 def cure_of(op: Any, tensor_type: str, *, overridable: bool) -> Callable[[Layout], str]:

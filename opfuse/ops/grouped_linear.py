@@ -16,6 +16,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env
+from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, checked_spec, new_parameter
 from opfuse.errors import ShapeError, describe
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
@@ -220,9 +221,7 @@ class GroupedLinear(BasicOperation):
         return y
 
     def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
-        if len(x.shape) < 1 or x.shape[-1] != self.in_features:
-            wanted, cure = f"shape (..., {self.in_features})", "check the preceding op's size"
-            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
+        check_features(f"{self.label} input", x.shape, self.in_features)
         check_splits(splits, self.num_groups, where=self.label)
         if scales is None:
             return

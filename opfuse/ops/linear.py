@@ -14,8 +14,9 @@ from torch import nn
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
+from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, checked_spec
-from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
@@ -122,15 +123,7 @@ class BasicLinear(BasicOperation):
         return dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
 
     def _check_input(self, x: Value) -> None:
-        if len(x.shape) < 1 or x.shape[-1] != self.spec.in_features:
-            raise ShapeError(
-                describe(
-                    f"{self.label} input",
-                    wanted=f"shape (..., {self.in_features})",
-                    got=tuple(x.shape),
-                    cure="check the preceding op's size",
-                )
-            )
+        check_features(f"{self.label} input", x.shape, self.spec.in_features)
 
 
 @dataclass(frozen=True)

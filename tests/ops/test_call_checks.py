@@ -261,3 +261,12 @@ def test_an_error_that_no_check_explains_is_the_callers():
 
     with pytest.raises(RuntimeError, match="its storage was freed"):
         ops.Sequential(ops.GELU())(torch.randn(2, 8).as_subclass(Freed))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling(disable_rht=True)])
+def test_another_number_of_features_is_told_before_any_format_has_its_say(recipe):
+    """A size that no block of the recipe divides is wrong because the op has another one: the cure is not to pad."""
+    model = ops.Sequential(ops.Linear(64, 64))
+    told = r"shape \(\.\.\., 64\), got \(32, 63\)\. Cure: .* in_features=63"
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(errors.ShapeError, match=told):
+        model(torch.randn(32, 63))

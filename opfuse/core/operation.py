@@ -223,14 +223,14 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     @property
     def known(self) -> Known:
         """What the compiler may rely on: what is declared, unless this very object has methods of its own."""
-        if not self.patched:
+        if not self.patches(self.speaks_for):
             return Known(self.word, self.traits, self.is_cast, self.accepts_quantized, self.casts_itself)
         return Known(f"patched.{self.word}", **WITHOUT, casts_itself=self.asks_casts)
 
     @property
     def promised(self) -> tuple[str, ...] | None:
         """The names that its forward leaves saved; None where its methods are not those that declared them."""
-        return self.saves if not self.patched and holds(type(self), ("saves",), METHODS) else None
+        return self.saves if not self.patches(METHODS) and holds(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
         given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))

@@ -6,12 +6,11 @@ So a call that changes nothing pays for one comparison with a number, :attr:`Wat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from opfuse.core.declared import METHODS
 from opfuse.errors import OpfuseWarning, describe
 
 Slots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
@@ -66,10 +65,9 @@ class WatchedModule(nn.Module):
             self.__dict__["revision"] = self.revision + 1
             WatchedModule.epoch += 1
 
-    @property
-    def patched(self) -> bool:
-        """Whether an attribute of this very object stands for one of the methods that the compiler calls."""
-        return not self.__dict__.keys().isdisjoint(METHODS)
+    def patches(self, methods: Collection[str]) -> bool:
+        """Whether an attribute of this very object stands for one of ``methods``."""
+        return not self.__dict__.keys().isdisjoint(methods)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

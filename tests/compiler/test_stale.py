@@ -239,3 +239,21 @@ def test_one_op_three_times_is_one_object_with_three_places():
     model = ops.Sequential(op, op, ops.GELU(), op)
     assert torch.autograd.gradcheck(lambda x, *_: model(x), (x, *model.parameters()), atol=1e-6)
     assert recipes.current_recipe() is None
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+def test_helpers_that_fusions_pass_over_run_where_one_object_has_its_own(recipe):
+    model = ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 32), ops.ConstantScale(0.5)).bfloat16()
+    norm, scale, x = model[0], model[2], randn(32, 32)
+
+    def called() -> torch.Tensor:
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            return model(x)
+
+    before = called()
+    scale.compute_dtype = lambda env, x: torch.float32
+    assert called().dtype == torch.float32
+    norm.produce = lambda ctx, x, *, out_dtype=None: type(norm).produce(norm, ctx, x, out_dtype=out_dtype) * 0
+    assert torch.equal(called(), model[1].bias.float().expand(32, 32) * 0.5)
+    del scale.compute_dtype, norm.produce
+    assert torch.equal(called(), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +16,12 @@ class Channel:
 
     name: str | None = None
     to_caller: bool = True
+
+
+def cure_of_extras(ops: Iterable[Any]) -> str:
+    """What a caller of ``ops`` passes beside the input: a tensor for each extra input without a channel."""
+    asking = [op.label for op in ops for channel in op.extra_input_channels if channel.name is None]
+    return f"pass x, and a tensor for each of {', '.join(asking)}, in this order" if asking else "pass x alone"
 
 
 class ChannelMixin:

@@ -14,6 +14,7 @@ from torch import nn
 from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
+from opfuse.core.channels import cure_of_extras
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.tracers import break_graph, check_partial, check_proxy, outside
 from opfuse.core.watched import WatchedModule
@@ -271,10 +272,15 @@ class Sequential(nn.Module):
         own = sum(run.extra_inputs.count(None) for run in runs if isinstance(run, OperationFuser))
         return own + sum(run._wanted() for run in runs if isinstance(run, Sequential))
 
+    def _basic_ops(self) -> Iterator[BasicOperation]:
+        for run in self.runs():
+            if isinstance(run, (OperationFuser, Sequential)):
+                yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
+
     def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         wanted = self._wanted()
         if len(extra_inputs) != wanted:
-            cure = "pass one tensor for each extra input that has no channel, in op order"
+            cure = cure_of_extras(self._basic_ops())
             raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
         return iter(extra_inputs)
 

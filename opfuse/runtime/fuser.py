@@ -18,6 +18,7 @@ import torch
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
+from opfuse.core.channels import cure_of_extras
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
@@ -342,7 +343,7 @@ class OperationFuser:
                     self.label,
                     wanted=f"{len(self.extra_inputs)} extra inputs",
                     got=len(extras),
-                    cure="pass one tensor for each extra input that has no channel, in op order",
+                    cure=cure_of_extras(self.ops),
                 )
             )
         for op, given in zip(self.ops, kwargs or ()):

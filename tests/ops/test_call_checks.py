@@ -270,3 +270,16 @@ def test_another_number_of_features_is_told_before_any_format_has_its_say(recipe
     told = r"shape \(\.\.\., 64\), got \(32, 63\)\. Cure: .* in_features=63"
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(errors.ShapeError, match=told):
         model(torch.randn(32, 63))
+
+
+def test_ops_that_ask_for_extra_inputs_are_named():
+    x, add = torch.randn(4, 8), ops.AddExtraInput()
+    inner = ops.Sequential(ops.Sequential(add), nn.Tanh(), ops.ScaledSwiGLU())
+    each = r"for each of AddExtraInput\(\), ScaledSwiGLU\(\), in this order"
+    for model, given, told in (
+        (inner, (), each),
+        (add, (), r"for each of AddExtraInput\(\), in this order"),
+        (ops.Sequential(ops.GELU()), (x,), "pass x alone"),
+    ):
+        with pytest.raises(errors.PipelineError, match=told):
+            model(x, *given)

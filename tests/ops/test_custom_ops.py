@@ -7,7 +7,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.core.context import Context
-from opfuse.errors import FusionError, PipelineError
+from opfuse.errors import FusionError, PipelineError, SpecError
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -653,6 +653,14 @@ def test_a_result_of_another_form_is_refused(forward, backward, told):
 
     with pytest.raises(PipelineError, match=told):
         ops.Sequential(Wrong())(torch.randn(2, 8, requires_grad=True)).sum().backward()
+
+
+def test_an_activation_without_math_is_named():
+    class Empty(ops.Activation):
+        pass
+
+    with pytest.raises(SpecError, match=r"class Empty: wants its math, got none[.] Cure: write math = ops.Pointwise"):
+        Empty()
 
 
 def test_a_constructor_that_forgot_its_base_is_named():

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from opfuse.cli.kernels import table
-from opfuse.kernels.engine import cubins, launch
+from opfuse.kernels.engine import compiling, cubins
 
 SCRIPT = """
 import json, time
 import torch
 from opfuse.formats import E4M3, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.casts import tensor as cast
-from opfuse.kernels.engine import launch
 from opfuse.kernels.casts.block import cast_block
+from opfuse.kernels.engine import compiling
 from opfuse.numerics.layouts import Layout
 
 def timed(call):
@@ -37,14 +37,14 @@ def timed(call):
     return 1e3 * (time.perf_counter() - start)
 
 compiled = []
-compile_text = launch.compile_text
-launch.compile_text = lambda *args: compiled.append(args) or compile_text(*args)
+compile_text = compiling.compile_text
+compiling.compile_text = lambda *args: compiled.append(args) or compile_text(*args)
 
 def layouts(fmt, x):
     return [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES]
 
 x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-library = timed(lambda: compile_text("__global__ void nothing() {}", launch.architecture(0)))
+library = timed(lambda: compile_text("__global__ void nothing() {}", compiling.architecture(0)))
 scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 calls = {
     "MXFP8, row + col": lambda x: cast.cast_mx(x, layouts(mxfp8(E4M3), x)),
@@ -88,7 +88,7 @@ def records() -> Iterator[dict[str, Any]]:
 def resources() -> Iterator[dict[str, Any]]:
     """Registers of a thread, and bytes of them that are spilled, of each kernel's largest variant on this device."""
     most: dict[str, dict[str, int]] = {}
-    for row in table(launch.architecture(torch.cuda.current_device())):
+    for row in table(compiling.architecture(torch.cuda.current_device())):
         known = most.setdefault(f"{row['source']}, {row['entry']}", {"registers": 0, "spills": 0})
         known.update({name: max(value, row[name]) for name, value in known.items()})
     for name, used in sorted(most.items()):

@@ -18,8 +18,8 @@ from opfuse.cli.progress import progress
 from opfuse.cli.results import show
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.engine.compiling import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
 from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
-from opfuse.kernels.engine.launch import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
 from opfuse.kernels.engine.registry import Kernel, sources_digest
 
 COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants", "registers", "spills", "shared")

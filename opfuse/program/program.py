@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.bindings import driver
 from opfuse.program.cublaslt import Form, Product, library
 from opfuse.program.slab import Slab, last_reads, slab_of
 from opfuse.program.steps import CallStep, LaunchStep, OpStep, ProductStep, Ref, Step, numbers_in
@@ -127,7 +128,7 @@ class Program:
 def _launch(step: LaunchStep, index: int, start: int) -> Run:
     holes = tuple((start + hole.word, *hole.place) for hole in step.holes)
     kernel = launching.function(step.variant, step.entry, step.device)
-    launch, stream_of, device = launching.driver().launchKernel, torch._C._cuda_getCurrentRawStream, step.device
+    launch, stream_of, device = driver().launchKernel, torch._C._cuda_getCurrentRawStream, step.device
     (blocks, threads, shared) = step.grid
 
     def run(values: Values, addresses: list[int], frame: Frame) -> None:

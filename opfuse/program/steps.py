@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.program.cublaslt import Form
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from opfuse.cli import kernels, main
 from opfuse.errors import UnsupportedError
-from opfuse.kernels.engine import launch
+from opfuse.kernels.engine import compiling
+from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.cubins import ENVIRONMENT
-from opfuse.kernels.engine.launch import SOURCES
 
 SHOWN = ("tensor_amax", "cast_recording")
 """Kernels of few variants: the compiler is asked for all of them in tests/kernels."""
@@ -44,7 +44,7 @@ def test_the_second_listing_compiles_and_tries_nothing(
 ) -> None:
     assert main(["kernels", "--json"]) == 0
     first = capsys.readouterr().out
-    monkeypatch.setattr(launch, "compile_text", None)
+    monkeypatch.setattr(compiling, "compile_text", None)
     with monkeypatch.context() as listing:
         listing.setattr(kernels.Kernel, "launches", None)
         assert main(["kernels", "--json"]) == 0
@@ -61,7 +61,7 @@ def test_without_a_compiler_the_rest_is_still_listed(capsys: pytest.CaptureFixtu
     def missing() -> None:
         raise UnsupportedError("no compiler")
 
-    monkeypatch.setattr(launch, "_nvrtc", missing)
+    monkeypatch.setattr(compiling, "nvrtc", missing)
     assert main(["kernels"]) == 0
     printed = capsys.readouterr()
     assert any(line.startswith("tensor_amax") and line.rstrip().endswith("-") for line in printed.out.splitlines())
@@ -74,7 +74,7 @@ def test_without_a_compiler_the_rest_is_still_listed(capsys: pytest.CaptureFixtu
 def test_digest_is_the_last_line_and_compiles_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "compile_text", None)
+    monkeypatch.setattr(compiling, "compile_text", None)
     assert main(["kernels", "--digest"]) == 0
     assert re.fullmatch("[0-9a-f]{64}", capsys.readouterr().out.splitlines()[-1])
 

@@ -11,7 +11,7 @@ from opfuse.kernels.cases.chains import SOFTSIGN, Chain
 from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
 from opfuse.kernels.chains.cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
-from opfuse.kernels.engine import launch
+from opfuse.kernels.engine import compiling
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
@@ -44,7 +44,7 @@ def test_an_activation_of_the_users_own_compiles_in_both_directions():
     x, stages = bias_softcap(64, 128, 30.0)
     for kernel, args in ((forward_chain, (x, stages)), (backward_chain, (x, stages, {1: x}))):
         ((variant, entry), *_), _ = launched(kernel, *args)
-        assert launch.compile_text(launch.assemble(variant), "sm_90a").entries[entry].spills == 0
+        assert compiling.compile_text(compiling.assemble(variant), "sm_90a").entries[entry].spills == 0
     assert (
         "stage1_softcap(float cap, float x) { return cap * tanhf(x / cap); }"
         in launched(forward_chain, x, stages)[0][0][0].generated
@@ -82,7 +82,7 @@ def test_an_expression_that_is_not_cuda_is_refused_with_the_compilers_words():
     broken = Pointwise("broken", "nothing_such(x)", ("dy",), lambda x: x, lambda dy, x: (dy,))
     ((variant, _),), _ = launched(forward_chain, torch.zeros(4, 8), [Stage(broken)])
     with pytest.raises(KernelError, match=r"generated.cuh\(\d+\): error: identifier \"nothing_such\" is undefined"):
-        launch.compile_text(launch.assemble(variant), "sm_90a")
+        compiling.compile_text(compiling.assemble(variant), "sm_90a")
 
 
 RECORDING = {"scale": torch.ones(1), "amax": torch.zeros(1)}

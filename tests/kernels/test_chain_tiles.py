@@ -9,7 +9,7 @@ from opfuse.kernels.cases.chains import Chain
 from opfuse.kernels.casts.encoding import Blocks
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.chains.chain import backward_chain
-from opfuse.kernels.engine import launch
+from opfuse.kernels.engine import compiling
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.pointwise import Pointwise
@@ -54,7 +54,7 @@ def test_no_built_in_op_and_no_ordinary_chain_spills_as_it_is_called(direction, 
     else:
         assert variants.keys() == (set() if takes_two(direction, name) else {"chain_tile"})
     for variant in variants.values():
-        made = launch.compile_variant(variant, "sm_90a")
+        made = compiling.compile_variant(variant, "sm_90a")
         assert {name: used.spills for name, used in made.entries.items()} == dict.fromkeys(made.entries, 0)
 
 
@@ -62,7 +62,7 @@ def test_no_built_in_op_and_no_ordinary_chain_spills_as_it_is_called(direction, 
 def test_gated_units_with_blocks_have_all_the_threads_of_their_tile(ops, form):
     """64 registers for each of the 1024 threads that share a multiprocessor, on the rung of the table or beside it."""
     variant = variant_of(forward_chain_cast, *AS_CALLED["forward"][f"{ops} as called, 1x128, {form}"](CPU))
-    made = launch.compile_variant(variant, "sm_90a")
+    made = compiling.compile_variant(variant, "sm_90a")
     assert {"TILE_THREADS=512", "RESIDENT=2"} <= {*variant.defines}
     assert "#define RESIDENT 2\n" in made.text
     assert made.entries["chain_tile"].registers <= 64
@@ -92,8 +92,8 @@ def test_an_activation_of_the_users_own_finds_its_rung():
     (x, stages), kwargs = chain.forward(CPU)
     encode = Blocks([Layout(fp8_block(E4M3, 1), usage, (256, 512)) for usage in USAGES])
     variant = variant_of(forward_chain_cast, (x, [*stages, Stage(QUOTIENTS)], encode), kwargs)
-    assert launch.compile_text(launch.assemble(variant), "sm_90a").spills > 0
-    assert launch.compile_variant(variant, "sm_90a").spills == 0
+    assert compiling.compile_text(compiling.assemble(variant), "sm_90a").spills > 0
+    assert compiling.compile_variant(variant, "sm_90a").spills == 0
 
 
 @pytest.mark.parametrize("biases", [1, 3, 4, 12, 30])
@@ -114,5 +114,5 @@ def test_sums_have_shared_memory_that_every_device_has(biases, cast):
     assert variants or biases > (12 if cast is None else 3)
     for variant in {*variants}:
         for arch in ("sm_80", "sm_90a"):
-            used = launch.compile_text(launch.assemble(variant), arch, variant.source).entries
+            used = compiling.compile_text(compiling.assemble(variant), arch, variant.source).entries
             assert all(each.shared <= 48 << 10 for each in used.values()), used

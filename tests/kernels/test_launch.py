@@ -7,8 +7,9 @@ import torch
 
 from opfuse.errors import KernelError, PlanMissError
 from opfuse.kernels.catalogue import CASES
-from opfuse.kernels.engine import launch
-from opfuse.kernels.engine.launch import ARCHITECTURES, SOURCES, Variant
+from opfuse.kernels.engine import compiling, launch
+from opfuse.kernels.engine.bindings import SOURCES
+from opfuse.kernels.engine.compiling import ARCHITECTURES, Variant
 
 FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.ftz.*$", re.MULTILINE)
 MOST_REGISTERS = {
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spills(volatile float* x) 
 
 
 def compiled(variant, arch):
-    return launch.compile_variant(variant, arch)
+    return compiling.compile_variant(variant, arch)
 
 
 @pytest.mark.parametrize(("variant", "arch"), [*compilations()])
@@ -102,12 +103,12 @@ def test_every_variant_compiles_without_spills_or_flushed_subnormals(variant, ar
 def test_the_gate_sees_what_it_is_for():
     flushed = '{ asm("add.ftz.f32 %0, %0, %0;" : "+f"(x[0])); }'
     text = f'extern "C" __global__ void flush(float* x) {flushed}'
-    assert FLUSHES.findall(launch.compile_text(text, "sm_90a").ptx)
+    assert FLUSHES.findall(compiling.compile_text(text, "sm_90a").ptx)
 
 
 def test_no_multiplication_is_contracted_with_an_addition():
     text = 'extern "C" __global__ void f(float* x) { x[3] = x[0] * x[1] + x[2]; x[4] = x[0] / x[1]; x[5] = sqrtf(x[0]); }'
-    ptx = launch.compile_text(text, "sm_90a").ptx
+    ptx = compiling.compile_text(text, "sm_90a").ptx
     assert "fma" not in ptx
     for instruction in ("mul.f32", "add.f32", "div.rn.f32", "sqrt.rn.f32"):
         assert instruction in ptx or instruction.replace(".f32", ".rn.f32") in ptx
@@ -130,7 +131,7 @@ def test_every_source_is_compiled_at_every_run():
 
 
 def test_resources_are_those_of_the_log():
-    made = launch.compile_text(SHARING + SPILLING, "sm_90a")
+    made = compiling.compile_text(SHARING + SPILLING, "sm_90a")
     assert made.entries["shares"].shared == 256
     assert made.entries["shares"].spills == 0
     assert made.entries["spills"].shared == 0
@@ -139,19 +140,19 @@ def test_resources_are_those_of_the_log():
 
 
 def test_one_text_holds_each_header_once_and_knows_its_lines():
-    text = launch.assemble(Variant("cast_tensor.cu", ("IN=bf16", "WIDE")))
+    text = compiling.assemble(Variant("cast_tensor.cu", ("IN=bf16", "WIDE")))
     assert text.startswith('#define IN bf16\n#define WIDE\n#line 1 "cast_tensor.cu"\n')
     assert "#include" not in text
     assert "#pragma once" not in text
     for header in ("common.cuh", "vectors.cuh", "tile.cuh"):
         assert text.count(f'#line 1 "{header}"') == 1
     with pytest.raises(KernelError) as error:
-        launch.compile_text(text, "sm_90a", "cast_tensor.cu")
+        compiling.compile_text(text, "sm_90a", "cast_tensor.cu")
     line = 1 + (SOURCES / "cast_tensor.cu").read_text().splitlines().index("constexpr int THREADS = 256, PACKS = 2;")
     assert "PARAMETER_BYTES" in str(error.value)
     broken = text.replace("constexpr int THREADS = 256, PACKS = 2;", "constexpr int THREADS = nothing;")
     with pytest.raises(KernelError, match=rf"cast_tensor\.cu\({line}\).*nothing"):
-        launch.compile_text(broken, "sm_90a", "cast_tensor.cu")
+        compiling.compile_text(broken, "sm_90a", "cast_tensor.cu")
 
 
 def test_r12_nothing_is_loaded_during_capture(monkeypatch):
@@ -163,4 +164,4 @@ def test_r12_nothing_is_loaded_during_capture(monkeypatch):
 def test_device_architectures(monkeypatch):
     for capability, name in {(8, 0): "sm_80", (8, 6): "sm_86", (9, 0): "sm_90a", (10, 3): "sm_103a", (12, 0): "sm_120a"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert launch.architecture(0) == name
+        assert compiling.architecture(0) == name

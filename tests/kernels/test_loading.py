@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from opfuse.errors import OpfuseWarning, UnsupportedError
-from opfuse.kernels.engine import cubins, launch
-from opfuse.kernels.engine.launch import Variant
+from opfuse.kernels.engine import bindings, compiling, cubins, launch
+from opfuse.kernels.engine.compiling import Variant
 
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 
@@ -29,37 +29,37 @@ def cache(tmp_path):
 def small(monkeypatch, tmp_path):
     """A variant of a small source."""
     (tmp_path / "small.cu").write_text(SMALL)
-    monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    launch.assemble.cache_clear()
+    monkeypatch.setattr(compiling, "SOURCES", tmp_path)
+    compiling.assemble.cache_clear()
     yield Variant("small.cu")
-    launch.assemble.cache_clear()
+    compiling.assemble.cache_clear()
 
 
 def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
-    cubin = launch.cubin(small, "sm_90a", cache)
-    assert cubin == launch.compile_variant(small, "sm_90a").cubin
-    assert [p.read_text() for p in cache.directory.glob("*.cu")] == [launch.assemble(small)]
-    used = launch.compile_variant(small, "sm_90a").entries
-    monkeypatch.setattr(launch, "compile_text", None)
-    assert launch.cubin(small, "sm_90a", cache) == cubin
-    assert launch.resources(small, "sm_90a", cache) == used
+    cubin = compiling.cubin(small, "sm_90a", cache)
+    assert cubin == compiling.compile_variant(small, "sm_90a").cubin
+    assert [p.read_text() for p in cache.directory.glob("*.cu")] == [compiling.assemble(small)]
+    used = compiling.compile_variant(small, "sm_90a").entries
+    monkeypatch.setattr(compiling, "compile_text", None)
+    assert compiling.cubin(small, "sm_90a", cache) == cubin
+    assert compiling.resources(small, "sm_90a", cache) == used
     assert used["twice"].registers > 0
 
 
 def test_r14_lost_or_damaged_facts_are_found_again(cache, small):
-    used = launch.resources(small, "sm_90a", cache)
-    cubin = launch.cubin(small, "sm_90a", cache)
+    used = compiling.resources(small, "sm_90a", cache)
+    cubin = compiling.cubin(small, "sm_90a", cache)
     (facts,) = cache.directory.glob("*.json")
     facts.write_text(facts.read_text()[:-1])
-    assert launch.resources(small, "sm_90a", cache) == used
+    assert compiling.resources(small, "sm_90a", cache) == used
     facts.unlink()
-    assert launch.resources(small, "sm_90a", cache) == used
-    assert launch.cubin(small, "sm_90a", cache) == cubin
+    assert compiling.resources(small, "sm_90a", cache) == used
+    assert compiling.cubin(small, "sm_90a", cache) == cubin
 
 
 @pytest.mark.parametrize("what", ["text", "architecture", "flags", "compiler"])
 def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, monkeypatch):
-    launch.cubin(small, "sm_90a", cache)
+    compiling.cubin(small, "sm_90a", cache)
     (first,), arch = cache.directory.glob("*.cubin"), "sm_90a"
     match what:
         case "text":
@@ -67,36 +67,36 @@ def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, mon
         case "architecture":
             arch = "sm_90"
         case "flags":
-            monkeypatch.setattr(launch, "FLAGS", (*launch.FLAGS, "--extra-device-vectorization"))
+            monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "--extra-device-vectorization"))
         case "compiler":
-            monkeypatch.setattr(launch._nvrtc(), "getVersion", lambda: (99, 0), raising=False)
-    launch.cubin(small, arch, cache)
+            monkeypatch.setattr(bindings.nvrtc(), "getVersion", lambda: (99, 0), raising=False)
+    compiling.cubin(small, arch, cache)
     assert len({path.name[:64] for path in cache.directory.glob("*.cubin")} - {first.name[:64]}) == 1
 
 
 def test_r14_a_damaged_cubin_is_compiled_again(cache, small):
-    good = launch.cubin(small, "sm_90a", cache)
+    good = compiling.cubin(small, "sm_90a", cache)
     (path,) = cache.directory.glob("*.cubin")
     path.write_bytes(good[: len(good) // 2])
-    assert launch.cubin(small, "sm_90a", cache) == good == path.read_bytes()
+    assert compiling.cubin(small, "sm_90a", cache) == good == path.read_bytes()
 
 
 def test_r14_a_directory_that_vanishes_is_made_again(cache, small):
     cache.directory.rmdir()
-    cubin = launch.cubin(small, "sm_90a", cache)
+    cubin = compiling.cubin(small, "sm_90a", cache)
     assert [path.read_bytes() for path in cache.directory.glob("*.cubin")] == [cubin]
 
 
 def test_r14_where_nothing_can_be_written_each_kernel_is_compiled_once(cache, small, monkeypatch):
     monkeypatch.setattr(cubins.tempfile, "mkstemp", full)
     with pytest.warns(OpfuseWarning, match="No space left.*compiles its kernels anew") as told:
-        cubin = launch.cubin(small, "sm_90a", cache)
+        cubin = compiling.cubin(small, "sm_90a", cache)
     assert len(told) == 1
     assert cubin.startswith(b"\x7fELF")
-    used = launch.resources(small, "sm_90a", cache)
-    monkeypatch.setattr(launch, "compile_text", None)
-    assert launch.cubin(small, "sm_90a", cache) == cubin
-    assert launch.resources(small, "sm_90a", cache) == used
+    used = compiling.resources(small, "sm_90a", cache)
+    monkeypatch.setattr(compiling, "compile_text", None)
+    assert compiling.cubin(small, "sm_90a", cache) == cubin
+    assert compiling.resources(small, "sm_90a", cache) == used
     assert list(cache.directory.iterdir()) == []
 
 
@@ -142,7 +142,7 @@ def test_r14_the_bytes_that_were_compared_are_the_bytes_that_are_loaded(cache, s
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert launch.load(small, "twice", 0) == 70
     assert driver.calls == [
-        ("load", launch.compile_variant(small, "sm_90a").cubin),
+        ("load", compiling.compile_variant(small, "sm_90a").cubin),
         ("get", 7, "twice"),
         ("set", 70, 8, 200_000 - 1024),
     ]
@@ -155,7 +155,7 @@ def test_r14_the_bytes_that_were_compared_are_the_bytes_that_are_loaded(cache, s
 @pytest.fixture
 def fresh():
     """The bindings of CuPy, imported anew."""
-    imports = (launch._nvrtc, launch.driver)
+    imports = (bindings.nvrtc, bindings.driver)
     yield [each.cache_clear() for each in imports]
     for each in imports:
         each.cache_clear()
@@ -167,16 +167,16 @@ def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monke
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(launch.importlib, "import_module", refuse)
+    monkeypatch.setattr(bindings.importlib, "import_module", refuse)
     with pytest.raises(
         UnsupportedError, match=rf"wants CuPy, got No module named .*pip install '{package}>=14.2'.*OPFUSE_REFERENCE=1"
     ):
-        launch.compile_text(SMALL, "sm_90a")
+        compiling.compile_text(SMALL, "sm_90a")
 
 
 IMPORT = """
 import sys
-from opfuse.kernels.engine.launch import compile_text
+from opfuse.kernels.engine.compiling import compile_text
 sys.stdout.buffer.write(compile_text('extern "C" __global__ void f() {}', "sm_90a").cubin[:4])
 """
 
@@ -203,12 +203,12 @@ def test_without_nvrtc_the_error_says_what_to_install(fresh, monkeypatch):
     def refuse():
         raise RuntimeError("Failed to find libnvrtc\nand more")
 
-    monkeypatch.setattr(launch._nvrtc(), "getVersion", refuse, raising=False)
-    launch._nvrtc.cache_clear()
+    monkeypatch.setattr(bindings.nvrtc(), "getVersion", refuse, raising=False)
+    bindings.nvrtc.cache_clear()
     with pytest.raises(
         UnsupportedError, match=r"wants NVRTC, got Failed to find libnvrtc\. Cure: pip install 'nvidia-cuda-nvrtc"
     ):
-        launch.compile_text(SMALL, "sm_90a")
+        compiling.compile_text(SMALL, "sm_90a")
 
 
 def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):
@@ -216,6 +216,6 @@ def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):
     with pytest.raises(
         UnsupportedError, match=r"CuPy: wants a build for CUDA 12\.8, .*got CUDA 13\. Cure: pip install 'cupy-cuda12x"
     ):
-        launch.require_same_cuda()
+        bindings.require_same_cuda()
     monkeypatch.setattr(torch.version, "cuda", "13.2")
-    launch.require_same_cuda()
+    bindings.require_same_cuda()

@@ -11,7 +11,8 @@ from opfuse.kernels.casts.tensor import cast_current, cast_recording, tensor_ama
 from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.engine import registry
-from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import BITWISE, Arguments, Tolerance, kernel, kernels
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.numerics import casts as definition

@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from opfuse.errors import OpfuseWarning
-from opfuse.kernels.engine import launch
+from opfuse.kernels.engine import compiling, launch
+from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.engine.ladder import rungs
-from opfuse.kernels.engine.launch import Variant
 
 # Half as many values as `VALUES` are live at once, in blocks of 512 threads.
 HOLDS = """
@@ -33,10 +33,10 @@ def cache(tmp_path):
 def holds(monkeypatch, tmp_path):
     """The variant that holds so many values, two blocks of which are to share a multiprocessor."""
     (tmp_path / "holds.cu").write_text(HOLDS)
-    monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    launch.assemble.cache_clear()
+    monkeypatch.setattr(compiling, "SOURCES", tmp_path)
+    compiling.assemble.cache_clear()
     yield lambda values: Variant("holds.cu", (f"VALUES={values}", "RESIDENT=2"), "// The chain held.\n")
-    launch.assemble.cache_clear()
+    compiling.assemble.cache_clear()
 
 
 def test_other_rows_ahead_come_before_fewer_blocks():
@@ -53,36 +53,38 @@ def test_other_rows_ahead_come_before_fewer_blocks():
 
 @pytest.mark.parametrize(("values", "resident"), [(32, 2), (180, 1)])
 def test_compilation_stops_on_the_first_rung_without_spills(values, resident, holds):
-    made = launch.compile_variant(holds(values), "sm_90a")
+    made = compiling.compile_variant(holds(values), "sm_90a")
     assert made.spills == 0
     assert f"#define RESIDENT {resident}\n" in made.text
 
 
 def test_r14_the_rung_is_kept_with_the_cubin_and_found_without_compiling(cache, holds, monkeypatch):
-    cubin = launch.cubin(holds(180), "sm_90a", cache)
+    cubin = compiling.cubin(holds(180), "sm_90a", cache)
     (source,) = cache.directory.glob("*.cu")
     assert "#define RESIDENT 1\n" in source.read_text()
-    monkeypatch.setattr(launch, "compile_text", None)
-    assert launch.cubin(holds(180), "sm_90a", cache) == cubin
-    assert launch.resources(holds(180), "sm_90a", cache)["holds"].spills == 0
+    monkeypatch.setattr(compiling, "compile_text", None)
+    assert compiling.cubin(holds(180), "sm_90a", cache) == cubin
+    assert compiling.resources(holds(180), "sm_90a", cache)["holds"].spills == 0
 
 
 def test_r14_another_ladder_is_another_cubin(cache, holds, monkeypatch):
-    launch.cubin(holds(32), "sm_90a", cache)
+    compiling.cubin(holds(32), "sm_90a", cache)
     (first,) = cache.directory.glob("*.cubin")
-    monkeypatch.setattr(launch, "rungs", lambda defines: iter((defines,)))
-    launch.cubin(holds(32), "sm_90a", cache)
+    monkeypatch.setattr(compiling, "rungs", lambda defines: iter((defines,)))
+    compiling.cubin(holds(32), "sm_90a", cache)
     assert len({path.name[:64] for path in cache.directory.glob("*.cubin")} - {first.name[:64]}) == 1
 
 
 def test_what_spills_on_every_rung_spills_least_and_is_told(cache, holds):
     exotic = holds(400)
-    spilled = [launch.compile_text(launch.assemble(exotic._replace(defines=d)), "sm_90a").spills for d in rungs(exotic.defines)]
-    used = launch.resources(exotic, "sm_90a", cache)
+    spilled = [
+        compiling.compile_text(compiling.assemble(exotic._replace(defines=d)), "sm_90a").spills for d in rungs(exotic.defines)
+    ]
+    used = compiling.resources(exotic, "sm_90a", cache)
     assert used["holds"].spills == min(spilled) > 0
     told = rf"^The chain held on sm_90a: .*got {min(spilled)} bytes spilled by holds\. Cure: .*results are right"
     with pytest.warns(OpfuseWarning, match=told):
         launch.tell_of_spills(exotic, "sm_90a", used)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch.tell_of_spills(holds(32), "sm_90a", launch.resources(holds(32), "sm_90a", cache))
+        launch.tell_of_spills(holds(32), "sm_90a", compiling.resources(holds(32), "sm_90a", cache))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from opfuse.kernels.engine import launch as launching
-from opfuse.kernels.engine.launch import Grid, Launch, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid, Launch
 from opfuse.program.program import Frame, Program, _needed
 from opfuse.program.slab import ALIGNMENT, slab_of
 from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref

@@ -16,7 +16,8 @@ import torch
 from opfuse.formats import COLUMNWISE, SCALE_TILE, USAGES
 from opfuse.kernels.casts.row import line_amaxes
 from opfuse.kernels.casts.tensor import new_encoded, tensor_amax
-from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition

@@ -14,7 +14,8 @@ import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
 from opfuse.kernels.engine import rows
-from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition

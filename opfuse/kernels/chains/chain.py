@@ -20,7 +20,8 @@ from opfuse.kernels.chains.call import CUT, THREADS, Call, Cut, Tensors, backwar
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.text import text_of
 from opfuse.kernels.chains.tiles import plain_tile
-from opfuse.kernels.engine.launch import Grid, Variant
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
 from opfuse.numerics import chain as definition
 from opfuse.numerics.chain import Rounding, Stage

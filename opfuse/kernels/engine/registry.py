@@ -18,7 +18,9 @@ import torch
 
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
-from opfuse.kernels.engine.launch import SOURCES, Grid, Variant, launch
+from opfuse.kernels.engine.bindings import SOURCES
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid, launch
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,7 +7,7 @@ import struct
 
 import torch
 
-from opfuse.kernels.engine.launch import Variant
+from opfuse.kernels.engine.compiling import Variant
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16

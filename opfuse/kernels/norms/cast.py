@@ -22,7 +22,7 @@ from opfuse.kernels.casts.encoding import Blocks, Encoded, Encoding, Measured, M
 from opfuse.kernels.casts.tensor import mx_bias, new_scale
 from opfuse.kernels.chains.cast import forward_chain_cast
 from opfuse.kernels.chains.tiles import CASTS
-from opfuse.kernels.engine.launch import Variant
+from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
 from opfuse.kernels.norms.call import NORM, Call, Form, addresses, call_of

@@ -12,7 +12,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.plan import Plan
 from opfuse.formats import ROWWISE
 from opfuse.kernels.chains.cast import forward_chain_cast
-from opfuse.kernels.engine.compile import Variant
+from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage

@@ -182,6 +182,22 @@ def test_named_saved_state():
     assert torch.autograd.gradcheck(Named(), (x,))
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_fused_forward_saves_what_the_backward_of_its_op_reads(saves):
+    class Forward(ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            basic_op_ctxs[0].save_for_backward(*[input_] * saves)
+            return input_.square(), [()]
+
+    model, x = ops.Sequential(Forward([Named()])), torch.randn(3, requires_grad=True)
+    if saves:
+        model(x).sum().backward()
+        assert torch.equal(x.grad, 2 * x)
+    else:
+        with pytest.raises(FusionError, match=r"Forward: saved state of Named\(\): wants exactly \('x',\)"):
+            model(x)
+
+
 # -- an activation in five lines ---------------------------------------------------------------------------------------------
 
 

@@ -162,10 +162,11 @@ class Graph:
         return tuple(node for node in self.nodes if direction in node.directions and not node.side)
 
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
-        """Whether ``follower`` alone continues ``node``: the value between them has no other reader and leaves nowhere."""
+        """Whether ``follower`` alone continues ``node``: the value between them leaves nowhere.
+
+        It has no other reader, since what several ops read is an extra output.
+        """
         value = node.outputs[0]
         if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:
             return False
-        if direction != BACKWARD and len(node.outputs) > 1:
-            return False
-        return sum(i > node.index and FORWARD in self.nodes[i].directions for i in self.consumers.get(value, ())) <= 1
+        return direction == BACKWARD or len(node.outputs) == 1

@@ -186,7 +186,7 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
     node = graph.nodes[index]
     if node.directions == {BACKWARD}:
         return graph.producer.get(node.outputs[0], index), index
-    last, made = index, [node.outputs[0]]
+    last, made = index, list(node.outputs)
     for value in made:
         for reader in graph.consumers.get(value, ()):
             last = max(last, reader)

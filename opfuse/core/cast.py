@@ -128,8 +128,9 @@ class Cast:
         found: list[Float8Quantizer] = []
 
         def tensors() -> tuple[torch.Tensor, torch.Tensor]:
-            found[:] = [self._live(state, device)]
-            return found[0].scale, found[0].amax
+            live = self._live(state, device)
+            found[:] = [live]
+            return live.scale, live.amax
 
         tape.call(tensors)
         return found[0]

@@ -126,7 +126,7 @@ class Runner:
         _check_result(f"{rule.name} forward", output)
         if rule.backward is None:
             _check_saved(rule.name, made.values())
-        self._store(last, last.outputs[:1], (output,), values)
+        self._store(last, last.outputs, (output,), values)
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
         nodes = self._op_nodes(group)

@@ -336,6 +336,28 @@ def test_the_backward_of_a_function_may_call_another_pipeline() -> None:
     assert torch.equal(x.grad, other(dy))
 
 
+def test_what_an_op_calls_in_its_backward_pass_is_a_call_of_its_own() -> None:
+    """Here after the region of the forward pass, so in high precision: the op is no checkpoint that calls the same again."""
+    inner, x, seen = block()[:4], torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), []
+
+    class Calls(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            seen.append(inner(x.detach()))
+            return 2 * input_
+
+        def op_backward(self, ctx, grad_output):
+            seen.append(inner(x.detach()))
+            return 2 * grad_output, ()
+
+    with opfuse.autocast(recipe=RECIPES["mxfp8"]):
+        y = ops.Sequential(Calls())(x)
+        quantized = inner(x.detach())
+    y.sum().backward()
+    assert torch.equal(seen[0], quantized)
+    assert torch.equal(seen[1], inner(x.detach()))
+    assert not torch.equal(*seen)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", ["none", "fp8_current", "delayed"])
 def test_a_backward_pass_inside_a_checkpoint_is_the_same_again_or_refused(recipe: str, reentrant: bool) -> None:

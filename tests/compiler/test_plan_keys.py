@@ -288,6 +288,14 @@ def test_x01_training_and_validation_alternate_without_planning(name):
     assert model.cache_info()[:3] == (2, 6, 2)
 
 
+def test_a_pipeline_keeps_its_last_64_plans():
+    model, x = ops.Sequential(ops.GELU()), torch.randn(2, 8)
+    for margin in range(65):
+        with opfuse.autocast(recipe=recipes.DelayedScaling(margin=margin)):
+            model(x)
+    assert model.cache_info()[:3] == (64, 0, 65)
+
+
 @pytest.mark.row("X01")
 def test_x01_many_plans_live_at_once_and_the_last_used_stay(monkeypatch):
     monkeypatch.setattr(fuser_module, "PLANS", 3)

@@ -255,6 +255,10 @@ class DelayedScalingStates:
             self._states[key] = DelayedScalingState(length, device=device)
         return self._states[key]
 
+    def find(self, role: QuantizerRole) -> DelayedScalingState | None:
+        """The state of ``role``, if there is one."""
+        return self._states.get(_key(role))
+
     def __len__(self) -> int:
         return len(self._states)
 

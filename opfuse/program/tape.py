@@ -135,10 +135,16 @@ class Tape(TorchDispatchMode):
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} that came from elsewhere")
         if self.tensors[memory.number].dtype != tensor.dtype:
             raise Unrecordable(f"a view of {tensor.dtype} that no op made")
+        self._check_place(memory.number)
         args = Ref(memory.number), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         number = self._new(tensor)
         self.steps.append(OpStep(_aten.as_strided.default, args, {}, (number,), single=True))
         return number
+
+    def _check_place(self, number: int) -> None:
+        """Refuse a place counted from the beginning of a storage that comes in: the next tensor may begin elsewhere."""
+        if number < len(self.given):
+            raise Unrecordable("a place in the storage of a tensor that comes in")
 
     def _at(self, address: int) -> Place:
         before = bisect_right(self._starts, address) - 1
@@ -161,6 +167,8 @@ class Tape(TorchDispatchMode):
             if not _UNKNOWN_SHAPE.isdisjoint(func.tags):
                 raise Unrecordable(f"values decide the result of {func}")
             filled = tree_map_only(torch.Tensor, lambda tensor: Ref(self.number(tensor)), (args, kwargs))
+            if func is _aten.as_strided.default and (len(args) > 3 or "storage_offset" in kwargs):
+                self._check_place(self._memory[args[0].untyped_storage().data_ptr()].number)
         result = self._run(func, args, kwargs)
         if not self.refusal:
             with self._refusing():

@@ -10,7 +10,8 @@ import torch
 from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.pointwise import run_chain, run_chain_cast, write_in_place
+from opfuse.ops.chains import run_chain, run_chain_cast
+from opfuse.ops.pointwise import write_in_place
 
 
 def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
 from opfuse.errors import FusionError, KeyValueError
 from opfuse.fusions import RULES
-from opfuse.ops.pointwise import run_chain, run_chain_backward
+from opfuse.ops.chains import run_chain, run_chain_backward
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
 from opfuse.runtime.fuser import OperationFuser, recorded_plans
 from opfuse.tensors.storage import QuantizedStorage

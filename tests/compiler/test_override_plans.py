@@ -14,7 +14,7 @@ from opfuse import ops
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.rules import fusion, is_, maybe
-from opfuse.ops.pointwise import run_chain, run_chain_backward
+from opfuse.ops.chains import run_chain, run_chain_backward
 from opfuse.recipes import CustomRecipe, MXFP8BlockScaling, QuantizerRole, Recipe
 from opfuse.recipes.recipe import TENSOR_TYPES
 from opfuse.tensors.quantizers import MXFP8Quantizer, NVFP4Quantizer, Quantizer

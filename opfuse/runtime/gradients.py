@@ -1,0 +1,80 @@
+"""Gradients of one backward pass: summed by value number, and what an implementation left checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opfuse.compiler.graph import Node
+from opfuse.compiler.plan import Plan
+from opfuse.core.context import Context, Value, plain
+from opfuse.errors import PipelineError, describe
+
+
+class Gradients:
+    """Gradients by value number, and of parameters by node and name.
+
+    apart: values whose gradients are not summed here, but taken one by one, in the order in which they came.
+    """
+
+    def __init__(self, plan: Plan, contexts: Mapping[int, Context], apart: Sequence[int] = ()) -> None:
+        self.graph = plan.graph
+        self.contexts = contexts
+        self.apart: dict[int, list[Value]] = {value: [] for value in apart}
+        self.values: dict[int, Value] = {}
+        self.params: dict[tuple[int, str], torch.Tensor | None] = {}
+
+    def add(self, value: int, grad: Value | None) -> None:
+        """Sum ``grad`` into the gradient of ``value``; values that want no gradient and None are ignored."""
+        if grad is None or value not in self.graph.grads:
+            return
+        root = self.graph.gradient_of(value)
+        if root in self.apart:
+            self.apart[root].append(grad)
+            return
+        earlier = self.values.get(root)
+        self.values[root] = grad if earlier is None else plain(earlier) + plain(grad)
+
+    def put(self, value: int, grad: Value | None) -> None:
+        """Replace the gradient of ``value``."""
+        if grad is not None:
+            self.values[self.graph.gradient_of(value)] = grad
+
+    def take(self, value: int) -> Value | None:
+        """Remove and return the gradient of ``value``, or the next one of it."""
+        root = self.graph.gradient_of(value)
+        if waiting := self.apart.get(root):
+            return waiting.pop(0)
+        return self.values.pop(root, None)
+
+    def has(self, outputs: Sequence[int]) -> bool:
+        """Whether any of these values received a gradient."""
+        return any(self.graph.gradient_of(value) in self.values for value in outputs)
+
+    def collect(self, node: Node) -> None:
+        """File the parameter and extra gradients that the implementation left in the node's context."""
+        context = self.contexts[node.index]
+        names = tuple(name for name, sig in node.params if sig is not None)
+        for name, grad in _each(context, "parameters", names, context.grad_params):
+            self.params[node.op, name] = grad if name in node.needs else None
+        for value, grad in _each(context, "extra inputs", node.inputs[1:], context.grad_inputs):
+            self.add(value, grad)
+
+
+def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """What wants a gradient with its gradient. PipelineError unless there are as many of them."""
+    if len(grads) != len(wanted):
+        cure = "return one gradient, or None, for each, in order"
+        raise PipelineError(describe(f"{context.op.label} gradients of {what}", wanted=len(wanted), got=len(grads), cure=cure))
+    return zip(wanted, grads)
+
+
+def check_shape(context: Context | None, grad: Value | None) -> None:
+    """PipelineError for a gradient of another shape than the input it belongs to."""
+    shape = None if context is None else context._input_shape
+    if context is not None and grad is not None and shape is not None and grad.shape != shape:
+        cure = "return a gradient of the input's shape from its backward"
+        where = f"{context.op.label} gradient of the input"
+        raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))

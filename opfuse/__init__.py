@@ -24,6 +24,7 @@ _NAMES = {
     "support_matrix": "opfuse.recipes",
     "QuantizedTensor": "opfuse.tensors",
     "master_weights": "opfuse.tensors.masters",
+    "with_masters": "opfuse.tensors.optimizers",
     "Fusion": "opfuse.compiler.rules",
     "fusion": "opfuse.compiler.rules",
     "RuleSet": "opfuse.compiler.registry",

@@ -86,6 +86,10 @@ class QuantizedTensorError(OpfuseError, RuntimeError):
     """An operation on a quantized tensor that would silently lose data."""
 
 
+class OptimizerError(OpfuseError, TypeError, RuntimeError):
+    """What was given is no torch optimizer, has masters already, or does not step on the tensors that its groups name."""
+
+
 class ConfigError(OpfuseError, ValueError):
     """One or more findings in a configuration file, its arguments; as text, one after the other."""
 

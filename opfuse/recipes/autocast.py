@@ -158,8 +158,7 @@ def quantized_model_init(
     """Create parameters quantized under ``recipe`` (None: ``Float8CurrentScaling()``).
 
     An optimizer that steps on them casts every result: updates below half a step of the format are lost, and training stalls
-    at small learning rates. Step on high-precision masters instead, then ``parameter.copy_(master)``:
-    :func:`opfuse.master_weights`; README shows how.
+    at small learning rates. Step on high-precision masters instead: ``opfuse.with_masters(optimizer)``.
 
     Every write, an optimizer's step among them, casts with a scale of its own, found from what is written. So it is under delayed
     scaling, too, where the scale of an earlier step would clip what has grown since; margin and history are for other tensors.

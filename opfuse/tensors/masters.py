@@ -21,7 +21,8 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
 
     A master has the parameter's shape and device and, where ``fully_shard`` made it a DTensor, its placement: an optimizer steps
     on it, and ``parameter.copy_(master)`` casts it, each rank its own rows. Its values are those that ``quantized_model_init``
-    preserved, else those that the parameter decodes to: always so after ``fully_shard``, which keeps no attributes.
+    preserved, if the parameter still is their cast, else those that it decodes to: always so after ``fully_shard``, which keeps
+    no attributes.
     DtypeError for what is no tensor: a module, or the pairs of ``named_parameters()``, would have no masters at all.
     """
     given = [parameters] if isinstance(parameters, (torch.Tensor, torch.nn.Module)) else list(parameters)
@@ -32,7 +33,18 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
     return {p: _master(p) for p in given if isinstance(stored_in(p), QuantizedTensor)}
 
 
+def strayed(parameter: torch.Tensor, master: torch.Tensor) -> bool:
+    """Has something else written ``parameter``? On this rank it is then neither the cast of ``master`` nor equal to it."""
+    held, kept = stored_in(parameter).detach(), stored_in(master)
+    values = held.to(torch.float32)
+    return not torch.equal(values, kept) and not torch.equal(values, held.clone().copy_(kept).to(torch.float32))
+
+
 @torch.no_grad()
 def _master(parameter: torch.Tensor) -> torch.Tensor:
     preserved = parameter.get_high_precision_init_val() if isinstance(parameter, QuantizedTensor) else None
-    return torch.empty_like(parameter, dtype=torch.float32).copy_(parameter if preserved is None else preserved)
+    if preserved is not None:
+        master = torch.empty_like(parameter, dtype=torch.float32).copy_(preserved)
+        if not strayed(parameter, master):
+            return master
+    return torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)

@@ -1,4 +1,4 @@
-"""Masters of weights that live quantized: the loop of README on one process, and on the shards of FSDP2."""
+"""Masters of weights that live quantized: a loop by hand and ``with_masters``, on one process and on the shards of FSDP2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
@@ -28,7 +29,7 @@ def layer(kind: str, *, preserve: bool = True, device: str | None = None) -> ops
 
 
 def train(model: nn.Module, kind: str, *, sign: float = 1.0) -> list[torch.Tensor]:
-    """The loop of README under a constant gradient, whose steps of AdamW are about ``RATE``; the masters."""
+    """A loop by hand under a constant gradient, whose steps of AdamW are about ``RATE``; the masters."""
     masters = opfuse.master_weights(model.parameters())
     optimizer = torch.optim.AdamW([masters.get(p, p) for p in model.parameters()], lr=RATE, weight_decay=0.0)
     x = torch.ones(32, 64)
@@ -44,6 +45,21 @@ def train(model: nn.Module, kind: str, *, sign: float = 1.0) -> list[torch.Tenso
             for p, master in masters.items():
                 p.copy_(master)
     return list(masters.values())
+
+
+def train_in_one_line(model: nn.Module, kind: str) -> list[torch.Tensor]:
+    """The same by ``with_masters``, through a state dict by names half-way, into an optimizer of another rate."""
+    first, second = (opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=r, weight_decay=0.0)) for r in (RATE, 1.0))
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+        optimizer = first if step < STEPS // 2 else second
+        with opfuse.autocast(recipe=RECIPES[kind]):
+            loss = model(torch.ones(32, 64)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [entries["master"] for entries in second.state_dict()["state"].values() if "master" in entries]
 
 
 def test_masters_are_the_preserved_values_or_the_decoded_ones_and_none_for_plain_weights():
@@ -92,6 +108,13 @@ def compare(kind, mesh, rank):
     assert isinstance(held, QuantizedTensor)
     assert torch.equal(held.dequantize(), held.quantizer.quantize(stored_in(master)).dequantize())
     assert torch.allclose(model.bias.full_tensor(), alone.bias, rtol=0, atol=1e-6)
+    other = fully_shard(layer(kind, preserve=False), mesh=mesh)
+    (same,) = train_in_one_line(other, kind)
+    other.reshard()
+    assert type(same) is type(master)
+    assert torch.equal(stored_in(same), stored_in(master))
+    assert torch.equal(stored_in(other.weight).dequantize(), held.dequantize())
+    assert torch.equal(other.bias.full_tensor(), model.bias.full_tensor())
 
 
 def materialise(kind, mesh):

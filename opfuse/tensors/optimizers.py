@@ -1,0 +1,223 @@
+"""A torch optimizer that steps on high-precision masters of the parameters that live quantized."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
+from opfuse.tensors.masters import master_weights, stored_in, strayed
+from opfuse.tensors.tensor import QuantizedTensor
+
+MASTER = "master"
+"""The name of a master among the state of its parameter in ``optimizer.state_dict()``."""
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+_LOAD = "load_state_dict of an optimizer with masters"
+_WITH_MASTERS: WeakSet[Optimizer] = WeakSet()
+
+
+def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """``optimizer`` itself: its ``step()`` now updates fp32 masters of parameters that live quantized and casts them back.
+
+    Between steps its groups hold the model's parameters, so ``zero_grad``, ``GradScaler``, clipping, schedulers and
+    torch.distributed.checkpoint see what they always see. In a step the masters stand in their places, with gradients in fp32;
+    while a closure runs, the parameters are back and have the values of the moment. Other parameters are stepped on as ever.
+
+    - A master starts as :func:`opfuse.master_weights` says; parameters of a group that is added later get one too.
+    - ``state_dict()`` has the masters, and ``load_state_dict`` writes them, bit for bit, and their casts into the parameters.
+      Load after this call: without it torch would round the state to the parameters' dtype.
+    - A parameter that something else writes is believed: if it no longer is the cast of its master, the master takes its
+      values, and an OpfuseWarning tells.
+    - Copying or pickling an optimizer drops its hooks, as torch does: build the other one and load the state.
+
+    After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable lives quantized.
+    OptimizerError for what is no torch optimizer, for a second call, and at the first step of one that keeps parameters outside
+    its groups.
+    """
+    if not isinstance(optimizer, Optimizer):
+        got, cure = f"a {type(optimizer).__name__}", "pass the optimizer: with_masters(torch.optim.AdamW(model.parameters()))"
+        raise OptimizerError(describe("with_masters", wanted="a torch.optim.Optimizer", got=got, cure=cure))
+    if optimizer in _WITH_MASTERS:
+        cure = "call with_masters once, where the optimizer is built"
+        raise OptimizerError(describe("with_masters", wanted="an optimizer without masters", got="one that has them", cure=cure))
+    masters = _Masters()
+    masters.settle(optimizer)
+    if not masters.of:
+        cure = "build the model under quantized_model_init and pass its parameters; or leave with_masters out"
+        _warn("with_masters", wanted="a trainable parameter that lives quantized", got="none in the groups", cure=cure)
+    optimizer.register_step_pre_hook(masters.before_step)
+    optimizer.register_step_post_hook(masters.after_step)
+    optimizer.register_state_dict_pre_hook(masters.settle)
+    optimizer.register_state_dict_post_hook(masters.saved)
+    optimizer.register_load_state_dict_pre_hook(masters.before_load)
+    optimizer.register_load_state_dict_post_hook(masters.after_load)
+    _WITH_MASTERS.add(optimizer)
+    return optimizer
+
+
+class _Masters:
+    """The masters of one optimizer, and its hooks, which exchange them for their parameters and back."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.Tensor, torch.Tensor] = {}
+        self._seen: dict[torch.Tensor, object] = {}
+        self._loading: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._inside = False
+
+    @torch.no_grad()
+    def settle(self, optimizer: Optimizer) -> None:
+        """At rest, even after a step or a load that raised; a master for every parameter that needs one, and of its values."""
+        self._rest(optimizer)
+        self._adopt(optimizer)
+        others = [p for p in self.of if self._seen[p] != _look(p) and strayed(p, self.of[p])]
+        for p in others:
+            self.of[p].copy_(p)
+        self._note(self.of)
+        if others:
+            got = f"{len(others)} of {len(self.of)} with other values"
+            cure = "none, if the new values are meant: masters start from them"
+            _warn("with_masters", wanted="parameters that are the casts of their masters", got=got, cure=cure)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        new = master_weights(p for p in _parameters(optimizer) if p.requires_grad and p not in self.of)
+        self.of.update(new)
+        self._note(new)
+
+    # -- step ----------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Masters in the places of their parameters; a closure that finds the parameters there all the same."""
+        self._enter(optimizer)
+        own, *rest = args
+
+        def outside(closure: Any) -> Any:
+            return self._outside(optimizer, closure) if callable(closure) else closure
+
+        return (own, *map(outside, rest)), {name: outside(value) for name, value in kwargs.items()}
+
+    def after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Parameters back in their places, as casts of their masters."""
+        self._leave(optimizer)
+
+    def _outside(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self._leave(optimizer)
+            result = closure()
+            self._enter(optimizer)
+            return result
+
+        return run
+
+    @torch.no_grad()
+    def _enter(self, optimizer: Optimizer) -> None:
+        self.settle(optimizer)
+        for p, master in self.of.items():
+            master.grad = None if p.grad is None else p.grad.float()
+        self._exchange(optimizer, self.of)
+        self._inside = True
+
+    @torch.no_grad()
+    def _leave(self, optimizer: Optimizer) -> None:
+        self._rest(optimizer)
+        if any(self._seen[p] != _look(p) for p in self.of):
+            got, cure = f"{type(optimizer).__name__}, which writes the parameters", "call with_masters on the optimizer inside it"
+            raise OptimizerError(describe("with_masters", wanted="an optimizer that steps on its groups", got=got, cure=cure))
+        updated = [p for p, master in self.of.items() if master.grad is not None]
+        for p in updated:
+            p.copy_(self.of[p])
+            self.of[p].grad = None
+        self._note(updated)
+
+    def _rest(self, optimizer: Optimizer) -> None:
+        if self._inside:
+            self._exchange(optimizer, {master: p for p, master in self.of.items()})
+        self._inside = False
+
+    @staticmethod
+    def _exchange(optimizer: Optimizer, others: dict[torch.Tensor, torch.Tensor]) -> None:
+        """In place: an optimizer may hold the list of a group, or the state of a parameter, while its closure runs."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [others.get(p, p) for p in group["params"]]
+        for p in others.keys() & optimizer.state.keys():
+            optimizer.state[others[p]] = optimizer.state.pop(p)
+
+    def _note(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._seen.update((p, _look(p)) for p in parameters)
+
+    # -- state dicts ---------------------------------------------------------------------------------------------------
+
+    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict`` with the masters; the dictionaries in it are the optimizer's own and stay as they are."""
+        state = dict(state_dict["state"])
+        for p, number in zip(_parameters(optimizer), _numbers(state_dict)):
+            if p in self.of:
+                state[number] = {**state.get(number, {}), MASTER: self.of[p]}
+        return {**state_dict, "state": state}
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """``state_dict`` less its masters. They stand in the groups, to whose dtype torch casts what it loads."""
+        self._rest(optimizer)
+        self._adopt(optimizer)
+        if [len(group["params"]) for group in optimizer.param_groups] != [len(g["params"]) for g in state_dict["param_groups"]]:
+            return None  # which torch refuses
+        state, loading = dict(state_dict["state"]), {}
+        for p, number in zip(_parameters(optimizer), _numbers(state_dict)):
+            if p in self.of:
+                entries = dict(state.get(number, {}))
+                loading[p] = _fitting(p, entries.pop(MASTER, None))
+                state[number] = entries
+        self._loading = loading
+        self._exchange(optimizer, self.of)
+        self._inside = True
+        return {**state_dict, "state": {number: entries for number, entries in state.items() if entries != {}}}
+
+    @torch.no_grad()
+    def after_load(self, optimizer: Optimizer) -> None:
+        """The masters that were loaded, and their casts in the parameters."""
+        self._rest(optimizer)
+        loading, self._loading = self._loading, {}
+        missing = [p for p, values in loading.items() if values is None]
+        for p, values in loading.items():
+            self.of[p].copy_(p if values is None else values)
+            if values is not None:
+                p.copy_(self.of[p])
+        self._note(loading)
+        if missing:
+            got = f"none for {len(missing)} of {len(loading)}"
+            cure = "none, if it was saved without masters: they start from the parameters"
+            _warn(_LOAD, wanted="a master of each quantized parameter", got=got, cure=cure)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _numbers(state_dict: dict[str, Any]) -> list[Any]:
+    return list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+
+
+def _fitting(parameter: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
+    """``values``, which ``copy_`` must not spread over another shape; ShapeError if it would."""
+    if values is not None and values.shape != parameter.shape:
+        cure = "load the state of the same model"
+        wanted, got = f"a master of shape {tuple(parameter.shape)}", tuple(values.shape)
+        raise ShapeError(describe(_LOAD, wanted=wanted, got=got, cure=cure))
+    return values
+
+
+def _look(parameter: torch.Tensor) -> object:
+    """Changes whenever something writes ``parameter``, its ``.data`` or its planes; may change without."""
+    held = stored_in(parameter)
+    planes = held.record.tensors() if isinstance(held, QuantizedTensor) else [held]
+    return [(plane.data_ptr(), plane._version) for plane in planes]
+
+
+def _warn(where: str, *, wanted: str, got: str, cure: str) -> None:
+    warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=4)

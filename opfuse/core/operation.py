@@ -286,6 +286,10 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         dtype = self.checked_dtype("input", x.dtype)
         return env.autocast or dtype
 
+    def parameter_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape that the spec gives a parameter; None for an op that takes any."""
+        return None
+
     def checked_dtype(self, what: str, dtype: torch.dtype) -> torch.dtype:
         """``dtype`` itself; DtypeError, which names ``what`` of this op, unless ops compute in it."""
         return dtype if dtype in DTYPES else checked_dtype(f"{self.label} {what}", dtype)

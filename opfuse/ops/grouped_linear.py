@@ -112,19 +112,23 @@ class GroupedLinear(BasicOperation):
             self.__dict__["num_extra_inputs"] = 2
         super().__init__(spec)
         self.__dict__["_delayed"] = deque()
-        groups, shape = spec.num_groups, (spec.out_features, spec.in_features)
+        groups = spec.num_groups
         weights = _names("weight", groups, single=spec.single_grouped_weight)
         biases = _names("bias", groups, single=spec.single_grouped_bias) if spec.use_bias else ()
         self.__dict__.update(weight_names=weights, bias_names=biases, borrows=(*weights, *biases))
         self.__dict__["saves"] = ("x", *weights, *biases, "splits", "scales")
         made = {"device": device, "dtype": dtype}
         for name in weights:
-            setattr(self, name, new_weight(self, name, (groups, *shape) if name in _SINGLE else shape, **made))
+            setattr(self, name, new_weight(self, name, self.parameter_shape(name), **made))
         for name in biases:
-            setattr(self, name, new_parameter(where, (groups, *shape[:1]) if name in _SINGLE else shape[:1], **made))
+            setattr(self, name, new_parameter(where, self.parameter_shape(name), **made))
         self.reset_parameters()
 
     # -- parameters ------------------------------------------------------------------------------------------------------
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        spec, columns = self.spec, () if name in self.bias_names else (self.spec.in_features,)
+        return (*((spec.num_groups,) if name in _SINGLE else ()), spec.out_features, *columns)
 
     def reset_parameters(self) -> None:
         """Values as ``nn.Linear`` draws them, group by group, weights first, in place; nothing on the meta device."""

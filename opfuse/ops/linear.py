@@ -61,9 +61,11 @@ class BasicLinear(BasicOperation):
         owner: nn.Module | None = None,
     ) -> None:
         super().__init__(BasicLinearSpec(in_features, out_features), owner=owner)
-        shape = self.spec.out_features, self.spec.in_features
-        self.owner.weight = new_weight(self, "weight", shape, device=device, dtype=dtype)
+        self.owner.weight = new_weight(self, "weight", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        return self.spec.out_features, self.spec.in_features
 
     def reset_parameters(self) -> None:
         """Kaiming-uniform values (a = sqrt 5), written into the weight, plain or quantized; nothing on the meta device."""

@@ -129,8 +129,12 @@ class _Norm(_Normalization):
     ) -> None:
         super().__init__(NormSpec(normalized_shape, eps, zero_centered_gamma))  # type: ignore[arg-type]
         for name in self.learned:
-            setattr(self, name, new_parameter(type(self).__name__, self.spec.normalized_shape, device=device, dtype=dtype))
+            setattr(self, name, new_parameter(type(self).__name__, self.parameter_shape(name), device=device, dtype=dtype))
         self.reset_parameters()
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.spec.normalized_shape
+        return shape
 
     def reset_parameters(self) -> None:
         """gamma 1 (0 if zero-centered), beta 0."""

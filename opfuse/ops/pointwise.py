@@ -187,8 +187,11 @@ class Bias(PointwiseOperation):
         self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
     ) -> None:
         super().__init__(BiasSpec(size), owner=owner)
-        self.owner.bias = new_parameter(type(self.owner).__name__, (self.spec.size,), device=device, dtype=dtype)
+        self.owner.bias = new_parameter(type(self.owner).__name__, self.parameter_shape("bias"), device=device, dtype=dtype)
         self.reset_parameters()
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        return (self.spec.size,)
 
     def reset_parameters(self) -> None:
         """Zeros."""

@@ -43,12 +43,15 @@ class TokenDispatch(BasicOperation):
         self, num_groups: int, features: int, *, top_k: int = 1, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(TokenDispatchSpec(num_groups, features, top_k))
-        groups, size, top = self.spec.num_groups, self.spec.features, self.spec.top_k
+        groups, top = self.spec.num_groups, self.spec.top_k
         if top > groups:
             cure = "choose as many groups as there are, or fewer"
             raise SpecError(describe("TokenDispatch.top_k", wanted=f"at most num_groups={groups}", got=top, cure=cure))
-        self.weight = new_parameter("TokenDispatch", (groups, size), device=device, dtype=dtype)
+        self.weight = new_parameter("TokenDispatch", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        return self.spec.num_groups, self.spec.features
 
     def reset_parameters(self) -> None:
         """Values as ``nn.Linear`` draws them."""

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import is_foreign
-from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, UnsupportedError, describe
+from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _warned: WeakSet[FusibleOperation] = WeakSet()
@@ -40,7 +40,7 @@ def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tenso
             if parameter is not None:
                 _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
         if _is_own(op):
-            _check_dtypes(op)
+            _check_parameters(op)
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 
@@ -99,11 +99,19 @@ def _is_own(op: BasicOperation) -> bool:
     return type(op).__module__.startswith("opfuse.")
 
 
-def _check_dtypes(op: BasicOperation) -> None:
-    """DtypeError for a parameter in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it."""
+def _check_parameters(op: BasicOperation) -> None:
+    """DtypeError for a parameter in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it.
+
+    ShapeError for one that was replaced by one of another shape: it would broadcast, or normalise other dimensions.
+    """
     for name, parameter in zip(op.parameter_names, op.parameter_values()):
-        if parameter is not None:
-            op.checked_dtype(name, parameter.dtype)
+        if parameter is None:
+            continue
+        op.checked_dtype(name, parameter.dtype)
+        wanted = op.parameter_shape(name)
+        if wanted is not None and tuple(parameter.shape) != tuple(wanted):
+            got, cure = tuple(parameter.shape), "make an op of that size; an op keeps the sizes that it was made with"
+            raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=got, cure=cure))
 
 
 def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """What a pipeline refuses at its first call, and what an op or a fusion of a user's own must hand back."""
 
+import re
 import warnings
 
 import pytest
@@ -283,3 +284,29 @@ def test_ops_that_ask_for_extra_inputs_are_named():
     ):
         with pytest.raises(errors.PipelineError, match=told):
             model(x, *given)
+
+
+REPLACED = {
+    "Linear weight": (lambda: ops.Linear(64, 64, bias=False), "weight", (64,)),
+    "Linear bias": (lambda: ops.Linear(64, 64), "bias", (1,)),
+    "RMSNorm": (lambda: ops.RMSNorm(64), "weight", (32, 64)),
+    "LayerNorm": (lambda: ops.LayerNorm(64), "bias", (1,)),
+    "GroupedLinear weight": (lambda: ops.GroupedLinear(2, 64, 64), "weight1", (1, 64)),
+    "GroupedLinear bias": (lambda: ops.GroupedLinear(2, 64, 64), "bias0", (1,)),
+    "GroupedLinear in one": (lambda: ops.GroupedLinear(2, 64, 64, single_grouped_weight=True), "weight", (1, 64, 64)),
+    "TokenDispatch": (lambda: ops.TokenDispatch(4, 64), "weight", (1, 64)),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "shape"), REPLACED.values(), ids=list(REPLACED))
+def test_a_parameter_of_another_shape_is_refused(make, name, shape):
+    """It would broadcast, or normalise other dimensions; also after calls that found the right one."""
+    op = make()
+    model, x = ops.Sequential(op), torch.randn(32, 64)
+    extras = (torch.tensor([16, 16]),) if isinstance(op, ops.GroupedLinear) else ()
+    model(x, *extras)
+    model(x, *extras)
+    wanted = tuple(getattr(op, name).shape)
+    setattr(op, name, torch.nn.Parameter(torch.ones(shape)))
+    with pytest.raises(errors.ShapeError, match=re.escape(f"{name}: wants shape {wanted}, got {shape}")):
+        model(x, *extras)

@@ -35,6 +35,8 @@ def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
       Load after this call: without it torch would round the state to the parameters' dtype.
     - A parameter that something else writes is believed: if it no longer is the cast of its master, the master takes its
       values, and an OpfuseWarning tells.
+    - After a step that raised, masters stand in the groups until the next one, which tells with an OpfuseWarning: the gradients
+      that ``optimizer.zero_grad()`` does not reach in between are zeroed by ``model.zero_grad()``.
     - Copying or pickling an optimizer drops its hooks, as torch does: build the other one and load the state.
 
     After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable lives quantized.
@@ -73,8 +75,7 @@ class _Masters:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """At rest, even after a step or a load that raised; a master for every parameter that needs one, and of its values."""
-        self._rest(optimizer)
+        """A master for every parameter that needs one, and of its values."""
         self._adopt(optimizer)
         others = [p for p in self.of if self._seen[p] != _look(p) and strayed(p, self.of[p])]
         for p in others:
@@ -86,6 +87,10 @@ class _Masters:
             _warn("with_masters", wanted="parameters that are the casts of their masters", got=got, cure=cure)
 
     def _adopt(self, optimizer: Optimizer) -> None:
+        if self._inside:  # torch calls no hook at the end of a step or a load that raises
+            self._rest(optimizer)
+            got, cure = "one that raised, after which zero_grad() meets masters", "call model.zero_grad() after it"
+            _warn("with_masters", wanted="a step, or a load, that ends", got=got, cure=cure)
         new = master_weights(p for p in _parameters(optimizer) if p.requires_grad and p not in self.of)
         self.of.update(new)
         self._note(new)
@@ -163,7 +168,6 @@ class _Masters:
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """``state_dict`` less its masters. They stand in the groups, to whose dtype torch casts what it loads."""
-        self._rest(optimizer)
         self._adopt(optimizer)
         if [len(group["params"]) for group in optimizer.param_groups] != [len(g["params"]) for g in state_dict["param_groups"]]:
             return None  # which torch refuses

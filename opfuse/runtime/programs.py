@@ -224,8 +224,11 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_own_quantizer(quantizer: Any) -> bool:
+    """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
     if not is_dataclass(quantizer):
         return True
+    if getattr(quantizer, "with_amax_reduction", False):
+        return False
     return _is_ours(type(quantizer)) and all(_is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
 
 

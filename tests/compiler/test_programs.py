@@ -9,12 +9,14 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.runtime import programs
 from opfuse.runtime.programs import LOOKS, Backward, Recorded, interpreted
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
 BF16 = torch.bfloat16
@@ -369,3 +371,26 @@ def test_two_tensors_over_one_memory_count_their_own_writes():
             x.add_(1)
         with pytest.raises(SavedTensorError):
             y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True), NVFP4Quantizer(with_amax_reduction=True)],
+)
+def test_ranks_that_come_after_the_first_calls_are_asked(quantizer, tmp_path, monkeypatch):
+    """Such a quantizer reduces its amax over all processes, if there are any by now."""
+    recipe = recipes.CustomRecipe(qfactory=lambda role: IdentityQuantizer() if role.is_gradient else quantizer)
+    model, x = to(ops.Sequential(ops.Linear(64, 64)), torch.bfloat16), randn(32, 64)
+    asked = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: asked.append(args))
+    for _ in range(3):
+        with opfuse.autocast(recipe=recipe), torch.no_grad():
+            model(x)
+    assert asked == []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        with opfuse.autocast(recipe=recipe), torch.no_grad():
+            model(x)
+    finally:
+        dist.destroy_process_group()
+    assert asked

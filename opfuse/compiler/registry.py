@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,20 @@ DIRECTIONS = (JOINT, FORWARD, BACKWARD)
 LEVELS = (0, 1, 2)
 
 
+_CURE = "register a function (ops, *, recipe) -> ops; **unused takes what it does not read"
+
+
+def _takes_a_recipe(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` can be called as functions are; one that hides its signature is believed."""
+    try:
+        inspect.signature(func).bind([], recipe=None)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class FusionFunction:
     """A function ``func(ops, *, recipe) -> ops`` that replaces runs of live ops by FusedOperations.
@@ -40,8 +55,10 @@ class FusionFunction:
             got = f"{self.direction!r}{nearest(str(self.direction), DIRECTIONS)}"
             raise FusionError(describe(where, wanted=f"a direction of {DIRECTIONS}", got=got, cure="name one of them"))
         if not callable(self.func):
-            cure = "register a function (ops, *, recipe) -> ops"
-            raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=cure))
+            raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=_CURE))
+        if not _takes_a_recipe(self.func):
+            got = f"{self.name}{inspect.signature(self.func)}"
+            raise FusionError(describe(where, wanted="a function of (ops, *, recipe)", got=got, cure=_CURE))
         digest(self, where)
 
 

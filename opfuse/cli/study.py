@@ -13,7 +13,7 @@ from opfuse.cli.run import reporter
 from opfuse.config import load
 from opfuse.train import usable, writable
 from opfuse.train.study import Study, study_overrides
-from opfuse.train.study_report import HEAD, dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
+from opfuse.train.study_report import dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
 
 
 def study(
@@ -46,8 +46,8 @@ def tell(found: Study, points: int) -> None:
 
 def table(found: Study) -> Table:
     """The means over the steps."""
-    head = [cell.format(dtype=dtype_of(found)) for cell in HEAD]
+    head, *body = rows(dtype_of(found), summary(found))
     drawn = Table(*head, box=None, pad_edge=False)
-    for row in rows(summary(found)):
+    for row in body:
         drawn.add_row(*(cell.strip("`") for cell in row))
     return drawn

@@ -92,9 +92,10 @@ FIGURES = (("exact", "sqnr", ".1f"), ("exact_float32", "sqnr", ".1f"), ("plain",
 """What the last cells of a row show, and how: SQNR in dB, and the cosine with the gradient without a recipe."""
 
 
-def rows(summary: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells of the table."""
-    return [tuple(_cells(row)) for row in summary]
+def rows(dtype: str, summary: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """The cells of the table, its head first. A pipeline in float32 has one column of that dtype, not two."""
+    head = [cell.format(dtype=dtype) for cell in HEAD]
+    return [[cell for i, cell in enumerate(line) if head[i] not in head[:i]] for line in (head, *map(_cells, summary))]
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:
@@ -115,8 +116,8 @@ def reasons(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The table of a study as :func:`to_dict` gives it."""
-    head = [cell.format(dtype=found["dtype"]) for cell in HEAD]
-    lines = [head, ["---"] * len(head), *rows(found["summary"])]
+    head, *body = rows(found["dtype"], found["summary"])
+    lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -22,7 +22,7 @@ from opfuse.train import ByteModel
 from opfuse.train.data import Batch
 from opfuse.train.exact import exact_gradients
 from opfuse.train.study import CEILING, KINDS, NARROWED, Agreement, Study, agreement, gradients, study_overrides
-from opfuse.train.study_report import markdown, to_dict, write_study
+from opfuse.train.study_report import markdown, rows, to_dict, write_study
 
 BF16 = torch.bfloat16
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -326,6 +326,13 @@ def test_the_files_say_what_was_measured(study: Study, tmp_path: Path) -> None:
     assert markdown(found).count("\n") == 1 + len(means)
     for plot in plots:
         assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pipeline_in_float32_has_one_column_of_that_dtype() -> None:
+    (narrow,), (wide,) = rows("bfloat16", []), rows("float32", [])
+    assert [cell for cell in narrow if "exact" in cell] == ["exact gradient, bfloat16", "exact gradient, float32"]
+    assert [cell for cell in wide if "exact" in cell] == ["exact gradient, float32"]
+    assert len(narrow) == len(wide) + 1
 
 
 def test_without_matplotlib_there_is_no_plot(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

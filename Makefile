@@ -5,7 +5,7 @@ JOBS ?= 2
 GPU_JOBS ?= 8
 GPU_LARGE_JOBS ?= 2
 GPU_TESTS ?= build/gpu.xml
-ANY_DEVICE ?= tests/tensors tests/compiler tests/fusions tests/ops
+ANY_DEVICE ?= tests/tensors tests/compiler tests/runtime tests/inspect tests/fusions tests/ops
 BIN = $(VENV)/bin
 
 .PHONY: demo test check slow fuzz mutants gpu gpu-suite sanitize install clean

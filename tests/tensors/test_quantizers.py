@@ -25,7 +25,7 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.numerics.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
 from tests.tensors.quantized_samples import Blocks64
 

@@ -21,7 +21,7 @@ from opfuse.numerics.layouts import Layout, load_data
 from opfuse.numerics.philox import STREAMS, random_bytes
 from opfuse.numerics.scalars import encode_e2m1_stochastic
 from opfuse.numerics.scales import nvfp4_multiplier
-from tests.kernels.matrices import DTYPES, hard, lines, same, within
+from tests.numerics.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
 
 F32 = np.float32

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from opfuse.core.context import Context
 from opfuse.core.spec import Positive, Size
-from opfuse.errors import SpecError, describe
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage
 from opfuse.ops.pointwise import PointwiseOperation
@@ -38,12 +36,6 @@ class Activation(PointwiseOperation):
 
     spec: ActivationSpec
     traits = frozenset(("elementwise", "activation"))
-
-    def __new__(cls, *args: object, **given: object) -> Self:
-        if not hasattr(cls, "math"):
-            where, cure = f"class {cls.__name__}", f"write math = ops.Pointwise(...) into class {cls.__name__}"
-            raise SpecError(describe(where, wanted="its math", got="none", cure=cure))
-        return super().__new__(cls, *args, **given)
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(ActivationSpec(cache_quantized_input))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, new_parameter
 from opfuse.domains import numbers
-from opfuse.errors import PipelineError, ShapeError, describe
+from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage, operand_shape
 from opfuse.numerics.pointwise import Pointwise
@@ -37,6 +37,12 @@ class PointwiseOperation(BasicOperation):
     speaks_for = (*METHODS, "compute_dtype")  # a chain has one dtype
 
     _reads: ClassVar[dict[frozenset[str], frozenset[str]]]
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        if not hasattr(cls, "math"):
+            where, cure = f"class {cls.__name__}", f"write math = ops.Pointwise(...) into class {cls.__name__}"
+            raise SpecError(describe(where, wanted="its math", got="none", cure=cure))
+        return super().__new__(cls, *args, **given)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -17,6 +17,7 @@ from opfuse import ops, recipes
 from opfuse.errors import DtypeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
+from tests.ops.by_hand import step_by_hand
 
 RECIPES = {"mxfp8": recipes.MXFP8BlockScaling(), "fp8_current": recipes.Float8CurrentScaling()}
 RATE, STEPS = 1e-4, 20
@@ -37,13 +38,7 @@ def train(model: nn.Module, kind: str, *, sign: float = 1.0) -> list[torch.Tenso
         with opfuse.autocast(recipe=RECIPES[kind]):
             loss = sign * model(x).sum()
         loss.backward()
-        with torch.no_grad():
-            for p, master in masters.items():
-                master.grad, p.grad = p.grad.float(), None
-            optimizer.step()
-            optimizer.zero_grad()
-            for p, master in masters.items():
-                p.copy_(master)
+        step_by_hand(optimizer, masters)
     return list(masters.values())
 
 

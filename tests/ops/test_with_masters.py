@@ -15,6 +15,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError
 from opfuse.tensors import QuantizedTensor
+from tests.ops.by_hand import step_by_hand
 
 KINDS = ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "delayed"]
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
@@ -47,13 +48,7 @@ def by_hand(made: nn.Module, build, steps: int) -> list[torch.Tensor]:
     optimizer = build([masters.get(p, p) for p in made.parameters()])
     for seed in range(steps):
         give_gradients(made, seed)
-        with torch.no_grad():
-            for p, master in masters.items():
-                master.grad, p.grad = p.grad.float(), None
-            optimizer.step()
-            optimizer.zero_grad()
-            for p, master in masters.items():
-                p.copy_(master)
+        step_by_hand(optimizer, masters)
     return list(masters.values())
 
 

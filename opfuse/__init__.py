@@ -43,6 +43,8 @@ _NAMES = {
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
     "checkpoint": "opfuse.runtime.checkpoint",
+    "fuse_": "opfuse.convert",
+    "unfuse_": "opfuse.convert",
 }
 
 __all__ = list(_MODULES + tuple(_NAMES))

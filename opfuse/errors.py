@@ -90,6 +90,10 @@ class OptimizerError(OpfuseError, TypeError, RuntimeError):
     """What was given is no torch optimizer, has masters already, or does not step on the tensors that its groups name."""
 
 
+class ConversionError(OpfuseError, ValueError):
+    """A model cannot be converted as was asked, or was changed since it was."""
+
+
 class ConfigError(OpfuseError, ValueError):
     """One or more findings in a configuration file, its arguments; as text, one after the other."""
 

@@ -7,6 +7,7 @@ from opfuse.recipes.autocast import (
     current_amax_group,
     current_model_init,
     current_recipe,
+    in_region,
     note_use,
     quantized_model_init,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "current_amax_group",
     "current_model_init",
     "current_recipe",
+    "in_region",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

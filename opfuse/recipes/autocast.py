@@ -129,6 +129,11 @@ def current_amax_group() -> ProcessGroup | None:
     return None if region is None else region.group
 
 
+def in_region() -> bool:
+    """Whether a region is active, enabled or not."""
+    return _REGION.get() is not None
+
+
 def kept_scales() -> dict[Hashable, Any] | None:
     """Scales that the outermost region around keeps for recomputations; None outside any region."""
     region = _REGION.get()

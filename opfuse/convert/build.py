@@ -1,0 +1,210 @@
+"""From the chain of a module to the parts that run it: ops over its parameters, and submodules that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from opfuse.convert.chain import Add, Apply, Call, Chain, Gate, NoChain, Step, arguments_of, chain_of
+from opfuse.convert.converted import Converted, Opaque, Run
+from opfuse.convert.leaves import GATED, UNGATED, obstacle, op_of, weight_of
+from opfuse.convert.policy import Choice, Policies
+from opfuse.convert.probe import activation_of_module
+from opfuse.convert.weights import Weight, product_of
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import OpfuseError
+from opfuse.ops.pointwise import AddExtraInput, Dropout
+from opfuse.ops.structure import Identity
+from opfuse.recipes import Recipe
+
+ROWS = 128
+"""Rows of an input that every format takes: those of a call are known to the call alone."""
+
+
+@dataclass(eq=False)
+class Build:
+    """The parts of one module, as far as they are made.
+
+    weights: the modules whose matrices its runs multiply with. members: all that its runs stand for, by path. inlined:
+    those of them whose own chain is a part of this one. told: words for each part.
+    """
+
+    module: nn.Module
+    path: str
+    policies: Policies
+    parts: list[Run | Opaque] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    members: dict[str, nn.Module] = field(default_factory=dict)
+    inlined: list[nn.Module] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    recipe: Recipe | None = None
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def add(self, steps: Sequence[Step]) -> None:
+        """Make the parts of all ``steps``. NoChain for what is no op and no submodule."""
+        for step in steps:
+            match step:
+                case Call():
+                    self._call(step.path)
+                case Apply():
+                    self._op(UNGATED[step.name](), step.name)
+                case Add():
+                    self._op(AddExtraInput(), f"add{step.index}")
+                    self._run().extras.append(step.index)
+                case Gate():
+                    self._gate(step)
+
+    def _call(self, path: str) -> None:
+        child = self.module.get_submodule(path)
+        weight = weight_of(child)
+        if weight is not None:
+            if self._takes(weight, path):
+                self._product([path], [weight])
+                return
+        elif obstacle(child) is None:
+            op = op_of(child)
+            if op is not None:
+                self.members[path] = child
+                self._op(op, path, child if isinstance(op, Dropout) else None)
+                return
+            inner = _inlined(child)
+            if inner is not None and self.policies.allows(child, self._named(path)):
+                self.members[path] = child
+                self.inlined.append(child)
+                self.add(inner.within(path))
+                return
+        self.parts.append(Opaque(child))
+        self.told.append(f"({type(child).__name__})")
+
+    def _gate(self, step: Gate) -> None:
+        act = step.act
+        name = act.name if isinstance(act, Apply) else self._activation(act.path)
+        if name not in GATED:
+            raise NoChain(f"a gate of {act}", f"a gate that is one of {', '.join(GATED)}")
+        paths = [path for path in (step.gate, step.up) if path]
+        if paths:
+            found = [weight_of(self.module.get_submodule(path)) for path in paths]
+            weights = [w for w, path in zip(found, paths) if w is not None and self._takes(w, path)]
+            if len(weights) < len(paths) or not weights[0].agrees(weights[1]):
+                got = f"{' and '.join(paths)}, of which one is none, or differs"
+                raise NoChain(got, "two products of one input, dtype and recipe")
+            if weights[0].out_features != weights[1].out_features:
+                got = f"{weights[0].out_features} and {weights[1].out_features} columns"
+                raise NoChain(got, "a gate as wide as what it gates")
+            self._product(paths, weights)
+        self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")
+
+    def _activation(self, path: str) -> str:
+        child = self.module.get_submodule(path)
+        if obstacle(child) is not None:
+            return ""
+        self.members[path] = child
+        return activation_of_module(child) or ""
+
+    # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Run:
+        if not self.parts or not isinstance(self.parts[-1], Run):
+            self.parts.append(Run(path=self.path))
+        last = self.parts[-1]
+        return last if isinstance(last, Run) else self._run()
+
+    def _op(self, op: BasicOperation, name: str, follows: nn.Module | None = None) -> None:
+        if isinstance(op, Identity):
+            return
+        run = self._run()
+        run.ops.append(op)
+        run.names.append(name)
+        if follows is not None:
+            run.modes.append((op, follows))
+        self.told.append(type(op).__name__)
+
+    def _product(self, paths: Sequence[str], weights: Sequence[Weight]) -> None:
+        ops, made = product_of(weights)
+        ops[0].name = "+".join(self._named(path) for path in paths)
+        name, run = "+".join(paths), self._run()
+        run.ops += ops
+        run.names += [name, f"{name}.bias"][: len(ops)]
+        if made is not None:
+            run.made.append(made)
+        self.weights += weights
+        self.members.update(zip(paths, [weight.module for weight in weights]))
+        self.told.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
+
+    def _takes(self, weight: Weight, path: str) -> bool:
+        """Whether a product joins this module. NoChain where its recipe is another one than that of those before."""
+        choice = self.policies.of(weight.module, self._named(path))
+        if not choice.convert or obstacle(weight.module) is not None or refusal(weight, choice) is not None:
+            return False
+        if self.weights and choice.recipe != self.recipe:
+            raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
+        self.recipe = choice.recipe
+        return True
+
+    def _named(self, path: str) -> str:
+        return f"{self.path}.{path}".lstrip(".")
+
+    def result(self, chain: Chain) -> Converted:
+        """The forward of the module. NoChain where it multiplies nothing."""
+        if not self.weights:
+            raise NoChain("no product that may be converted", "a product")
+        recipe, members = self.recipe, {path: member for path, member in self.members.items() if path}
+        return Converted(self.module, self.path, arguments=chain.arguments, parts=self.parts, members=members, recipe=recipe)
+
+
+def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
+    """What a module whose forward is a chain becomes, and how. NoChain where it is none, or holds no product."""
+    if "forward" in vars(module):
+        raise NoChain("a forward of this very object", "the forward of its class")
+    chain = chain_of(module)
+    made = Build(module, path, policies)
+    made.add(chain.steps)
+    return made.result(chain), made
+
+
+def build_alone(weight: Weight, path: str, choice: Choice) -> Converted:
+    """A product that is converted by itself."""
+    ops, made = product_of([weight])
+    ops[0].name = path
+    run = Run(ops, ["weight", "bias"][: len(ops)], made=[] if made is None else [made], path=path)
+    names = arguments_of(weight.module)[:1]
+    return Converted(weight.module, path, arguments=names, parts=(run,), members={}, recipe=choice.recipe)
+
+
+def _inlined(module: nn.Module) -> Chain | None:
+    """The chain of a submodule that may run as a part of the chain around it."""
+    try:
+        chain = chain_of(module)
+    except NoChain:
+        return None
+    return chain if len(chain.arguments) == 1 else None
+
+
+def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
+    """What the recipe wants of a matrix, and what this one has; None: it can take it, or the recipe is not known yet."""
+    recipe, shapes = choice.recipe, _shapes(weight)
+    if recipe is None:
+        return None
+    op = product_of([weight])[0][0]
+    for role, shape in shapes.items():
+        made, _ = op.make_quantizer(role, recipe)
+        quantizer = op.narrow_quantizer(made, role, recipe.backward_override, ("dgrad", "wgrad"))
+        if quantizer is None:
+            continue
+        dtype = (quantizer.input_dtypes or (torch.float32,))[0]
+        try:
+            quantizer.check(shape, dtype, where=role, cure=lambda _: "")
+        except OpfuseError as error:
+            wanted, _, got = str(error).partition(": wants ")[2].partition(". Cure")[0].partition(", got ")
+            return wanted, got
+    return None
+
+
+def _shapes(weight: Weight) -> dict[str, tuple[int, int]]:
+    """Of the operands of its products."""
+    rows, columns = weight.out_features, weight.in_features
+    return {"weight": (rows, columns), "input": (ROWS, columns), "grad_output": (ROWS, rows)}

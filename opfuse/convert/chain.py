@@ -1,0 +1,275 @@
+"""The forward of a module as a chain of steps, from its symbolic trace.
+
+The trace follows ``forward`` with torch.fx and does not look into the submodules that it calls. A chain is a trace in which
+one value goes from the first argument to the result: each step takes it, and nothing else but parameters of submodules,
+constants and, in a sum, a further argument of ``forward``. What branches is known if it is a gated unit. Anything else is
+no chain, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from opfuse.convert.probe import activation_of
+
+MOST_ARGUMENTS = 2
+"""A block is a function of its tensors. Forwards with more arguments, or with some that may be left out, route and mask: what
+they do depends on the call, so they are not traced.
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """y = the submodule ``path`` of x."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Apply:
+    """y = a function of x that is the activation ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Gate:
+    """y = act(gate(x)) * up(x), where ``gate`` and ``up`` are submodules; without them, of the two halves of x."""
+
+    act: Call | Apply
+    gate: str = ""
+    up: str = ""
+
+
+@dataclass(frozen=True)
+class Add:
+    """y = x + the further argument ``index`` of forward, the first being 0."""
+
+    index: int
+
+
+Step = Call | Apply | Gate | Add
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The steps of a forward, and the names of its arguments: the one that the steps begin with, then those that they add."""
+
+    arguments: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+    def within(self, path: str) -> tuple[Step, ...]:
+        """The steps as those of the module that holds this one under ``path``."""
+        return tuple(_within(step, path) for step in self.steps)
+
+
+class NoChain(Exception):
+    """A forward is no chain: what was met, and what a chain has there."""
+
+    def __init__(self, got: str, wanted: str) -> None:
+        super().__init__(got, wanted)
+        self.got, self.wanted = got, wanted
+
+
+class _Tracer(fx.Tracer):
+    """Submodules are leaves, and what forward assigns to the module is taken back."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def chain_of(module: nn.Module) -> Chain:
+    """The chain that the forward of ``module`` is, in training and in evaluation. NoChain where it is none."""
+    _check_arguments(type(module).forward)
+    one, other = (_Reader(_traced(module, training)).chain() for training in (True, False))
+    if one != other:
+        raise NoChain("another chain in training than in evaluation", "one chain, whose dropouts are submodules")
+    return one
+
+
+def _traced(module: nn.Module, training: bool) -> fx.Graph:
+    before = dict(vars(module))
+    try:
+        vars(module)["training"] = training
+        return _Tracer().trace(module)
+    except Exception as error:  # whatever a stranger's code raises on symbolic values
+        text = str(error).strip().partition("\n")[0]
+        raise NoChain(f"{type(error).__name__}: {text}", "a forward that torch.fx can follow") from error
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _check_arguments(forward: Callable[..., Any]) -> None:
+    given = list(inspect.signature(forward).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    optional = [each.name for each in given if each.kind not in plain or each.default is not inspect.Parameter.empty]
+    if not 1 <= len(given) <= MOST_ARGUMENTS or optional:
+        got = f"forward({', '.join(each.name for each in given)})" + (f", where {optional[0]} is optional" if optional else "")
+        raise NoChain(got, f"a forward of {MOST_ARGUMENTS} tensors at most, all of which it needs")
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a forward."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+class _Reader:
+    """Reads a traced graph from its first argument to its result."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.arguments = [node for node in graph.nodes if node.op == "placeholder"]
+        self.nodes = {node for node in graph.nodes if node.op != "placeholder"}
+
+    def chain(self) -> Chain:
+        first, *_ = self.arguments
+        steps, value = [], first
+        while not self._is_result(value):
+            step, value = self._next(value)
+            steps.append(step)
+        if self.nodes:
+            _refuse(f"{_told(next(iter(self.nodes)))} beside it", "one value from the argument to the result")
+        return Chain(tuple(str(node.target) for node in self.arguments), tuple(steps))
+
+    def _is_result(self, value: fx.Node) -> bool:
+        result = next(iter(value.users), None)
+        if len(value.users) != 1 or result is None or result.op != "output":
+            return False
+        if result.args != (value,):
+            _refuse("a result of several values", "one tensor")
+        self.nodes.discard(result)
+        return True
+
+    def _next(self, value: fx.Node) -> tuple[Step, fx.Node]:
+        users = list(value.users)
+        if len(users) == 1:
+            (node,) = users
+            if _is(node, CHUNK):
+                return self._halves(node)
+            return self._step(node, value), self._take(node)
+        if len(users) == 2:
+            return self._gate(value, users)
+        _refuse(f"{_told(value)} read {len(users)} times", "a value that is read once, or by the two parts of a gated unit")
+
+    def _take(self, node: fx.Node) -> fx.Node:
+        self.nodes.discard(node)
+        return node
+
+    def _step(self, node: fx.Node, value: fx.Node) -> Step:
+        if node.op == "call_module" and node.args == (value,) and not node.kwargs:
+            return Call(str(node.target))
+        if _is(node, ADD) and len(node.args) == 2 and not node.kwargs:
+            other: Any = next((arg for arg in node.args if arg is not value), value)
+            if other in self.arguments[1:] and len(other.users) == 1:
+                return Add(self.arguments.index(other) - 1)
+        name = _activation(node, value)
+        if name is not None:
+            return Apply(name)
+        _refuse(_told(node), "a submodule, an activation or a sum with an argument of forward")
+
+    def _gate(self, value: fx.Node, users: Sequence[fx.Node]) -> tuple[Step, fx.Node]:
+        for gate, up in (users, users[::-1]):
+            act: Any = next(iter(gate.users), None)
+            product: Any = None if act is None else next(iter(act.users), None)
+            if product is None or not all(_calls(each, value) for each in (gate, up)):
+                continue
+            if not _is_product(product, act, up) or any(len(each.users) != 1 for each in (gate, act, up)):
+                continue
+            step = Gate(self._act(act, gate), str(gate.target), str(up.target))
+            for node in (gate, act, up):
+                self._take(node)
+            return step, self._take(product)
+        _refuse(f"{_told(value)} read by {_told(users[0])} and {_told(users[1])}", "act(gate(x)) * up(x)")
+
+    def _halves(self, chunk: fx.Node) -> tuple[Step, fx.Node]:
+        """act(a) * b of ``a, b = x.chunk(2, dim=-1)``."""
+        parts = {node.args[1]: node for node in chunk.users if _is(node, (operator.getitem,))}
+        wanted = "act(a) * b of a, b = x.chunk(2, dim=-1)"
+        if sorted(map(str, parts)) != ["0", "1"] or len(chunk.users) != 2 or _chunked(chunk) != (2, -1):
+            _refuse(_told(chunk), wanted)
+        a, b = parts[0], parts[1]
+        act: Any = next(iter(a.users), None)
+        product: Any = None if act is None else next(iter(act.users), None)
+        if product is None or not _is_product(product, act, b) or any(len(each.users) != 1 for each in (a, act, b)):
+            _refuse(_told(chunk), wanted)
+        step = Gate(self._act(act, a))
+        for node in (chunk, a, act, b):
+            self._take(node)
+        return step, self._take(product)
+
+    def _act(self, node: Any, value: fx.Node) -> Call | Apply:
+        step = self._step(node, value)
+        if isinstance(step, (Call, Apply)):
+            return step
+        _refuse(_told(node), "an activation of the gate")
+
+
+ADD = (operator.add, operator.iadd, torch.add, "add")
+MULTIPLY = (operator.mul, operator.imul, torch.mul, "mul")
+CHUNK = (torch.chunk, "chunk")
+
+
+def _is(node: Any, targets: Sequence[Any]) -> bool:
+    return node.op in ("call_function", "call_method") and any(node.target is t or node.target == t for t in targets)
+
+
+def _calls(node: fx.Node, value: fx.Node) -> bool:
+    return node.op == "call_module" and node.args == (value,) and not node.kwargs
+
+
+def _is_product(node: Any, act: Any, other: fx.Node) -> bool:
+    return _is(node, MULTIPLY) and not node.kwargs and set(node.args) == {act, other}
+
+
+def _chunked(node: fx.Node) -> tuple[Any, Any]:
+    values = [*node.args[1:], *node.kwargs.values()]
+    return (*values, None, None)[:2]  # type: ignore[return-value]
+
+
+def _activation(node: fx.Node, value: fx.Node) -> str | None:
+    """The activation that a node with constants as further arguments is."""
+    if node.op not in ("call_function", "call_method") or node.args[:1] != (value,) or len(node.all_input_nodes) != 1:
+        return None
+    target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return None if target is F.dropout else activation_of(lambda x: target(x, *node.args[1:], **node.kwargs))
+
+
+def _told(node: fx.Node) -> str:
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{WORDS.get(node.op, 'the call of')} {target}"
+
+
+WORDS = {"call_module": "the submodule", "placeholder": "the argument", "get_attr": "the parameter"}
+
+
+def _refuse(got: str, wanted: str) -> NoReturn:
+    raise NoChain(got, wanted)
+
+
+def _within(step: Step, path: str) -> Step:
+    match step:
+        case Call():
+            return Call(f"{path}.{step.path}")
+        case Gate():
+            act: Any = _within(step.act, path)
+            return replace(step, act=act, **{key: f"{path}.{getattr(step, key)}" for key in ("gate", "up") if getattr(step, key)})
+        case _:
+            return step
+
+
+def paths_of(steps: Sequence[Step]) -> Iterator[str]:
+    """The submodules that a chain calls."""
+    for step in steps:
+        if isinstance(step, Call):
+            yield step.path
+        elif isinstance(step, Gate):
+            yield from (path for path in (step.gate, step.up) if path)
+            yield from paths_of((step.act,))

@@ -1,0 +1,168 @@
+"""A module of a model that trains through opfuse: its forward is replaced, and nothing else of it.
+
+The module keeps its class, its submodules and its parameters. Under a recipe the new forward runs pipelines over them;
+without one it is the forward that the module had, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.convert.weights import Made
+from opfuse.core.operation import BasicOperation
+from opfuse.core.tracers import break_graph, outside
+from opfuse.errors import ConversionError, describe
+from opfuse.recipes import Recipe, autocast, current_recipe, in_region
+from opfuse.recipes.passes import is_recomputing
+from opfuse.runtime.fuser import OperationFuser, recorded_plans
+from opfuse.runtime.recompute import repeated
+from opfuse.runtime.segment import recorded_saves
+
+
+@dataclass(eq=False)
+class Run:
+    """Ops that run as one pipeline.
+
+    ops, names: the ops and what they are called. extras: the further arguments that they add. made: owners of parameters
+    that are made for each call. modes: ops that follow the training flag of a module.
+    """
+
+    ops: list[BasicOperation] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    extras: list[int] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    modes: list[tuple[BasicOperation, nn.Module]] = field(default_factory=list)
+    path: str = ""
+    fuser: OperationFuser | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold live ops; a copy makes its own.
+        return {**self.__dict__, "fuser": None}
+
+    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        fuser = self.fuser
+        if fuser is None:
+            fuser = self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
+        for op, module in self.modes:
+            if op.training != module.training:
+                op.train(module.training)
+        try:
+            for made in self.made:
+                made.fill()
+            result: torch.Tensor = fuser(x, *[arguments[i] for i in self.extras])
+        finally:
+            for made in self.made:
+                made.drop()
+        return result
+
+
+@dataclass(eq=False)
+class Opaque:
+    """A submodule that is called as it is."""
+
+    module: nn.Module
+
+    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        return self.module(x)
+
+
+class Converted:
+    """The forward of a converted module.
+
+    path: that of the module in the model. arguments: names of what its parts take. parts: runs, and submodules between them.
+    recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made from, by path.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        *,
+        arguments: Sequence[str],
+        parts: Sequence[Run | Opaque],
+        members: dict[str, nn.Module],
+        recipe: Recipe | None,
+    ) -> None:
+        self.module = module
+        self.path = path
+        self.arguments = tuple(arguments)
+        self.parts = tuple(parts)
+        self.members = members
+        self.recipe = recipe
+        self.region = None if recipe is None else autocast(recipe=recipe)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that the module has without opfuse; its signature is this one's."""
+        return partial(type(self.module).forward, self.module)
+
+    # What a checkpoint compares, to find the first run of a call that it repeats.
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.path or type(self.module).__name__
+
+    @property
+    def structure(self) -> str:
+        """The same for the same module alone."""
+        return f"{self.label} {id(self)}"
+
+    @property
+    def ops(self) -> Sequence[object]:
+        """What is run."""
+        return (self,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            break_graph(self.label)
+            return outside(Converted.__call__)(self, *args, **kwargs)
+        if self.region is None or in_region():
+            return self._checkpointed(args, kwargs)
+        with self.region:
+            return self._checkpointed(args, kwargs)
+
+    def _checkpointed(self, args: Any, kwargs: Any) -> Any:
+        """Inside a checkpoint, the recipe is that of the first run, whatever is active when it is run again."""
+        repeat = repeated(self)
+        return self._run(args, kwargs) if repeat is None else repeat(partial(self._repeated, args, kwargs))
+
+    def _repeated(self, args: Any, kwargs: Any) -> Any:
+        if not is_recomputing():
+            return self._run(args, kwargs)
+        with recorded_plans(), recorded_saves():  # recorders of the first run have had what it did
+            return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if current_recipe() is None:
+            return self.__wrapped__(*args, **kwargs)
+        self._check_members()
+        given = dict(zip(self.arguments, args)) | kwargs
+        if given.keys() != set(self.arguments) or len(args) + len(kwargs) != len(given):
+            return self.__wrapped__(*args, **kwargs)  # which says what it takes
+        x, *arguments = (given[name] for name in self.arguments)
+        for part in self.parts:
+            x = part(x, arguments)
+        return x
+
+    def _check_members(self) -> None:
+        """ConversionError if a submodule was replaced since."""
+        for path, member in self.members.items():
+            holder, _, name = path.rpartition(".")
+            found = self.module.get_submodule(holder)._modules.get(name) if holder else self.module._modules.get(name)
+            if found is not member:
+                where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
+                cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
+                raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
+
+
+def converted(module: nn.Module) -> Converted | None:
+    """The forward that opfuse gave a module, if it has one."""
+    own = vars(module).get("forward")
+    return own if isinstance(own, Converted) else None

@@ -1,0 +1,166 @@
+"""``fuse_`` and ``unfuse_``: a model one has, made to train through opfuse, in place, and given back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from opfuse.convert.build import build, build_alone, refusal
+from opfuse.convert.chain import NoChain
+from opfuse.convert.converted import Converted, converted
+from opfuse.convert.leaves import obstacle, weight_of
+from opfuse.convert.policy import Filter, Policies, Policy
+from opfuse.convert.report import Entry, Report
+from opfuse.convert.weights import Weight
+from opfuse.core.operation import FusibleOperation
+from opfuse.errors import ConversionError, describe
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def fuse_(model: nn.Module, recipe: object = None, *, filter_fn: Filter | None = None, policy: Policy | None = None) -> Report:
+    """Have ``model`` compute under ``recipe`` from now on, in place; :func:`unfuse_` undoes it. Returns what became of each
+    module.
+
+    Modules whose forward is a chain of products, activations, norms, dropouts and sums run as pipelines; other products run
+    alone. Submodules, parameters (the same objects), their names and the state dict stay as they are, so optimizers made
+    before go on, and ``save_pretrained`` writes what any other program reads. Without a recipe a converted module is what
+    it was, bit for bit.
+
+    recipe: that of every converted module, wherever no ``autocast`` region is active; an active region counts instead.
+    None: they compute in high precision outside of regions. policy: other recipes, as a mapping from patterns of paths (a
+    pattern covers all below what it names, the first that fits counts) or a function of module and path: a recipe, None for
+    modules that stay as they are, or "default". filter_fn: False for a module and its path leaves that module alone, and
+    asks for those in it. Output heads and routers are left alone unless the policy names them.
+
+    A model that is fused already is fused anew. ConversionError if nothing could be converted, or a pattern decides of nothing.
+    """
+    if not isinstance(model, nn.Module):
+        cure = "pass the model itself"
+        raise ConversionError(describe("fuse_", wanted="an nn.Module", got=type(model).__name__, cure=cure))
+    before = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    _restore(before)
+    try:
+        walk = _Walk(Policies(model, recipe, policy, filter_fn))
+        walk.visit(model, "")
+        walk.policies.check_used(name for name, _ in model.named_modules())
+        if not walk.made:
+            raise _nothing(model, walk.entries)
+    except BaseException:
+        _install(before)
+        raise
+    _install(walk.made)
+    return Report(tuple(walk.entries))
+
+
+def unfuse_(model: AnyModule) -> AnyModule:
+    """Undo :func:`fuse_`, in place: every module has the forward that it had. ConversionError if none is converted."""
+    found = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    if not found:
+        got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
+        raise ConversionError(describe("unfuse_", wanted="modules that fuse_ has converted", got=got, cure=cure))
+    _restore(found)
+    return model
+
+
+def _install(made: dict[nn.Module, Converted]) -> None:
+    for module, forward in made.items():
+        vars(module)["forward"] = forward
+
+
+def _restore(made: dict[nn.Module, Converted]) -> None:
+    for module in made:
+        del vars(module)["forward"]
+
+
+def _nothing(model: nn.Module, entries: list[Entry]) -> ConversionError:
+    why = next((entry.why for entry in entries if entry.status in ("refused", "kept") and entry.weights), "")
+    got = f"none in a {type(model).__name__}" + (f"; the first is {why}" if why else "")
+    cure = "pass a model with linear layers, and see what filter_fn and policy leave"
+    return ConversionError(describe("fuse_", wanted="modules that can be converted", got=got, cure=cure))
+
+
+class _Walk:
+    """Looks at each module once, from the outside in: what one module takes over, those in it are not asked for."""
+
+    def __init__(self, policies: Policies) -> None:
+        self.policies = policies
+        self.entries: list[Entry] = []
+        self.made: dict[nn.Module, Converted] = {}
+        self.seen: set[nn.Module] = set()
+        self.inlined: set[nn.Module] = set()
+
+    def visit(self, module: nn.Module, path: str) -> None:
+        """Convert ``module``, or what is in it."""
+        if module in self.seen or isinstance(module, FusibleOperation):
+            return
+        self.seen.add(module)
+        weight = weight_of(module)
+        if weight is not None:
+            self._alone(weight, path)
+            return
+        if module._modules and module not in self.inlined and self.policies.allows(module, path):
+            self._block(module, path)
+        self._own(module, path)
+        for name, child in module.named_children():
+            self.visit(child, f"{path}.{name}".lstrip("."))
+
+    def _block(self, module: nn.Module, path: str) -> None:
+        try:
+            made, how = build(module, path, self.policies)
+        except NoChain as no:
+            if any(weight_of(child) is not None for child in module.children()):
+                self._tell(module, path, "parts", wanted=no.wanted, got=no.got, cure="its submodules are converted one by one")
+            return
+        self.made[module] = made
+        self.inlined.update(how.inlined)
+        self.seen.update(set(how.members.values()) - self.inlined)
+        weights = sum(_elements(weight) for weight in how.weights)
+        self._tell(module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights)
+
+    def _alone(self, weight: Weight, path: str) -> None:
+        module, elements = weight.module, _elements(weight)
+        choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
+        if not choice.convert:
+            wanted = "to be converted"
+            self._tell(module, path, "kept", weights=elements, wanted=wanted, got=choice.got, cure=choice.cure)
+        elif hindered is not None:
+            got, cure = hindered
+            self._tell(module, path, "refused", weights=elements, wanted="a plain product", got=got, cure=cure)
+        elif (why := refusal(weight, choice)) is not None:
+            wanted, got = why
+            cure = "give it another recipe in the policy, or other sizes"
+            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
+        else:
+            self.made[module] = made = build_alone(weight, path, choice)
+            self._tell(module, path, "fused", became="Linear", recipe=_told(made), weights=elements)
+
+    def _own(self, module: nn.Module, path: str) -> None:
+        """Tell of a module with parameters of its own that no row knows."""
+        own = [p for p in module._parameters.values() if p is not None]
+        if not own or module in self.made:
+            return
+        elements = sum(p.numel() for p in own if p.dim() > 1)
+        if isinstance(module, nn.Embedding):
+            self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
+        elif not elements:
+            got = "one that stands by itself"
+            self._tell(module, path, "kept", wanted="an op beside a fused product", got=got, cure=NONE)
+        else:
+            got, cure = f"{type(module).__name__}, which no row knows", "write it of nn.Linear and activations, or of opfuse.ops"
+            self._tell(module, path, "refused", weights=elements, wanted="a known module", got=got, cure=cure)
+
+    def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
+        self.entries.append(Entry(path, type(module).__name__, status, **fields))
+
+
+NONE = "none is needed"
+
+
+def _elements(weight: Weight) -> int:
+    return weight.in_features * weight.out_features
+
+
+def _told(made: Converted) -> str:
+    return "autocast's" if made.recipe is None else type(made.recipe).__name__

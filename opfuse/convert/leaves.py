@@ -1,0 +1,155 @@
+"""The modules that have an op as their counterpart: one row of LEAVES each, which says what it recognises and what that
+becomes.
+
+A row looks at what a module computes: at the code of its forward, where that is torch's, at its trace, or at its values.
+The name of a class decides nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from opfuse.convert.chain import _Tracer
+from opfuse.convert.probe import activation_of_module
+from opfuse.convert.weights import Weight, borrowing
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import is_foreign
+from opfuse.ops import activation
+from opfuse.ops.norm import LayerNorm, NormSpec, RMSNorm
+from opfuse.ops.pointwise import Dropout
+from opfuse.ops.structure import Identity
+
+UNGATED: dict[str, type[activation.Activation]] = {
+    "gelu": activation.GELU,
+    "qgelu": activation.QGELU,
+    "silu": activation.SiLU,
+    "relu": activation.ReLU,
+    "srelu": activation.SReLU,
+}
+GATED: dict[str, type[activation.GatedActivation]] = {
+    "gelu": activation.GEGLU,
+    "qgelu": activation.QGEGLU,
+    "silu": activation.SwiGLU,
+    "relu": activation.ReGLU,
+    "srelu": activation.SReGLU,
+}
+"""The op of an activation, and of a unit that it gates."""
+
+
+def runs(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether the forward of ``module`` is that of one of ``classes``, whatever its own class is called."""
+    return any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes)
+
+
+def weight_of(module: nn.Module) -> Weight | None:
+    """What a module multiplies with, if it is nothing but a product and a bias."""
+    if runs(module, nn.Linear):
+        linear: nn.Linear = module  # type: ignore[assignment]
+        return Weight(module, linear.in_features, linear.out_features)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
+        return None
+    if not _is_transposed_product(module):
+        return None
+    return Weight(module, weight.shape[0], weight.shape[1], transposed=True)
+
+
+SHAPES = ("size", "view", "reshape", operator.getitem, operator.add, getattr)
+"""What a forward may do with sizes beside its product."""
+
+
+def _is_transposed_product(module: nn.Module) -> bool:
+    """Whether the forward is ``addmm(bias, x, weight)`` and changes of shape around it: y = x W + b for W (in, out)."""
+    try:
+        nodes = list(_Tracer().trace(module).nodes)
+    except Exception:  # of a stranger's code on symbolic values
+        return False
+    products = [node for node in nodes if node.target is torch.addmm]
+    if len(products) != 1 or [str(arg) for arg in products[0].args if _is_parameter(arg)] != ["bias", "weight"]:
+        return False
+    around = [node for node in nodes if node.op in ("call_function", "call_method") and node is not products[0]]
+    return all(node.target in SHAPES for node in around)
+
+
+def _is_parameter(arg: object) -> bool:
+    return isinstance(arg, fx.Node) and arg.op == "get_attr"
+
+
+def _layer_norm(module: nn.Module) -> BasicOperation | None:
+    if not runs(module, nn.LayerNorm) or module._parameters.get("weight") is None or module._parameters.get("bias") is None:
+        return None
+    norm: nn.LayerNorm = module  # type: ignore[assignment]
+    return borrowing(LayerNorm, NormSpec(norm.normalized_shape, norm.eps), module, "weight", "bias")
+
+
+def _rms_norm(module: nn.Module) -> BasicOperation | None:
+    weight = module._parameters.get("weight")
+    if not runs(module, nn.RMSNorm) or weight is None:
+        return None
+    norm: nn.RMSNorm = module  # type: ignore[assignment]
+    eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
+    return borrowing(RMSNorm, NormSpec(norm.normalized_shape, eps), module, "weight")
+
+
+def _dropout(module: nn.Module) -> BasicOperation | None:
+    if not runs(module, nn.Dropout):
+        return None
+    p: float = module.p  # type: ignore[assignment]
+    return Identity() if p == 0 else Dropout(p) if p < 1 else None
+
+
+def _identity(module: nn.Module) -> BasicOperation | None:
+    return Identity() if runs(module, nn.Identity) else None
+
+
+def _activation(module: nn.Module) -> BasicOperation | None:
+    name = activation_of_module(module)
+    return None if name is None else UNGATED[name]()
+
+
+class Leaf(NamedTuple):
+    """recognises: the module as an op, with its parameters; None for a module that is none."""
+
+    name: str
+    recognises: Callable[[nn.Module], BasicOperation | None]
+
+
+LEAVES = (
+    Leaf("layer norm", _layer_norm),
+    Leaf("RMS norm", _rms_norm),
+    Leaf("dropout", _dropout),
+    Leaf("identity", _identity),
+    Leaf("activation", _activation),
+)
+"""Beside products, which :func:`weight_of` recognises, since several can become one."""
+
+
+def op_of(module: nn.Module) -> BasicOperation | None:
+    """The op that ``module`` is, by the first row that recognises it."""
+    return next((op for leaf in LEAVES if (op := leaf.recognises(module)) is not None), None)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | None:
+    """What keeps a module from being an op, and the cure; None: nothing. called: the module is still called, so its hooks
+    run.
+    """
+    if not called and any(getattr(module, hooks, None) for hooks in HOOKS):
+        return "hooks of the module, which would not run", "register them on the module around it, or after unfuse_"
+    if "forward" in vars(module):
+        return "a forward of this very object", "convert the model before others replace its forward"
+    if is_parametrized(module):
+        return "a parametrization", "remove it first: torch.nn.utils.parametrize.remove_parametrizations"
+    foreign = [name for name, p in module._parameters.items() if p is not None and is_foreign(p)]
+    if foreign:
+        got = f"{foreign[0]} as a {type(module._parameters[foreign[0]]).__name__}"
+        return got, "convert the model before it is sharded"
+    return None

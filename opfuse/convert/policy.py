@@ -1,0 +1,106 @@
+"""Which modules are converted, and under which recipe each computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from opfuse.errors import ConversionError, describe, nearest
+from opfuse.recipes import Recipe, as_recipe
+
+Said = Recipe | None | Literal["default"]
+"""What a policy says of a module: its recipe; None: it stays in high precision; "default": what the others have."""
+
+Policy = Mapping[str, Said] | Callable[[nn.Module, str], Said]
+Filter = Callable[[nn.Module, str], bool]
+
+
+class Choice(NamedTuple):
+    """Of a module with weights: whether it is converted, its own recipe, and else why it is not, and how to have it."""
+
+    convert: bool
+    recipe: Recipe | None = None
+    got: str = ""
+    cure: str = ""
+
+
+HEADS = {
+    "lm_head": "the output head",
+    "embed_out": "the output head",
+    "head": "the output head",
+    "score": "the output head",
+    "classifier": "the output head",
+    "qa_outputs": "the output head",
+    "router": "a router",
+    "gate": "a router",
+}
+"""Last names of modules that stay in high precision unless a policy names them: their errors are those of the loss and of
+routing.
+"""
+
+
+class Policies:
+    """Answers for each module of a model, and remembers which patterns were of use."""
+
+    def __init__(self, model: nn.Module, recipe: object, policy: Policy | None, filter_fn: Filter | None) -> None:
+        self.recipe = None if recipe is None else as_recipe(recipe)
+        self.policy = policy
+        self.filter_fn = filter_fn
+        self.used: set[str] = set()
+        self.heads = dict(_heads(model))
+
+    def of(self, module: nn.Module, path: str) -> Choice:
+        """The choice for the module at ``path``."""
+        if self.filter_fn is not None and not self.filter_fn(module, path):
+            return Choice(False, got="filter_fn said no", cure="have filter_fn return True for it")
+        where, said = self._said(module, path)
+        if said is None:
+            return Choice(False, got=f"policy {where}: None", cure="give it a recipe there")
+        if where and said != "default":
+            return Choice(True, as_recipe(said))
+        kind = self.heads.get(id(module)) or HEADS.get(path.rpartition(".")[2])
+        if kind is not None and not where:
+            return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: recipe}}")
+        return Choice(True, self.recipe)
+
+    def allows(self, module: nn.Module, path: str) -> bool:
+        """Whether the filter lets a module that holds others run as one with them."""
+        return self.filter_fn is None or bool(self.filter_fn(module, path))
+
+    def _said(self, module: nn.Module, path: str) -> tuple[str, Said]:
+        """What the policy says, and the pattern that says it; no pattern where none does."""
+        if self.policy is None:
+            return "", "default"
+        if not isinstance(self.policy, Mapping):
+            said = self.policy(module, path)
+            return ("function" if said != "default" else ""), said
+        parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)]
+        for pattern, said in self.policy.items():
+            if any(fnmatchcase(each, pattern) for each in parents):
+                self.used.add(pattern)
+                return repr(pattern), said
+        return "", "default"
+
+    def check_used(self, paths: Iterator[str]) -> None:
+        """ConversionError for a pattern that no module with weights has, or that an earlier one always covers."""
+        if isinstance(self.policy, Mapping):
+            unused = [pattern for pattern in self.policy if pattern not in self.used]
+            if unused:
+                got = f"{unused[0]!r}{nearest(unused[0], paths)}"
+                cure = "write a path of the model, or a pattern such as 'model.layers.0.*'; the first that fits counts"
+                raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Modules that turn features into logits, by what the model says or by a weight that they share with an embedding."""
+    asked = getattr(model, "get_output_embeddings", None)
+    found = asked() if callable(asked) else None
+    if isinstance(found, nn.Module):
+        yield id(found), "the output head"
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) and id(module._parameters.get("weight")) in tied:
+            yield id(module), "tied to an embedding"

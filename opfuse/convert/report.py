@@ -1,0 +1,97 @@
+"""What became of each module of a model: a table, as text and in notebooks."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from opfuse.errors import describe
+
+Status = Literal["fused", "parts", "kept", "refused"]
+STATUSES: tuple[Status, ...] = ("fused", "parts", "kept", "refused")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one module.
+
+    status: fused; parts, it stays as it is and its submodules are told by themselves; kept, as was asked for or by default;
+    refused, because it cannot be fused. became: the ops that it runs as now.
+    weights: elements of the matrices that it multiplies with. wanted, got, cure: why it is not fused.
+    """
+
+    path: str
+    kind: str
+    status: Status
+    became: str = ""
+    recipe: str = ""
+    weights: int = 0
+    wanted: str = ""
+    got: str = ""
+    cure: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why it is not fused, in one sentence; empty where it is."""
+        return "" if self.status == "fused" else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`opfuse.fuse_` did, module by module in the order of the model. ``print`` shows it; notebooks show a table."""
+
+    entries: tuple[Entry, ...] = field(default_factory=tuple)
+
+    def of(self, status: Status) -> tuple[Entry, ...]:
+        """The entries of one status."""
+        return tuple(entry for entry in self.entries if entry.status == status)
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """What each fused module became, by path."""
+        return {entry.path: entry.became for entry in self.of("fused")}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many modules became what."""
+        return Counter(self.fused.values())
+
+    @property
+    def share(self) -> float:
+        """The part of all matrix elements that are multiplied in fused modules, 0 to 1: that of the products' FLOPs for
+        dense models.
+        """
+        total = sum(entry.weights for entry in self.entries)
+        return sum(entry.weights for entry in self.of("fused")) / total if total else 0.0
+
+    def __getitem__(self, path: str) -> Entry:
+        return next(entry for entry in self.entries if entry.path == path)
+
+    def __str__(self) -> str:
+        rows = [("module", "class", "becomes", "recipe"), *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join((*lines, self._summary()))
+
+    def _repr_html_(self) -> str:
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows())
+        head = "".join(f"<th>{name}</th>" for name in ("module", "class", "becomes", "recipe"))
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(self._summary())}</p>"
+
+    def _summary(self) -> str:
+        numbers = ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
+        return f"{numbers}; {self.share:.1%} of the weights multiply in fused modules"
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """One row for modules that differ by numbers in their paths alone."""
+        found: Counter[tuple[str, str, str, str]] = Counter()
+        for entry in self.entries:
+            path = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.path)
+            told = entry.became or f"{entry.status}: {entry.got}; {entry.cure}"
+            found[path or "(model)", entry.kind, told, entry.recipe] += 1
+        for (path, kind, told, recipe), count in found.items():
+            yield (f"{path} ×{count}" if count > 1 else path), kind, told, recipe

@@ -1,0 +1,138 @@
+"""What is read from the trace of a forward: a chain of steps, or why it is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from opfuse.convert.chain import Add, Apply, Call, Chain, Gate, NoChain, chain_of
+from opfuse.convert.leaves import weight_of
+from opfuse.convert.probe import activation_of, activation_of_module
+from opfuse.numerics.activations import ACTIVATIONS
+from tests.convert.blocks import GatedMLP, HalvesMLP, Residual, Transposed
+
+
+def module(forward):
+    """A module with two linear layers and the given forward."""
+    made = type("Made", (nn.Module,), {"forward": forward})()
+    made.a, made.b, made.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
+    return made
+
+
+CHAINS = {
+    "calls": (lambda self, x: self.b(self.act(self.a(x))), [Call("a"), Call("act"), Call("b")]),
+    "functions": (lambda self, x: self.b(F.gelu(self.a(x), approximate="tanh")), [Call("a"), Apply("gelu"), Call("b")]),
+    "methods": (lambda self, x: self.b(self.a(x).relu()), [Call("a"), Apply("relu"), Call("b")]),
+    "a formula": (lambda self, x: self.b(torch.sigmoid(x)), None),
+    "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [Gate(Apply("silu"), "b", "a")]),
+    "sum": (lambda self, x, y: y + self.a(x), [Call("a"), Add(0)]),
+    "sum in place": (lambda self, x, y: self.a(x).add_(y), None),
+    "an argument that nothing reads": (lambda self, x, y: self.a(x), [Call("a")]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_forward_is_read_as_a_chain(name):
+    forward, steps = CHAINS[name]
+    if steps is None:
+        with pytest.raises(NoChain):
+            chain_of(module(forward))
+    else:
+        assert list(chain_of(module(forward)).steps) == steps
+
+
+def test_gated_units_and_residuals_of_models():
+    gated = (Gate(Call("act_fn"), "gate_proj", "up_proj"), Call("down_proj"))
+    assert chain_of(GatedMLP()) == Chain(("x",), gated)
+    assert chain_of(HalvesMLP()).steps == (Call("gate_up"), Gate(Apply("silu")), Call("down"))
+    assert chain_of(Residual()) == Chain(("hidden", "residual"), (Call("dense"), Add(0), Call("norm")))
+    assert chain_of(GatedMLP()).within("mlp")[0] == Gate(Call("mlp.act_fn"), "mlp.gate_proj", "mlp.up_proj")
+
+
+def dropping(self, x):
+    return self.a(F.dropout(x, 0.1, self.training))
+
+
+def noisy(self, x):
+    return self.a(self.b(x) if self.training else x)
+
+
+def doubled(self, x):
+    y = self.a(x)
+    return y + y
+
+
+REFUSED = {
+    "an argument that may be left out": (lambda self, x, y=None: self.a(x), "forward(x, y), where y is optional"),
+    "keywords": (lambda self, x, **rest: self.a(x), "forward(x, rest), where rest is optional"),
+    "many": (lambda self, x, y, z: self.a(x), "forward(x, y, z)"),
+    "control flow": (lambda self, x: self.a(x) if x.sum() > 0 else x, "TraceError"),
+    "training": (noisy, "another chain in training than in evaluation"),
+    "a dropout as a function": (dropping, "the call of dropout"),
+    "read twice": (lambda self, x: self.a(x) + self.b(x), "the argument x read by the submodule a and the submodule b"),
+    "read thrice": (lambda self, x: self.a(x) * self.a(x) * self.b(x), "the argument x read 3 times"),
+    "two results": (lambda self, x: (self.a(x), x), "the argument x read by"),
+    "beside": (lambda self, x: (self.zeros(), self.a(x))[1], "AttributeError"),
+    "a shape": (lambda self, x: self.a(x).reshape(-1), "the call of reshape"),
+    "its own parameter": (lambda self, x: self.a(x) * self.a.weight, "the call of mul"),
+    "its own sum": (doubled, "the call of add"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_chain_says_what_was_met(name):
+    forward, met = REFUSED[name]
+    with pytest.raises(NoChain) as told:
+        chain_of(module(forward))
+    assert met in told.value.got
+    assert told.value.wanted
+
+
+def test_what_a_forward_keeps_is_taken_back():
+    def keeping(self, x):
+        self.seen = x
+        self.count = self.count + 1
+        return self.a(x)
+
+    made = module(keeping)
+    made.count = 0
+    before = dict(vars(made))
+    assert chain_of(made).steps == (Call("a"),)
+    assert vars(made) == before
+
+
+def formula(x):
+    return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def test_activations_are_known_by_their_values():
+    for name, math in ACTIVATIONS.items():
+        assert activation_of(math.value) == name
+    assert activation_of(formula) == "gelu"
+    assert activation_of(lambda x: x * torch.sigmoid(1.702 * x)) == "qgelu"
+    assert activation_of(lambda x: F.relu(x).square()) == "srelu"
+    assert activation_of(lambda x: x[:3]) is None
+    assert activation_of(F.mish) is None
+    assert activation_of(lambda x: 1 / 0) is None
+    assert activation_of_module(nn.ReLU(inplace=True)) == "relu"
+    assert activation_of_module(nn.PReLU()) is None
+    assert activation_of_module(nn.Softmax(-1)) is None
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """Computes what nn.Linear does."""
+
+
+def test_products_are_known_by_what_they_compute():
+    assert weight_of(Renamed(4, 8)).in_features == 4
+    assert weight_of(Scaled(4, 8)) is None
+    assert weight_of(nn.Embedding(4, 8)) is None
+    found = weight_of(Transposed(8, 4))
+    assert (found.in_features, found.out_features, found.transposed) == (4, 8, True)

@@ -1,0 +1,332 @@
+"""A converted module computes what it computed, keeps its parameters and state dict, and can be given back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+from opfuse.convert.converted import converted
+from opfuse.errors import ConversionError
+from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.runtime.fuser import recorded_plans
+from opfuse.tensors.quantizers import IdentityQuantizer
+from tests.convert.blocks import GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
+
+FP8 = Float8CurrentScaling()
+
+
+def nothing_quantized(role):
+    return IdentityQuantizer()
+
+
+EXACT = CustomRecipe(qfactory=nothing_quantized)
+"""Pipelines run under it, and cast nothing."""
+
+
+def sequential():
+    return nn.Sequential(
+        nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(approximate="tanh"), nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    )
+
+
+BLOCKS = {
+    "LayerNorm → Linear → GELU → Linear → ReLU": sequential,
+    "Linear×2 → SwiGLU → Linear": GatedMLP,
+    "Linear×2 → GEGLU → Linear": lambda: GatedMLP(bias=True, act=nn.GELU(approximate="tanh")),
+    "Linear → SwiGLU → Linear": HalvesMLP,
+    "Linear → GELU → Linear": TransposedMLP,
+    "Linear → AddExtraInput → LayerNorm": Residual,
+    "Linear": lambda: nn.Linear(32, 48),
+}
+
+
+def called(model, inputs):
+    """The output and all gradients of one call."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    y = model(*inputs)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [y.detach(), *[x.grad for x in inputs], *grads]
+
+
+def inputs_of(model, dtype=torch.float32):
+    count = 2 if isinstance(model, Residual) else 1
+    return [torch.randn(4, 8, 32, dtype=dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("became", BLOCKS)
+def test_a_block_becomes_one_pipeline_and_computes_the_same(became):
+    """Bitwise without a recipe, and under one that casts nothing as exactly as fp64 sums allow."""
+    model = BLOCKS[became]().double()
+    given = inputs_of(model, torch.float64)
+    before = called(model, given)
+    report = opfuse.fuse_(model)
+    assert report.fused[""] == became
+    assert report.share == 1
+    assert all(map(torch.equal, called(model, given), before))
+    with opfuse.autocast(recipe=EXACT), recorded_plans() as plans:
+        for _ in range(3):  # interpreted, recorded, repeated
+            got = called(model, given)
+            for one, other in zip(got, before):
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    assert len(plans) == 3
+    opfuse.unfuse_(model)
+    assert all(map(torch.equal, called(model, given), before))
+
+
+def test_a_gated_mlp_is_the_pipeline_one_would_write():
+    mlp, x = GatedMLP(), [torch.randn(32, 32)]
+    own = ops.Sequential(ops.Linear(32, 128, bias=False), ops.SwiGLU(), ops.Linear(64, 32, bias=False))
+    with torch.no_grad():
+        own[0].weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        own[2].weight.copy_(mlp.down_proj.weight)
+    with opfuse.autocast(recipe=FP8):
+        y, dx, both, down = called(own, x)
+    opfuse.fuse_(mlp, FP8)
+    for _ in range(3):
+        assert all(map(torch.equal, called(mlp, x), [y, dx, *both.chunk(2), down]))
+
+
+def test_parameters_names_and_state_dict_stay():
+    model = Model()
+    keys, values = [*model.state_dict()], [p.clone() for p in model.state_dict().values()]
+    named, modules = dict(model.named_parameters()), dict(model.named_modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    opfuse.fuse_(model, FP8)
+    assert [*model.state_dict()] == keys
+    assert all(map(torch.equal, model.state_dict().values(), values))
+    assert all(named[name] is parameter for name, parameter in model.named_parameters())
+    assert all(modules[name] is module for name, module in model.named_modules())
+    words = torch.randint(0, 48, (2, 16))
+    losses = []
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(model(words).flatten(0, 1), words.roll(1).flatten())
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.1
+    plain = Model()
+    plain.load_state_dict(model.state_dict(), strict=True)
+    opfuse.unfuse_(model)
+    assert torch.equal(model(words), plain(words))
+
+
+def test_the_report_tells_of_every_module_with_parameters():
+    report = opfuse.fuse_(Model(), MXFP8BlockScaling())
+    assert report.counts == {"Linear": 8, "Linear×2 → SwiGLU → Linear": 2}
+    assert {entry.path: entry.status for entry in report.entries if entry.status != "fused"} == {
+        "": "parts",
+        "embed": "kept",
+        "layers.0.first": "kept",
+        "layers.0.second": "kept",
+        "layers.0.attention": "parts",
+        "layers.1.first": "kept",
+        "layers.1.second": "kept",
+        "layers.1.attention": "parts",
+        "lm_head": "kept",
+    }
+    assert report["lm_head"].why.startswith("lm_head: wants to be converted, got tied to an embedding")
+    assert "name it: policy={'lm_head': recipe}" in report["lm_head"].why
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert report.share == matrices / (matrices + 48 * 32)
+    text, page = str(report), report._repr_html_()
+    for told in ("layers.*.mlp ×2", "Linear×2 → SwiGLU → Linear", "MXFP8BlockScaling", "10 fused, 3 parts, 6 kept, 0 refused"):
+        assert told in text
+        assert told in page
+
+
+def test_the_recipe_lives_in_the_module_and_a_region_counts_instead():
+    model, x = GatedMLP(), torch.randn(32, 32)
+    plain = model(x)
+    opfuse.fuse_(model, FP8)
+    with recorded_plans() as plans:
+        own = model(x)
+        with opfuse.autocast(recipe=MXFP8BlockScaling()):
+            other = model(x)
+        with opfuse.autocast(enabled=False):
+            assert torch.equal(model(x), plain)
+    assert [plan.key.env.recipe for plan in plans] == [FP8, MXFP8BlockScaling()]
+    assert not torch.equal(own, plain)
+    assert not torch.equal(own, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", [FP8, DelayedScaling(amax_history_len=2), None], ids=["current", "delayed", "ambient"])
+def test_checkpoints_recompute_what_was_computed(recipe, reentrant):
+    """Also where the region of the forward pass is over in the backward pass."""
+    torch.manual_seed(0)
+    models = [GatedMLP(), GatedMLP()]
+    models[1].load_state_dict(models[0].state_dict())
+    runs = [lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=reentrant)]
+    found = []
+    for model, run in zip(models, runs):
+        opfuse.fuse_(model, recipe)
+        for scale in (1.0, 3.0, 0.5):
+            x = (scale * torch.linspace(-1, 1, 1024).view(32, 32)).requires_grad_()
+            if recipe is None:
+                with opfuse.autocast(recipe=FP8):
+                    y = run(model, x)
+            else:
+                y = run(model, x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]])
+            model.zero_grad()
+    for plain, again in zip(found[:3], found[3:]):
+        assert all(map(torch.equal, plain, again))
+
+
+def test_copies_and_pickles_are_converted_and_their_own():
+    model, x = Model(), torch.randint(0, 48, (2, 16))
+    opfuse.fuse_(model, DelayedScaling(amax_history_len=2))
+    model(x).sum().backward()
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    expected = model(x)
+    for twin in twins:
+        assert torch.equal(twin(x), expected)
+        mlp = twin.layers[0].mlp
+        assert converted(mlp).module is mlp
+        with torch.no_grad():
+            mlp.down_proj.weight.zero_()
+        assert not torch.equal(twin(x), expected)
+        assert "forward" not in vars(opfuse.unfuse_(twin).layers[0].mlp)
+
+
+def test_dropout_follows_train_and_eval():
+    model, x = TransposedMLP(p=0.5), torch.randn(4, 8, 32)
+    opfuse.fuse_(model, FP8)
+    assert (model(x) == 0).float().mean() > 0.3
+    model.eval()
+    assert (model(x) == 0).sum() == 0
+    model.train()
+    assert (model(x) == 0).float().mean() > 0.3
+
+
+def test_under_torch_autocast_fp32_parameters_are_multiplied_in_bf16():
+    model, x = GatedMLP(), torch.randn(32, 32)
+    opfuse.fuse_(model, FP8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert model.gate_proj.weight.grad.dtype == torch.float32
+
+
+def test_frozen_and_inference_calls():
+    model, x = GatedMLP(), torch.randn(32, 32)
+    opfuse.fuse_(model, FP8)
+    model.gate_proj.weight.requires_grad_(False)
+    model(x).sum().backward()
+    assert model.gate_proj.weight.grad is None
+    assert model.up_proj.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        expected = model(x)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+
+
+# -- which modules ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_leaves_modules_alone():
+    report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: not path.endswith("down_proj"))
+    assert report.fused["layers.0.mlp"] == "Linear×2 → SwiGLU → (Linear)"
+    assert report["layers.0.mlp.down_proj"].status == "kept"
+    report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: isinstance(module, nn.Linear))
+    assert report.counts == {"Linear": 14}
+
+
+def test_a_policy_gives_recipes_by_pattern_or_function():
+    model, words = Model(), torch.randint(0, 48, (2, 16))
+    mx = MXFP8BlockScaling()
+    report = opfuse.fuse_(model, FP8, policy={"layers.1": None, "*.mlp": mx, "lm_head": FP8})
+    assert report["layers.1.mlp"].status == "parts"
+    assert report["layers.1.mlp.gate_proj"].got == "policy 'layers.1': None"
+    assert report["layers.0.mlp"].recipe == "MXFP8BlockScaling"
+    with recorded_plans() as plans:
+        model(words)
+    assert [type(plan.key.env.recipe).__name__ for plan in plans] == 4 * ["Float8CurrentScaling"] + [
+        "MXFP8BlockScaling",
+        "Float8CurrentScaling",
+    ]
+    report = opfuse.fuse_(model, FP8, policy=lambda module, path: None if path.startswith("layers.0.") else "default")
+    assert {path.split(".")[1] for path in report.fused} == {"1"}
+
+
+def test_a_policy_that_parts_a_chain_leaves_its_products_single():
+    report = opfuse.fuse_(GatedMLP(), FP8, policy={"down_proj": MXFP8BlockScaling()})
+    assert report[""].status == "parts"
+    assert report["down_proj"].recipe == "MXFP8BlockScaling"
+    assert report.counts == {"Linear": 3}
+
+
+def test_sizes_that_a_recipe_cannot_take_are_told_at_once():
+    model = nn.Sequential(nn.Linear(32, 40), nn.ReLU(), nn.Linear(40, 32))
+    report = opfuse.fuse_(nn.ModuleList([model, nn.Linear(32, 32)]), MXFP8BlockScaling())
+    assert report.fused == {"1": "Linear"}
+    assert "divisible by 32 for columnwise mxfp8_e4m3 data, got 40 of shape (40, 32). Cure: give it another" in report["0.0"].why
+    assert model(torch.randn(3, 32)).shape == (3, 32)
+
+
+def test_what_hooks_would_miss_is_called_as_it_is():
+    model, seen = GatedMLP(), []
+    model.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    report = opfuse.fuse_(model, FP8)
+    assert report.counts == {"Linear": 3}
+    model(torch.randn(32, 32))
+    assert seen == [1]
+
+
+def test_fusing_again_starts_anew():
+    model = Model()
+    first = opfuse.fuse_(model, FP8)
+    assert opfuse.fuse_(model, FP8) == first
+    own = {path: converted(module) for path, module in model.named_modules()}
+    with pytest.raises(ConversionError, match=r"patterns that decide of a module, got 'layer.0'; did you mean 'layers.0"):
+        opfuse.fuse_(model, FP8, policy={"layer.0": None})
+    assert {path: converted(module) for path, module in model.named_modules()} == own
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ConversionError, match=r"wants modules that can be converted, got none in a ReLU"):
+        opfuse.fuse_(nn.ReLU())
+    with pytest.raises(ConversionError, match=r"the first is model: wants to be converted, got filter_fn said no"):
+        opfuse.fuse_(nn.Linear(4, 4), filter_fn=lambda *_: False)
+    with pytest.raises(ConversionError, match=r"wants an nn.Module, got str"):
+        opfuse.fuse_("model")
+    with pytest.raises(ConversionError, match=r"call opfuse.fuse_ first"):
+        opfuse.unfuse_(nn.Linear(4, 4))
+
+
+def test_a_submodule_that_was_replaced_is_refused():
+    model = GatedMLP()
+    opfuse.fuse_(model, FP8)
+    model.up_proj = nn.Linear(32, 64, bias=False)
+    with pytest.raises(ConversionError, match=r"up_proj: wants the Linear that was there when fuse_ ran, got a Linear"):
+        model(torch.randn(32, 32))
+
+
+def test_wrong_arguments_are_refused_by_the_forward_that_it_was():
+    model = Residual()
+    opfuse.fuse_(model, FP8)
+    x = torch.randn(2, 32)
+    assert torch.equal(model(hidden=x, residual=x), model(x, x))
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'residual'"):
+        model(x)
+
+
+def test_a_layer_around_it_is_explained():
+    model = Layer()
+    opfuse.fuse_(model, FP8)
+    with opfuse.autocast(recipe=FP8):
+        text = str(opfuse.explain(model, torch.randn(32, 32, requires_grad=True)))
+    assert "swiglu" in text
+    assert "mlp" in text

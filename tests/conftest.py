@@ -5,6 +5,7 @@ of a row of docs/acceptance.md, by the marker ``row``. ``--device cuda`` runs te
 they make there because it is torch's default; tests that speak of the CPU have the marker ``cpu`` and are left out.
 """
 
+import gc
 import os
 
 import pytest
@@ -28,14 +29,18 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     wanted, elsewhere = {row.upper() for row in config.getoption("--row")}, config.getoption("--device") is not None
-    kept = [
-        item
-        for item in items
-        if (not wanted or any(wanted.intersection(marker.args) for marker in item.iter_markers("row")))
-        and not (elsewhere and item.get_closest_marker("cpu"))
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    kept, left = [], []
+    for item in items:
+        asked = not wanted or any(wanted.intersection(marker.args) for marker in item.iter_markers("row"))
+        (kept if asked and not (elsewhere and item.get_closest_marker("cpu")) else left).append(item)
+    config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def pytest_collection_finish():
+    """What was collected stays until the end: no later search for garbage, of which tests ask for some, goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

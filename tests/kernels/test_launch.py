@@ -1,5 +1,10 @@
-"""Every kernel compiled as it will run: for each architecture, without spills, without flushed subnormals. No GPU is needed."""
+"""Every kernel compiled as it will run: without spills, without flushed subnormals. No GPU is needed.
 
+A kernel has as many variants as its definitions have products. At every run those are compiled in which each two definitions
+meet, and each op of a chain; ``-m slow`` compiles all of them for all architectures.
+"""
+
+import itertools
 import re
 
 import pytest
@@ -41,7 +46,8 @@ QUICK = {
 }
 """Types that are compiled at every run, by source, ``TYPES`` of all others; what is left differs in conversions alone."""
 
-VARIANTS = sorted({variant for kernel, cases in CASES.items() for variant, _ in kernel.launches(cases)})
+OPS = re.compile(r"\bstage\d+_(\w+)\(")
+"""The functions of a chain's ops, in the text written for it."""
 
 
 def is_quick(variant):
@@ -49,18 +55,26 @@ def is_quick(variant):
     return any(types <= each for each in QUICK.get(variant.source, TYPES))
 
 
+def meetings(variant):
+    """What can go wrong in it: two definitions that meet, an op. How many bytes its parameters have follows from the rest."""
+    defines = sorted(define for define in variant.defines if not define.startswith("PARAMETER_BYTES="))
+    pairs = itertools.combinations(defines, 2)
+    return {(variant.source, each) for each in (*pairs, *defines, *OPS.findall(variant.generated))} or {variant.source}
+
+
+def few(variants):
+    """Some of the variants, in which everything meets that meets in any: the one with most that is new comes next."""
+    left = set().union(*map(meetings, variants))
+    while left:
+        chosen = max(variants, key=lambda variant: len(left & meetings(variant)))
+        left -= meetings(chosen)
+        yield chosen
+
+
 def entries_of(variant):
     """The kernels of a variant: the one that it asks for, or all that its source has."""
     asked = {define.removeprefix("ENTRY_").removesuffix("=1") for define in variant.defines if define.startswith("ENTRY_")}
     return asked or MOST_REGISTERS[variant.source].keys()
-
-
-def compilations():
-    """Each variant for each architecture; sm_90a at every run, and not all types."""
-    for variant in VARIANTS:
-        for arch in ARCHITECTURES:
-            marks = () if arch == "sm_90a" and is_quick(variant) else pytest.mark.slow
-            yield pytest.param(variant, arch, id=" ".join((variant.source, *variant.defines[1:], arch)), marks=marks)
 
 
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
@@ -83,21 +97,52 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spills(volatile float* x) 
 """
 
 
-def compiled(variant, arch):
-    return compiling.compile_variant(variant, arch)
+def complaints(variant, arch):
+    """What is wrong with a variant, by what was looked at; nothing where all is well."""
+    made = compiling.compile_variant(variant, arch)
+    bounded = arch == "sm_90a" and "ALIGNED=1" in variant.defines
+    most = {name: MOST_REGISTERS[variant.source][name] if bounded else 255 for name in made.entries}
+    looked = {
+        "entries": None if made.entries.keys() == entries_of(variant) else [*made.entries],
+        "spills": {name: used.spills for name, used in made.entries.items() if used.spills},
+        "registers": {name: used.registers for name, used in made.entries.items() if used.registers > most[name]},
+        "flushes": FLUSHES.findall(made.ptx),
+        "cubin": None if made.cubin.startswith(b"\x7fELF") else made.cubin[:4],
+        "target": None if f".target {arch}" in made.ptx else made.ptx[:200],
+    }
+    return {name: found for name, found in looked.items() if found}
 
 
-@pytest.mark.parametrize(("variant", "arch"), [*compilations()])
-def test_every_variant_compiles_without_spills_or_flushed_subnormals(variant, arch):
-    made = compiled(variant, arch)
-    most = MOST_REGISTERS[variant.source]
-    assert made.entries.keys() == entries_of(variant)
-    assert {name: used.spills for name, used in made.entries.items()} == dict.fromkeys(made.entries, 0)
-    assert not FLUSHES.findall(made.ptx)
-    assert made.cubin.startswith(b"\x7fELF")
-    assert f".target {arch}" in made.ptx
-    if arch == "sm_90a" and "ALIGNED=1" in variant.defines:
-        assert all(used.registers <= most[name] for name, used in made.entries.items()), made.entries
+@pytest.mark.parametrize("kernel", list(CASES), ids=lambda kernel: kernel.name)
+def test_every_kernel_compiles_without_spills_or_flushed_subnormals(kernel):
+    """For sm_90a, with the types of ``QUICK``."""
+    launched = kernel.launches(CASES[kernel])
+    assert all(entry in entries_of(variant) for variant, entry in launched)
+    alone = {variant for variant, _ in launched if variant.source.startswith(("cast_", "dequantize"))}
+    assert {len(entries_of(variant)) for variant in alone} <= {1}
+    chosen = [*few(sorted({variant for variant, _ in launched if is_quick(variant)}))]
+    assert kernel.source in {variant.source for variant in chosen}
+    assert {variant.source for variant in chosen} == {variant.source for variant, _ in launched}
+    found = {(variant.source, *variant.defines): complaints(variant, "sm_90a") for variant in chosen}
+    assert {variant: wrong for variant, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", list(CASES), ids=lambda kernel: kernel.name)
+def test_every_variant_compiles_without_spills_or_flushed_subnormals(kernel, arch):
+    variants = {variant for variant, _ in kernel.launches(CASES[kernel])}
+    found = {(variant.source, *variant.defines): complaints(variant, arch) for variant in sorted(variants)}
+    assert {variant: wrong for variant, wrong in found.items() if wrong} == {}
+
+
+def test_the_few_are_few_and_everything_meets_in_them():
+    defines = [("A=0", "B=0", "C=0"), ("A=0", "B=1", "C=0"), ("A=1", "B=0", "C=0"), ("A=1", "B=1", "C=0"), ("A=1", "B=1", "C=1")]
+    variants = [Variant("some.cu", (f"PARAMETER_BYTES={8 * i}", *each)) for i, each in enumerate(defines)]
+    assert {*few(variants)} == {*variants} - {variants[3]}  # each two definitions of it meet elsewhere
+    texts = [Variant("some.cu", generated=f"float stage0_{op}(float x);") for op in ("gelu", "relu", "gelu")]
+    assert [*few(texts)] == texts[:2]
+    assert [*few([Variant("one.cu"), Variant("one.cu"), Variant("other.cu")])] == [Variant("one.cu"), Variant("other.cu")]
 
 
 def test_the_gate_sees_what_it_is_for():
@@ -118,16 +163,8 @@ def test_every_source_is_launched_by_a_kernel():
     assert {path.name for path in SOURCES.glob("*.cu")} == {kernel.source for kernel in CASES}
 
 
-def test_what_is_launched_is_compiled_alone_where_a_source_has_several_kernels():
-    launched = {(variant, entry) for kernel, cases in CASES.items() for variant, entry in kernel.launches(cases)}
-    assert all(entry in entries_of(variant) for variant, entry in launched)
-    casts = {variant for variant in VARIANTS if variant.source.startswith(("cast_", "dequantize"))}
-    assert {len(entries_of(variant)) for variant in casts} == {1}
-
-
-def test_every_source_is_compiled_at_every_run():
-    assert {variant.source for variant in VARIANTS if is_quick(variant)} == {path.name for path in SOURCES.glob("*.cu")}
-    assert QUICK.keys() <= MOST_REGISTERS.keys()
+def test_every_bound_is_of_a_source():
+    assert MOST_REGISTERS.keys() == {path.name for path in SOURCES.glob("*.cu")} >= QUICK.keys()
 
 
 def test_resources_are_those_of_the_log():

@@ -8,7 +8,7 @@ GPU_TESTS ?= build/gpu.xml
 ANY_DEVICE ?= tests/tensors tests/compiler tests/runtime tests/inspect tests/fusions tests/ops
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow fuzz mutants gpu gpu-suite sanitize install clean
+.PHONY: demo test check slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -38,6 +38,10 @@ gpu:
 	$(PYTHON) -m pytest tests/gpu -n $(GPU_JOBS) --junit-xml $(GPU_TESTS)
 	$(PYTHON) -m benchmarks.record --tests $(GPU_TESTS)
 	$(PYTHON) -m pytest tests/gpu -n $(GPU_LARGE_JOBS) -m slow
+
+# On a machine with several GPUs: training over NCCL beside training in one process, every recipe in every way, one rank a GPU.
+gpu-distributed:
+	$(PYTHON) -m tests.distributed --device cuda
 
 # The whole suite on a machine with a GPU, as it is and with the tensors of its tests on the GPU.
 gpu-suite:

@@ -150,6 +150,8 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
 
     run_by = METHODS
     speaks_for: ClassVar[tuple[str, ...]] = METHODS
+    stored: tuple[str, ...] = ()
+    """Parameters that were made inside ``quantized_model_init``."""
     borrows: tuple[str, ...] = ()
     """Parameters that come first and always; an owner may hold them for it."""
     word: ClassVar[str] = ""

@@ -15,6 +15,7 @@ from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.recipes import current_model_init
 from opfuse.tensors.masters import stored_in
+from opfuse.tensors.shards import join
 from opfuse.tensors.tensor import QuantizedTensor
 
 PRESERVED = "high_precision_init_val"
@@ -32,6 +33,7 @@ def new_weight(op: BasicOperation, name: str, shape: tuple[int, ...], *, device:
     quantizer = op.stored_quantizer(name, init.recipe)
     cure = cure_of(op, op.quantizer_role(name).tensor_type, overridable=False)
     quantizer.check(shape, plain.dtype, where=f"{op.label} {name}", cure=cure)
+    op.__dict__["stored"] = (*op.__dict__.get("stored", ()), name)
     empty = quantizer.make_empty(shape, dtype=plain.dtype, device=plain.device)
     made = nn.Parameter(QuantizedTensor(empty, quantizer=quantizer))
     if init.preserve_high_precision_init_val:
@@ -49,6 +51,7 @@ def reset_weight(op: BasicOperation, name: str, draw: Callable[[torch.Tensor], A
     if parameter.is_meta:
         return
     if isinstance(stored_in(parameter), QuantizedTensor):
+        join(parameter)
         values = torch.empty_like(parameter)
         draw(values)
         parameter.copy_(values)

@@ -14,9 +14,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import is_foreign
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe
+from opfuse.tensors.tensor import QuantizedTensor
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _warned: WeakSet[FusibleOperation] = WeakSet()
+_warned_plain: WeakSet[FusibleOperation] = WeakSet()
 
 
 class Pipeline(Protocol):
@@ -41,6 +43,7 @@ def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tenso
                 _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
         if _is_own(op):
             _check_parameters(op)
+        _warn_of_plain(op)
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 
@@ -128,6 +131,17 @@ def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.T
         if tensor.device != x.device and id(tensor) not in counts:
             cure = "move the module or the tensor with .to(device)"
             raise PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
+
+
+def _warn_of_plain(op: BasicOperation) -> None:
+    """One OpfuseWarning for each op whose weight was made quantized and is plain: calls cast it, and a gather sends values."""
+    plain = [name for name in op.stored if not isinstance(op.parameter(name), QuantizedTensor)]
+    if plain and op not in _warned_plain:
+        _warned_plain.add(op)
+        got = "a plain one: another was assigned, or its rows were sharded where its format cannot be cut, or shares scales"
+        cure = "none needed: it trains in high precision; or have each rank hold whole blocks of rows"
+        where, wanted = f"{op.label} {plain[0]}", "a weight that lives quantized, as it was made"
+        warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
 
 
 def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:

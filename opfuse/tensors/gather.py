@@ -1,7 +1,8 @@
 """The all-gather protocol of FSDP2, for parameters that are sharded along their rows.
 
-Shards travel quantized, as row parts. Where all rows share a scale, shards make one quantized parameter only if their
-quantizer reduces amaxes over the ranks; otherwise their values travel and the parameter is plain.
+Shards travel quantized, as row parts: of two planes that hold the same values one travels, and the other is made from it. What
+all rows share is equal on all ranks (:mod:`opfuse.tensors.shards`) and stays where it is; where it cannot be, values travel and
+the parameter is plain.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from opfuse.errors import ShapeError, describe
-from opfuse.tensors.rows import join_rows, row_parts, row_unit, shares_scale
+from opfuse.formats import ROWWISE
+from opfuse.tensors.planes import mirrored
+from opfuse.tensors.rows import join_rows, row_parts, row_unit
+from opfuse.tensors.shards import agree, is_mirror
 from opfuse.tensors.storage import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -21,25 +25,31 @@ if TYPE_CHECKING:
 
 
 class Gathering(NamedTuple):
-    """shard: this rank's record. shape: of the whole parameter. quantized: whether planes travel, or values."""
+    """sent: the record whose row parts travel; None: values do. mirrored: whether the columnwise plane is made after the gather.
 
-    shard: QuantizedStorage
+    shape: of the whole parameter. owned: the tensors of this rank's shard.
+    """
+
+    sent: QuantizedStorage | None
+    mirrored: bool
     shape: torch.Size
-    quantized: bool
+    owned: tuple[torch.Tensor, ...]
 
 
 def before(
-    shard: QuantizedTensor, shape: Sequence[int], *, ranks: int, dtype: torch.dtype | None
+    shard: QuantizedTensor, shape: Sequence[int], *, mesh: Any, dtype: torch.dtype | None
 ) -> tuple[tuple[torch.Tensor, ...], Gathering]:
     """What a shard gives to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
-    storage = shard.record
+    storage, ranks = shard.record, mesh.size()
     if storage.shape[0] * ranks != shape[0]:
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
         raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
                                   cure="pad the parameter's rows"))  # fmt: skip
-    one_scale = getattr(shard.quantizer, "with_amax_reduction", False)
-    gathering = Gathering(storage, torch.Size(shape), quantized=one_scale or not shares_scale(storage))
-    return tuple(row_parts(storage)) if gathering.quantized else (storage.dequantize(dtype),), gathering
+    if not agree(shard, mesh):
+        return (storage.dequantize(dtype),), Gathering(None, False, torch.Size(shape), storage.tensors())
+    mirror = is_mirror(shard)
+    sent = storage.only(ROWWISE, why="it is made after the gather") if mirror else storage
+    return tuple(row_parts(sent)), Gathering(sent, mirror, torch.Size(shape), storage.tensors())
 
 
 def after(
@@ -56,17 +66,28 @@ def after(
     """
     whole: torch.Tensor
     tensors: Sequence[torch.Tensor]
-    if gathering.quantized:
-        storage = replace(join_rows(gathering.shard, gathered, gathering.shape), dtype=dtype)
-        whole, tensors = shard.over(storage), storage.tensors()
+    if gathering.sent is not None:
+        if gathering.sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
+            gathered = [part.clone() for part in row_parts(gathering.sent)]
+        storage = replace(join_rows(gathering.sent, gathered, gathering.shape), dtype=dtype)
+        if gathering.mirrored:
+            storage = replace(storage, columnwise=mirrored(storage.plane(ROWWISE)), why=shard.record.why)
+        whole, tensors = _whole(shard, storage), storage.tensors()
     else:
         whole = gathered[0].reshape(gathering.shape).to(dtype)
         tensors = (whole,)
     if out is None:
-        others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.shard.tensors())}
+        others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.owned)}
         return whole, tuple(t for t in tensors if t.untyped_storage().data_ptr() not in others)
     out = getattr(out, "_local_tensor", out)
-    for target, source in zip(out.record.tensors() if gathering.quantized else (out,), tensors, strict=True):
+    for target, source in zip(out.record.tensors() if gathering.sent is not None else (out,), tensors, strict=True):
         if target.data_ptr() != source.data_ptr():
             target.data.copy_(source)
     return None
+
+
+def _whole(shard: QuantizedTensor, storage: QuantizedStorage) -> QuantizedTensor:
+    """The parameter of ``storage`` that ``shard`` is a part of; all ranks have it, so that writes into it reduce nothing."""
+    whole = shard.over(storage)
+    whole.ranks = None
+    return whole

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from opfuse.errors import DtypeError, describe
+from opfuse.tensors.shards import join
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -36,12 +37,16 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
 def strayed(parameter: torch.Tensor, master: torch.Tensor) -> bool:
     """Has something else written ``parameter``? On this rank it is then neither the cast of ``master`` nor equal to it."""
     held, kept = stored_in(parameter).detach(), stored_in(master)
-    values = held.to(torch.float32)
-    return not torch.equal(values, kept) and not torch.equal(values, held.clone().copy_(kept).to(torch.float32))
+    values, cast = (
+        held.to(torch.float32),
+        held.clone().copy_(kept).to(torch.float32),
+    )  # the cast is one of all ranks, at all times
+    return not torch.equal(values, kept) and not torch.equal(values, cast)
 
 
 @torch.no_grad()
 def _master(parameter: torch.Tensor) -> torch.Tensor:
+    join(parameter)
     preserved = parameter.get_high_precision_init_val() if isinstance(parameter, QuantizedTensor) else None
     if preserved is not None:
         master = torch.empty_like(parameter, dtype=torch.float32).copy_(preserved)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
@@ -29,6 +30,21 @@ def decoded(storage: QuantizedStorage, dtype: torch.dtype | None = None, usage: 
     plane = storage.plane(usage or storage.usages[0])
     values = storage.dequantize(dtype, plane.usage)
     return values.clone() if plane.format.family == "identity" and values.dtype == plane.data.dtype else values
+
+
+def mirrored(rowwise: Plane) -> Plane:
+    """The columnwise plane of the values of ``rowwise``, whose quantizer says ``planes_agree``: tiles of them share a scale."""
+    if rowwise.format.family == "tensor":
+        return rowwise.transposed()
+    source, layout = rowwise.layout, layout_of(rowwise.format, COLUMNWISE, rowwise.shape, rowwise.swizzled)
+    step = source.block[1] // source.block[0]
+    scale = load_scale(cast(torch.Tensor, rowwise.scale), source)[::step].t().repeat_interleave(step, 0)
+    return replace(
+        rowwise,
+        usage=COLUMNWISE,
+        data=store_data(load_data(rowwise.data, source).t(), layout),
+        scale=store_scale(scale[: layout.blocks[0]], layout),
+    )
 
 
 def covers(source: QuantizedStorage, target: QuantizedStorage) -> bool:

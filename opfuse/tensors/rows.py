@@ -81,13 +81,11 @@ def join_rows(piece: QuantizedStorage, parts: Sequence[torch.Tensor], shape: Seq
     return _with_planes(piece, shape, lambda plane: _from_parts(plane, {f: next(source) for f in _row_fields(plane)}, rows))
 
 
-def shares_scale(storage: QuantizedStorage) -> bool:
-    """Whether rows share a scale or an amax beyond their block, so that pieces quantized apart do not make one tensor."""
+def shared_by_rows(storage: QuantizedStorage) -> list[torch.Tensor]:
+    """The scales and amaxes that rows share beyond their block: where pieces differ in them, they do not make one tensor."""
     planes = [storage.plane(usage) for usage in storage.usages]
-    if any(isinstance(plane, GroupedPlane) for plane in planes):
-        return True
     shared = (getattr(plane, field) for plane in planes for field in ("scale", "amax") if field not in _row_fields(plane))
-    return any(value is not None for value in shared)
+    return [value for value in shared if value is not None]
 
 
 def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callable[[Plane], Plane]) -> QuantizedStorage:

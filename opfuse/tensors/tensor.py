@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
-from opfuse.tensors import dispatch, gather
+from opfuse.tensors import dispatch, gather, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
     as_matrix,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
 
 _DATA: Any = torch.Tensor.data
-_STATE = ("_storage", "_quantizer", "_readonly")
+_STATE = ("_storage", "_quantizer", "_readonly", "ranks")
 
 
 class QuantizedTensor(torch.Tensor):
@@ -73,6 +73,7 @@ class QuantizedTensor(torch.Tensor):
         self._storage = storage
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._readonly = ""
+        self.ranks: shards.Ranks | None = None
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,7 @@ class QuantizedTensor(torch.Tensor):
             self.check_writable("copy_", casting=False)
             for tensor, origin in tensor_pairs(target, record):
                 tensor.copy_(origin.reshape(tensor.shape))
+            self.ranks = shards.unsure(self.ranks)
         else:
             quantizer = self.check_writable("a write")
             values = source.detach() if record is None else record.dequantize()
@@ -178,7 +180,7 @@ class QuantizedTensor(torch.Tensor):
         if casting and self._quantizer is None:
             cure = "make it with QuantizedTensor(storage, quantizer=...), or dequantize() it first"
             raise QuantizedTensorError(describe(where, wanted="a quantizer to cast the result with", got=None, cure=cure))
-        return self._quantizer
+        return shards.writer(self)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The value before quantization, on the CPU, where ``quantized_model_init`` was asked to preserve it."""
@@ -215,7 +217,7 @@ class QuantizedTensor(torch.Tensor):
     def over(self, storage: QuantizedStorage, *, readonly: str = "") -> QuantizedTensor:
         """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
         tensor = QuantizedTensor(storage, quantizer=self._quantizer)
-        tensor._readonly = readonly
+        tensor._readonly, tensor.ranks = readonly, self.ranks
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -236,6 +238,7 @@ class QuantizedTensor(torch.Tensor):
         memo.update({id(group): group for group in _process_groups(self._quantizer)})
         quantizer = deepcopy(self._quantizer, memo)
         copy = QuantizedTensor(map_tensors(self._storage, torch.clone), quantizer=quantizer, requires_grad=self.requires_grad)
+        copy.ranks = self.ranks
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(self.other_attributes(), memo))
         copy.grad = deepcopy(self.grad, memo)
@@ -272,6 +275,7 @@ class QuantizedTensor(torch.Tensor):
             new = self.moved_to(new)
         _DATA.__set__(self, new)
         self._storage, self._quantizer, self._readonly = new._storage, new._quantizer or self._quantizer, new._readonly
+        self.ranks = shards.unsure(self.ranks)
 
     def moved_to(self, values: torch.Tensor) -> QuantizedTensor:
         """A tensor of the same planes where ``values`` are, of their dtype; rewritten if it does not decode to them already."""
@@ -310,7 +314,7 @@ class QuantizedTensor(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
         """Row parts of this shard to gather, and what :meth:`fsdp_post_all_gather` needs to know."""
-        return gather.before(self, outer_size, ranks=mesh.size(), dtype=mp_policy.param_dtype)
+        return gather.before(self, outer_size, mesh=mesh, dtype=mp_policy.param_dtype)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
         """The whole parameter from the gathered parts, with the tensors that it owns; with ``out``, written into it."""

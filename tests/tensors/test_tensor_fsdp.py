@@ -11,7 +11,9 @@ from torch import nn
 
 from opfuse.errors import QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
     HybridQuantizer,
@@ -78,6 +80,33 @@ def test_h20_gathered_shards_are_the_whole_bit_for_bit(kind, ranks):
     assert same_bytes(planes(whole), planes(t))
     shard_memory = {tensor.data_ptr() for tensor in shards[0].record.tensors()}
     assert not shard_memory & {tensor.data_ptr() for tensor in owned}
+
+
+AGREEING = {
+    "current": REDUCING["current"],
+    "block": Float8BlockQuantizer(torch.float8_e4m3fn),
+    "mxfp8": MXFP8Quantizer(with_2d_quantization=True),
+    "mxfp8_swizzled": MXFP8Quantizer(with_2d_quantization=True, optimize_for_gemm=True),
+    "nvfp4": NVFP4Quantizer(with_amax_reduction=True, with_2d_quantization=True),
+    "nvfp4_to_4_or_6": NVFP4Quantizer(with_amax_reduction=True, with_2d_quantization=True, nvfp4_use_4over6=True),
+}
+
+
+@pytest.mark.row("H22")
+@pytest.mark.parametrize("kind", AGREEING)
+@pytest.mark.parametrize("shape", [(256, 96), (160, 416), (32, 32)])
+def test_h22_of_planes_that_agree_one_travels(kind, shape):
+    t = AGREEING[kind](values(shape))
+    assert t.quantizer.planes_agree
+    assert same_bytes(mirrored(t.rowwise).tensors(), t.columnwise.tensors())
+    outputs, (whole, _) = gather([t], shape)
+    assert same_bytes(planes(whole), planes(t))
+    assert sum(part.nbytes for part in outputs) < 0.55 * 2 * t.numel() or shape != SHAPE
+
+
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZERS if kind not in ("current", "delayed", "block2d")])
+def test_planes_that_are_cast_apart_do_not_say_that_they_agree(kind):
+    assert not QUANTIZERS[kind]().planes_agree
 
 
 @every_kind

@@ -25,6 +25,9 @@ _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
 }
 """Directions by what (rowwise, columnwise) of a quantizer say."""
 
+_APART = ("identity", "block", "mx")
+"""Families of formats whose rows share nothing beyond their blocks."""
+
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -142,6 +145,21 @@ class Quantizer(ABC):
         """A copy that makes other directions; None keeps what this one makes."""
         wanted = {"rowwise": rowwise, "columnwise": columnwise}
         return replace(self, **{usage: value for usage, value in wanted.items() if value is not None})
+
+    @property
+    def planes_agree(self) -> bool:
+        """Whether both planes of every cast hold the same values, so that either can be made from the other."""
+        return False
+
+    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+        """The quantizer of a piece of a tensor whose other rows are on other ranks: what all rows share they find over ``group``.
+
+        Itself where rows share nothing beyond their blocks, or amaxes are reduced already; None where pieces cannot be cast so.
+        """
+        reduces: bool | None = getattr(self, "with_amax_reduction", None)
+        if reduces is None:
+            return self if all(fmt.family in _APART for fmt in self.formats) else None
+        return self if reduces else replace(self, with_amax_reduction=True, amax_reduction_group=group)  # type: ignore[call-arg]
 
     def copy(self) -> Self:
         """Another object of equal settings; tensors that it holds are shared."""

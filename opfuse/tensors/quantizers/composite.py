@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
@@ -85,6 +86,12 @@ class HybridQuantizer(Quantizer):
     @cached_property
     def formats(self) -> tuple[Format, Format]:
         return self.rowwise_quantizer.formats[0], self.columnwise_quantizer.formats[1]
+
+    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+        rowwise, columnwise = (sub.reducing(group) for sub in (self.rowwise_quantizer, self.columnwise_quantizer))
+        if rowwise is None or columnwise is None:
+            return None
+        return replace(self, rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -38,6 +38,10 @@ class Float8Quantizer(Float8CastingQuantizer):
         for name, value in (("scale", self.scale), ("amax", self.amax)):
             require_number(value, self.scale.device, where=f"{type(self).__name__} {name}")
 
+    @property
+    def planes_agree(self) -> bool:
+        return True
+
     def _format(self, element: Element) -> Format:
         return fp8_tensor(element)
 
@@ -67,6 +71,10 @@ class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
     amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
+
+    @property
+    def planes_agree(self) -> bool:
+        return True
 
     def _format(self, element: Element) -> Format:
         return fp8_tensor(element)
@@ -125,6 +133,10 @@ class Float8BlockQuantizer(Float8CastingQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.block_scaling_dim, (1, 2), "Float8BlockQuantizer block_scaling_dim")
+
+    @property
+    def planes_agree(self) -> bool:
+        return self.block_scaling_dim == 2
 
     def _format(self, element: Element) -> Format:
         return fp8_block(element, self.block_scaling_dim)

@@ -18,7 +18,7 @@ from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
 from opfuse.numerics.scales import Rounding
-from opfuse.tensors.quantizers.base import CastingQuantizer, Float8CastingQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import CastingQuantizer, Float8CastingQuantizer, Quantizer, reduce_amax, require
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -42,6 +42,10 @@ class MXFP8Quantizer(Float8CastingQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.scale_rounding, ("ceil", "floor"), "MXFP8Quantizer scale_rounding")
+
+    @property
+    def planes_agree(self) -> bool:
+        return self.with_2d_quantization
 
     def _format(self, element: Element) -> Format:
         return mxfp8(element)
@@ -91,6 +95,13 @@ class NVFP4Quantizer(CastingQuantizer):
             # The rotation can raise the largest value fourfold: under the amax of the input it would saturate.
             where, cure = "NVFP4Quantizer(with_rht=True)", "set with_post_rht_amax=True"
             raise QuantizerError(describe(where, wanted="with_post_rht_amax=True", got=False, cure=cure))
+
+    @property
+    def planes_agree(self) -> bool:
+        return self.with_2d_quantization and not (self.stochastic_rounding or self.row_scaled_nvfp4)
+
+    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+        return None if self.row_scaled_nvfp4 else super().reducing(group)
 
     @cached_property
     def formats(self) -> tuple[Format, Format]:

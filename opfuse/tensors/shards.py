@@ -1,0 +1,108 @@
+"""Shards of a quantized parameter on several ranks, and what their rows share: one scale or one amax, found over all of them.
+
+Each rank writes its own rows. From when a shard knows its ranks, a write takes the largest amax of all shards; all ranks write in
+the same order, as optimizers do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from opfuse.errors import OpfuseWarning, describe
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.planes import mirrored
+from opfuse.tensors.rows import shared_by_rows
+
+if TYPE_CHECKING:
+    from opfuse.tensors.quantizers import Quantizer
+    from opfuse.tensors.tensor import QuantizedTensor
+
+
+class Ranks(NamedTuple):
+    """The processes that hold the rows of one parameter. agreed: whether what their rows share is known to be equal."""
+
+    group: Any
+    agreed: bool
+
+
+def join(parameter: torch.Tensor) -> None:
+    """Have the shards of a quantized parameter, which torch has sharded along one dimension of its mesh, know their ranks."""
+    shard: Any = getattr(parameter, "_local_tensor", None)
+    over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
+    if hasattr(shard, "record") and len(over) == 1:
+        _share(shard, parameter.device_mesh, over[0])  # type: ignore[attr-defined]
+
+
+def agree(shard: QuantizedTensor, mesh: Any) -> bool:
+    """Whether row parts of the shards on ``mesh`` make one parameter: what their rows share is equal, from now on.
+
+    Looked at once, and after bytes came from elsewhere: then it waits for the device, and for the other ranks.
+    """
+    if any(isinstance(shard.plane(usage), GroupedPlane) for usage in shard.usages):
+        return False
+    if not is_mirror(shard) and not shared_by_rows(shard.record):
+        return True
+    ranks = _share(shard, mesh)
+    if ranks is None:
+        return False
+    if not ranks.agreed:
+        if not _is_alike(shard, ranks):
+            wanted, got = "rows that were written after their ranks knew of each other", "rows of several scales, cast once more"
+            cure = "load values into the model before it is sharded, or write them after its first forward pass"
+            warnings.warn(describe("FSDP2 gather", wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
+            shard.quantize_(shard.dequantize())
+        shard.ranks = ranks._replace(agreed=True)
+    return True
+
+
+def is_mirror(shard: QuantizedTensor) -> bool:
+    """Whether the columnwise plane can be made from the rowwise one."""
+    return shard.usages == USAGES and shard.quantizer is not None and shard.quantizer.planes_agree
+
+
+def writer(tensor: QuantizedTensor) -> Quantizer | None:
+    """The quantizer of values that are written into ``tensor``."""
+    quantizer = tensor.quantizer
+    return quantizer if quantizer is None or tensor.ranks is None else quantizer.reducing(tensor.ranks.group)
+
+
+def unsure(ranks: Ranks | None) -> Ranks | None:
+    """After bytes from elsewhere."""
+    return None if ranks is None else ranks._replace(agreed=False)
+
+
+def _share(shard: QuantizedTensor, mesh: Any, *dimension: int) -> Ranks | None:
+    """The ranks along a dimension of ``mesh`` that cast their rows alike, from now on; None where they cannot."""
+    if shard.ranks is None and shard.quantizer is not None:
+        together = _is_distributed()
+        group = mesh.get_group(*dimension) if together else None
+        reducing = shard.quantizer.reducing(group)
+        if reducing is not None and (together or reducing == shard.quantizer):
+            shard.ranks = Ranks(group, agreed=False)
+    return shard.ranks
+
+
+def _is_alike(shard: QuantizedTensor, ranks: Ranks) -> bool:
+    """Whether planes hold the same values where they should, and rows on all ranks share what they share: bit for bit."""
+    mirror = not is_mirror(shard) or _same_bytes(mirrored(shard.plane(ROWWISE)).tensors(), shard.plane(COLUMNWISE).tensors())
+    shared = [value.reshape(-1).view(torch.int32) for value in shared_by_rows(shard.record)]
+    if not shared or not _is_distributed():
+        return mirror
+    own = torch.cat([shared[0].new_full((1,), mirror), *shared])
+    most = torch.cat([own, ~own])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.group)
+    largest, least = most[: len(own)], ~most[len(own) :]
+    return bool(least[0]) and torch.equal(largest, least)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _same_bytes(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(some, others, strict=True))

@@ -1,0 +1,90 @@
+"""What may go wrong with the shards of stored weights. A task returns what is wrong, as those of training.py do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import opfuse
+from opfuse import ops
+from opfuse.errors import OpfuseWarning
+from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.masters import stored_in
+from tests.distributed.training import RECIPES, Task, region_of
+
+
+def sharded(recipe: str, rows: int, ranks: int, device: str, *, meta: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    with opfuse.quantized_model_init(recipe=RECIPES[recipe]()):
+        layer = ops.Sequential(ops.Linear(128, rows, dtype=torch.bfloat16, device="meta" if meta else device))
+    return fully_shard(layer, mesh=init_device_mesh(device, (ranks,)))
+
+
+def called(model: nn.Module, recipe: str, device: str) -> tuple[torch.Tensor, list[str]]:
+    """The result of a call, and the warnings that it gave."""
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    with warnings.catch_warnings(record=True) as told, region_of(recipe):
+        warnings.simplefilter("always", OpfuseWarning)
+        y = model(x)
+    return y.detach(), [str(each.message) for each in told if issubclass(each.category, OpfuseWarning)]
+
+
+def same_on_all(x: torch.Tensor) -> bool:
+    """Whether all ranks hold the bits of the first."""
+    first = x.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, x)
+
+
+def check_written_apart(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Shards that were written before their ranks knew of each other are cast under what all share, and told of, once."""
+    model = sharded(recipe, 128, ranks, device)
+    held: Any = stored_in(model[0].weight)
+    with torch.no_grad():
+        held.copy_(held.dequantize() * (rank + 1))
+    want = held.dequantize()
+    y, told = called(model, recipe, device)
+    apart = ["rows of several scales" in text for text in told]
+    error = (held.dequantize() - want).abs().max() / want.abs().max()
+    model.unshard()
+    whole = model[0].weight
+    wrong = {
+        "told once": apart != [True] * (ranks > 1),
+        "quantized": not isinstance(whole, QuantizedTensor),
+        "alike": not (same_on_all(whole.detach().dequantize()) and same_on_all(y)),
+        "near": not error < 0.2,
+        "told again": bool(called(model, recipe, device)[1]),
+    }
+    return [name for name, failed in wrong.items() if failed]
+
+
+def check_materialised(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Made on the meta device, sharded, given bytes and values: rows agree from their first values on."""
+    model = sharded(recipe, 128, ranks, device, meta=True).to_empty(device=device)
+    model[0].reset_parameters()
+    y, told = called(model, recipe, device)
+    return [*told, *([] if isinstance(stored_in(model[0].weight), QuantizedTensor) and same_on_all(y) else ["differs"])]
+
+
+def check_cut_tiles(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A weight whose tiles the ranks would cut is plain, trains so, and says so, once."""
+    model = sharded(recipe, 128, ranks, device)
+    if ranks == 1:
+        return []
+    told = [text for _ in range(2) for text in called(model, recipe, device)[1]]
+    wrong = [] if len(told) == 1 and "lives quantized, as it was made" in told[0] else [f"told {told}"]
+    return wrong + (["quantized"] if isinstance(stored_in(model[0].weight), QuantizedTensor) else [])
+
+
+TASKS: list[Task] = [
+    (check_written_apart, "current"),
+    (check_written_apart, "nvfp4"),
+    (check_materialised, "current"),
+    (check_cut_tiles, "block"),
+]

@@ -1,0 +1,368 @@
+"""Training over processes beside training in one: the table of cases, and the worker that runs it over gloo or NCCL.
+
+Ranks see different data. One process that sees the data of all of them, each rank's in a call of its own, takes the same steps:
+its losses, gradients and parameters are what is expected. With two ranks, and on a mesh of (2, 2), every sum of gradients has two
+terms at a time, hence one order, and all of it is equal bit for bit. With more, the collective chooses the order: then losses
+before the first step are equal, and its gradients up to ``BOUND``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import OpfuseWarning
+from opfuse.tensors.masters import stored_in
+
+ROWS, STEPS = 32, 2
+BOUND = 2.0**-6
+"""Largest difference of sums over more than two ranks, relative to the largest value: a few roundings to bf16."""
+
+WIRE = 0.55
+"""Most bytes of gathered weights that live quantized, beside those of bf16."""
+
+RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
+    "none": lambda: None,
+    "current": recipes.Float8CurrentScaling,
+    "delayed": lambda: recipes.DelayedScaling(amax_history_len=2),
+    "block": recipes.Float8BlockScaling,
+    "block rows": lambda: recipes.Float8BlockScaling(x_block_scaling_dim=1, w_block_scaling_dim=1, grad_block_scaling_dim=1),
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "mxfp8 tiles": lambda: recipes.MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    wrap: how the model is spread. stored: weights live quantized, and AdamW steps on masters. reshard: parameters are freed
+    between forward and backward. mixed: parameters in fp32, computing in bf16, gradients summed in fp32. micro: batches whose
+    gradients are accumulated, of which the last one is reduced.
+    """
+
+    recipe: str
+    stored: bool = False
+    wrap: str = "fsdp"
+    reshard: bool = True
+    mixed: bool = False
+    micro: int = 1
+
+    def __str__(self) -> str:
+        flags = {"stored": self.stored, "whole between passes": not self.reshard, "mixed": self.mixed, "micro": self.micro > 1}
+        return ", ".join((self.recipe, self.wrap, *(name for name, on in flags.items() if on)))
+
+
+@dataclass
+class Trained:
+    """What training leaves: losses of this rank's batches; for each step the gradients and then the parameters, whole."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    parameters: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+def width(recipe: str, ranks: int) -> int:
+    """Features of every layer: whole blocks of rows on each rank."""
+    return {"block": 128, "block rows": 128}.get(recipe, 64) * max(ranks, 2)
+
+
+def build(case: Case, ranks: int, device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    features, dtype = width(case.recipe, ranks), torch.float32 if case.mixed else torch.bfloat16
+    with opfuse.quantized_model_init(enabled=case.stored, recipe=RECIPES[case.recipe]()):
+        first = ops.Sequential(ops.RMSNorm(features, dtype=dtype), ops.Linear(features, features, dtype=dtype), ops.GELU())
+        last = ops.Sequential(ops.Linear(features, features, dtype=dtype))
+    return nn.Sequential(first, last).to(device)
+
+
+def data(case: Case, step: int, micro: int, rank: int, ranks: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randn((ROWS, width(case.recipe, ranks)), generator=generator).to(torch.bfloat16)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def optimizer_of(case: Case, parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+    return opfuse.with_masters(optimizer) if case.stored else optimizer
+
+
+def region_of(name: str) -> Any:
+    recipe = RECIPES[name]()
+    return opfuse.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+# -- one process -----------------------------------------------------------------------------------------------------------------
+
+
+def alone(case: Case, rank: int, ranks: int, device: str) -> Trained:
+    """Training in one process that sees the batches of all ranks, and the losses of those of ``rank``."""
+    kept = build(case, ranks, device)
+    models = replicas(kept.to(torch.bfloat16) if case.mixed else kept, ranks)
+    kept = build(case, ranks, device) if case.mixed else kept
+    optimizer, trained = optimizer_of(case, kept.parameters()), Trained()
+    for step in range(STEPS):
+        sums: list[list[torch.Tensor]] = [[] for _ in models]
+        for micro in range(case.micro):
+            with region_of(case.recipe):
+                losses = [loss_of(model, data(case, step, micro, i, ranks).to(device)) for i, model in enumerate(models)]
+            torch.autograd.backward(losses)
+            trained.losses.append(losses[rank].detach())
+            for model, old in zip(models, sums):
+                new = [p.grad.float() if case.mixed else p.grad for p in model.parameters()]
+                old[:] = [a + b for a, b in zip(old, new)] if old else new
+                model.zero_grad()
+        for p, *grads in zip(kept.parameters(), *sums, strict=True):
+            p.grad = mean(grads, nested=case.wrap == "hsdp")
+        trained.gradients.append([p.grad.clone() for p in kept.parameters()])
+        optimizer.step()
+        trained.parameters.append([p.detach().float().clone() for p in kept.parameters()])
+        with torch.no_grad():
+            for model in models:
+                for p, source in zip(model.parameters(), kept.parameters()):
+                    p.copy_(source)
+        kept.zero_grad()
+    return trained
+
+
+def replicas(model: nn.Sequential, count: int) -> list[nn.Sequential]:
+    """``model`` and copies that share its delayed-scaling states, so that one region and one backward pass count all amaxes."""
+    made = [model, *(copy.deepcopy(model) for _ in range(count - 1))]
+    for other in made[1:]:
+        for mine, its in zip(model.modules(), other.modules()):
+            for op, twin in zip(getattr(mine, "basic_ops", ()), getattr(its, "basic_ops", ())):
+                twin.__dict__["quantizer_states"] = op.__dict__["quantizer_states"]
+    return made
+
+
+def mean(grads: list[torch.Tensor], *, nested: bool) -> torch.Tensor:
+    """Over ranks. nested: pairs first, as a mesh of (2, 2) adds them."""
+    half = len(grads) // 2
+    parts = [sum(grads[:half]), sum(grads[half:])] if nested else grads
+    return sum(parts) / len(grads)
+
+
+# -- many processes --------------------------------------------------------------------------------------------------------------
+
+
+def together(case: Case, rank: int, ranks: int, device: str) -> Trained:
+    """Training of this rank beside the others."""
+    model = WRAPS[case.wrap](build(case, ranks, device), case, ranks, device)
+    optimizer, trained = optimizer_of(case, model.parameters()), Trained()
+    for step in range(STEPS):
+        for micro in range(case.micro):
+            with synchronised(model, micro == case.micro - 1):
+                with region_of(case.recipe):
+                    loss = loss_of(model, data(case, step, micro, rank, ranks).to(device))
+                loss.backward()
+            trained.losses.append(loss.detach())
+        trained.gradients.append(whole([p.grad for p in model.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.parameters.append(whole(model.parameters()))
+    return trained
+
+
+def shard(model: nn.Sequential, case: Case, mesh: Any) -> nn.Module:
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else MixedPrecisionPolicy()
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=mixed)
+    return model
+
+
+def fsdp(model: nn.Sequential, case: Case, ranks: int, device: str) -> nn.Module:
+    return shard(model, case, init_device_mesh(device, (ranks,)))
+
+
+def hsdp(model: nn.Sequential, case: Case, ranks: int, device: str) -> nn.Module:
+    return shard(model, case, init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def ddp(model: nn.Sequential, case: Case, ranks: int, device: str) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+WRAPS: dict[str, Callable[[nn.Sequential, Case, int, str], nn.Module]] = {"fsdp": fsdp, "hsdp": hsdp, "ddp": ddp}
+
+
+@contextlib.contextmanager
+def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
+    """Inside, a backward pass reduces gradients if it is that of the last batch of a step."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if last else model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    yield
+
+
+def whole(tensors: Any) -> list[torch.Tensor]:
+    """The values of parameters or gradients, of a quantized shard those that it decodes to."""
+    values = []
+    for tensor in tensors:
+        held = stored_in(tensor.detach())
+        piece = held.float().contiguous() if held is not tensor else held.clone()
+        if hasattr(tensor, "device_mesh"):
+            group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+            pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(pieces, piece, group=group)
+            piece = torch.cat(pieces)
+        values.append(piece.float())
+    return values
+
+
+# -- bytes on the wire -----------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """The all-gather of FSDP2, which counts the bytes that this rank gives."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        self.sent += input_tensor.nbytes
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # of which the second is the older name
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def sent(recipe: str, ranks: int, device: str, *, stored: bool = True, reshard: bool = True) -> int:
+    """Bytes that a rank gives to the all-gathers of two weights, without anything else, in a forward and a backward pass."""
+    case, counting, features = Case(recipe, stored=stored, reshard=reshard), Counting(), width("block", ranks)
+    with opfuse.quantized_model_init(enabled=stored, recipe=RECIPES[recipe]()):
+        layers = [ops.Sequential(ops.Linear(features, features, bias=False, dtype=torch.bfloat16)) for _ in range(2)]
+    model = fsdp(nn.Sequential(*layers).to(device), case, ranks, device)
+    for layer in layers:
+        layer.set_custom_all_gather(counting)
+    for _ in range(2):  # in the first pass the ranks also look whether they agree
+        counting.sent = 0
+        with region_of(case.recipe):
+            loss = loss_of(model, torch.ones(ROWS, features, dtype=torch.bfloat16, device=device))
+        loss.backward()
+    return counting.sent
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------------------
+
+
+def differences(got: Trained, want: Trained, case: Case, ranks: int) -> list[str]:
+    """What differs, and by how much, relative to the largest value; nothing where all is as it must be."""
+    pairs = [(f"loss {i}", a, b, 0.0) for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))]
+    exact = ranks <= 2 or (case.wrap == "hsdp" and ranks == 4)
+    for name, mine, its in (("gradient", got.gradients, want.gradients), ("parameter", got.parameters, want.parameters)):
+        steps = enumerate(zip(mine, its, strict=True))
+        bound = 0.0 if exact else BOUND
+        pairs += [
+            (f"{name} {i} of step {n}", a, b, bound) for n, (x, y) in steps for i, (a, b) in enumerate(zip(x, y, strict=True))
+        ]
+    if not exact:
+        pairs = [pair for pair in pairs if pair[0].endswith("of step 0") and "gradient" in pair[0]] + pairs[: case.micro]
+    far = [(name, ((a - b).abs().max() / b.abs().max()).item(), bound) for name, a, b, bound in pairs if not torch.equal(a, b)]
+    return [f"{name}: {distance:.2g}" for name, distance, bound in far if not distance <= bound]
+
+
+def check_case(case: Case, rank: int, ranks: int, device: str) -> list[str]:
+    return differences(together(case, rank, ranks, device), alone(case, rank, ranks, device), case, ranks)
+
+
+def check_wire(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Stored weights take at most 0.55 of the bytes of bf16, freed between the passes or not."""
+    found = []
+    for reshard in (True, False):
+        if ranks == 1:
+            continue
+        ratio = sent(recipe, ranks, device, reshard=reshard) / sent("none", ranks, device, stored=False, reshard=reshard)
+        say(rank, f"{recipe}, {'freed' if reshard else 'whole'} between the passes: {ratio:.3f} of the bytes of bf16")
+        if ratio > WIRE:
+            found.append(f"{ratio:.3f} of the bytes of bf16 on the wire")
+    return found
+
+
+def say(rank: int, text: str) -> None:
+    """One line, from one process."""
+    if rank == 0:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+Task = tuple[Callable[..., list[str]], Any]
+"""A check and what it checks; it returns what is wrong."""
+
+
+def worker(rank: int, folder: str, ranks: int, device: str, tasks: list[Task]) -> None:
+    """Run all tasks on this rank; RuntimeError that lists those that failed."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", OpfuseWarning)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
+    )
+    failures = []
+    for check, given in tasks:
+        found = check(given, rank, ranks, device)
+        name = f"{given} ({check.__name__.removeprefix('check_')})"
+        say(rank, f"{'FAILED' if found else 'passed'}  {name}")
+        failures += [f"{name}: {', '.join(found)}"] if found else []
+    gc.collect()  # modules hold the group through their mesh
+    dist.barrier()
+    dist.destroy_process_group()
+    if failures:
+        raise RuntimeError("\n".join((f"rank {rank}", *failures)))
+
+
+def spawn(ranks: int, device: str, tasks: list[Task]) -> None:
+    """One process for each rank, which run all tasks."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (folder, ranks, device, tasks), nprocs=ranks)
+
+
+WIRES: list[Task] = [(check_wire, name) for name in RECIPES if name not in ("none", "mxfp8", "block rows")]
+
+FEW = [
+    Case("none", mixed=True, micro=2),
+    Case("delayed"),
+    Case("current", stored=True),
+    Case("mxfp8", stored=True, mixed=True, micro=2),
+    Case("nvfp4", stored=True, reshard=False),
+    Case("block", stored=True),
+    Case("delayed", wrap="ddp", micro=2),
+    Case("mxfp8", stored=True, wrap="ddp"),
+]
+"""One case for each that may go wrong by itself."""
+
+
+def table(ranks: int) -> list[Case]:
+    """Every recipe with plain and with stored weights, spread in every way that so many ranks have."""
+    wraps = ["fsdp", "ddp", *(["hsdp"] if ranks >= 4 and ranks % 2 == 0 else [])]
+    return [
+        Case(recipe, stored=stored, wrap=wrap, **options)
+        for recipe in RECIPES
+        for stored in (False, True)
+        if recipe != "none" or not stored
+        for wrap in wraps
+        for options in ({"micro": 2}, {"reshard": False}, {"mixed": True, "micro": 2})
+        if wrap != "ddp" or options == {"micro": 2}
+    ]

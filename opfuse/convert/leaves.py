@@ -27,6 +27,7 @@ from opfuse.ops.structure import Identity
 
 UNGATED: dict[str, type[activation.Activation]] = {
     "gelu": activation.GELU,
+    "gelu_erf": activation.GELUErf,
     "qgelu": activation.QGELU,
     "silu": activation.SiLU,
     "relu": activation.ReLU,
@@ -34,6 +35,7 @@ UNGATED: dict[str, type[activation.Activation]] = {
 }
 GATED: dict[str, type[activation.GatedActivation]] = {
     "gelu": activation.GEGLU,
+    "gelu_erf": activation.GEGLUErf,
     "qgelu": activation.QGEGLU,
     "silu": activation.SwiGLU,
     "relu": activation.ReGLU,

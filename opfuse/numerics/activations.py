@@ -19,6 +19,9 @@ Gradients = tuple[Tensor, ...]
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
 GELU_SLOPE = 3 * GELU_LINEAR * GELU_CUBIC
+# Of the exact form, x Phi(x): the argument of erfc is x times the first, the density of Phi exp(-x^2 / 2) times the second.
+ERFC_LINEAR = -math.sqrt(0.5)
+NORMAL_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -40,6 +43,21 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Gradients:
     s = sigmoid(GELU_LINEAR * (x + GELU_CUBIC * (x * x * x)))
     z = x * (s * (1 - s))
     return (dy * (s + (GELU_LINEAR * z + GELU_SLOPE * (z * x * x))),)
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    """Phi(x) = erfc(-x / sqrt 2) / 2, which has none of the cancellation of (1 + erf(x / sqrt 2)) / 2 for x < -2."""
+    return 0.5 * torch.special.erfc(ERFC_LINEAR * x)
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    """x * Phi(x): GELU as it is defined, not its tanh form."""
+    return x * normal_cdf(x)
+
+
+def gelu_erf_backward(dy: Tensor, x: Tensor) -> Gradients:
+    """dy * (Phi(x) + x phi(x)), phi the density; an overflowing x^2 makes it 0."""
+    return (dy * (normal_cdf(x) + x * (NORMAL_DENSITY * torch.exp(-0.5 * (x * x)))),)
 
 
 def swish(x: Tensor, alpha: float) -> Tensor:
@@ -123,6 +141,13 @@ SIGMOID = Pointwise(
     grad=lambda dy, x: (dy * (sigmoid(x) * (1 - sigmoid(x))),),
 )
 GELU = Pointwise("gelu", forward="gelu(x)", backward=("gelu_backward(dy, x)",), value=gelu, grad=gelu_backward)
+GELU_ERF = Pointwise(
+    "gelu_erf",
+    forward="gelu_erf(x)",
+    backward=("gelu_erf_backward(dy, x)",),
+    value=gelu_erf,
+    grad=gelu_erf_backward,
+)
 QGELU = swish_op("qgelu", 1.702)
 SILU = swish_op("silu", 1.0)
 RELU = Pointwise(
@@ -201,12 +226,13 @@ DROPOUT = Pointwise(
     constants=("scale",),
 )
 
-ACTIVATIONS = table(GELU, QGELU, RELU, SRELU, SILU)
+ACTIVATIONS = table(GELU, GELU_ERF, QGELU, RELU, SRELU, SILU)
 """Unary: y has the shape of x."""
 
 GATED = table(
     gated(SIGMOID, "glu"),
     gated(GELU, "geglu"),
+    gated(GELU_ERF, "geglu_erf"),
     gated(QGELU, "qgeglu"),
     gated(RELU, "reglu"),
     gated(SRELU, "sreglu"),

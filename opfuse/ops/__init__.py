@@ -19,6 +19,8 @@ from opfuse.ops.activation import (
     Activation,
     ClampedSwiGLU,
     GatedActivation,
+    GEGLUErf,
+    GELUErf,
     ReGLU,
     ReLU,
     ScaledClampedQGeGLU,
@@ -42,7 +44,8 @@ from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
 OPS: dict[str, type[FusibleOperation]] = {
     cls.kind: cls
     for cls in (
-        *(BasicLinear, Bias, GELU, QGELU, ReLU, SReLU, SiLU, GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
+        *(BasicLinear, Bias, GELU, GELUErf, QGELU, ReLU, SReLU, SiLU),
+        *(GLU, GEGLU, GEGLUErf, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
         *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
         *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
         *(GroupedLinear, TokenDispatch, TokenCombine),

@@ -53,6 +53,12 @@ class GELU(Activation):
     math = activations.GELU
 
 
+class GELUErf(Activation):
+    """x * Phi(x), Phi the normal distribution: GELU as nn.GELU() and BERT have it."""
+
+    math = activations.GELU_ERF
+
+
 class QGELU(Activation):
     """x * sigmoid(1.702 x)."""
 
@@ -111,6 +117,13 @@ class GEGLU(GatedActivation):
     """GELU(a) * b."""
 
     math = activations.GATED["geglu"]
+
+
+class GEGLUErf(GatedActivation):
+    """GELUErf(a) * b."""
+
+    kind = "geglu_erf"
+    math = activations.GATED["geglu_erf"]
 
 
 class QGEGLU(GatedActivation):

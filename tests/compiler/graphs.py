@@ -85,6 +85,7 @@ SAME: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
     "layer norm": (ops.LayerNorm, by_name(plain.layer_norm)),
     "l2 norm": (lambda _: ops.L2Normalization(), unary(l2_norm)),
     "gelu": (lambda _: ops.GELU(), unary(plain.gelu)),
+    "gelu erf": (lambda _: ops.GELUErf(), unary(plain.gelu_erf)),
     "qgelu": (lambda _: ops.QGELU(), unary(plain.qgelu)),
     "relu": (lambda _: ops.ReLU(), unary(torch.relu)),
     "squared relu": (lambda _: ops.SReLU(), unary(plain.srelu)),

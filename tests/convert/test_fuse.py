@@ -42,6 +42,7 @@ BLOCKS = {
     "Linear×2 → GEGLU → Linear": lambda: GatedMLP(bias=True, act=nn.GELU(approximate="tanh")),
     "Linear → SwiGLU → Linear": HalvesMLP,
     "Linear → GELU → Linear": TransposedMLP,
+    "Linear → GELUErf": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU()),
     "Linear → AddExtraInput → LayerNorm": Residual,
     "Linear": lambda: nn.Linear(32, 48),
 }

@@ -12,6 +12,7 @@ from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recordi
 from opfuse.kernels.chains.cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.kernels.engine import compiling
+from opfuse.kernels.engine.compiling import ARCHITECTURES
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
@@ -49,6 +50,20 @@ def test_an_activation_of_the_users_own_compiles_in_both_directions():
         "stage1_softcap(float cap, float x) { return cap * tanhf(x / cap); }"
         in launched(forward_chain, x, stages)[0][0][0].generated
     )
+
+
+ERF = ("bias", "gelu_erf", "geglu_erf")
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=() if arch == "sm_90a" else pytest.mark.slow) for arch in ARCHITECTURES]
+)
+def test_the_exact_gelu_compiles_without_spills_in_both_directions(arch):
+    for kernel, way in ((forward_chain, "forward"), (backward_chain, "backward")):
+        args, kwargs = getattr(Chain(ERF, (33, 64)), way)(torch.device("cpu"))
+        for variant, entry in launched(kernel, *args, **kwargs)[0]:
+            made = compiling.compile_text(compiling.assemble(variant), arch)
+            assert made.entries[entry].spills == 0
 
 
 def test_r14_rows_and_constants_compile_nothing_and_structure_does():

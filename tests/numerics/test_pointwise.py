@@ -83,8 +83,12 @@ def gelu_slope64(x):
     return sigmoid64(t) + x * inner * sigmoid64(t) * sigmoid64(-t)
 
 
+erfc64 = np.vectorize(math.erfc, otypes=[float])
+
+
 VALUE64 = {
     "gelu": lambda x: x * sigmoid64(gelu_argument64(x)),
+    "gelu_erf": lambda x: x * erfc64(-x / np.sqrt(2)) / 2,
     "qgelu": lambda x: x * sigmoid64(1.702 * x),
     "relu": lambda x: np.maximum(x, 0),
     "srelu": lambda x: np.maximum(x, 0) ** 2,
@@ -92,6 +96,7 @@ VALUE64 = {
 }
 SLOPE64 = {
     "gelu": gelu_slope64,
+    "gelu_erf": lambda x: erfc64(-x / np.sqrt(2)) / 2 + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi),
     "qgelu": lambda x: swish_slope64(x, 1.702),
     "relu": lambda x: (x > 0) * 1.0,
     "srelu": lambda x: np.maximum(2 * x, 0),
@@ -129,6 +134,7 @@ GATED64 = {
         lambda a, b: (b * sigmoid64(a) * sigmoid64(-a), sigmoid64(a)),
     ),
     "geglu": product64("gelu"),
+    "geglu_erf": product64("gelu_erf"),
     "qgeglu": product64("qgelu"),
     "reglu": product64("relu"),
     "sreglu": product64("srelu"),
@@ -160,7 +166,7 @@ def in_bf16(p: Pointwise, x: torch.Tensor) -> torch.Tensor:
 
 # For how many of all finite bf16 inputs the result is not the fp64 value rounded once: (below 2e-37, where exp(-x) or x^3
 # has overflowed and the result is 0; elsewhere).
-MISROUNDED = {"gelu": (5, 0), "qgelu": (19, 1), "relu": (0, 0), "srelu": (0, 0), "silu": (17, 0)}
+MISROUNDED = {"gelu": (5, 0), "gelu_erf": (0, 0), "qgelu": (19, 1), "relu": (0, 0), "srelu": (0, 0), "silu": (17, 0)}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -262,6 +268,11 @@ INF, NAN = math.inf, math.nan
         ("gelu", -3.0e38, -0.0, 0.0),
         ("gelu", INF, INF, NAN),
         ("gelu", -INF, NAN, NAN),
+        ("gelu_erf", 0.0, 0.0, 0.5),
+        ("gelu_erf", -0.0, -0.0, 0.5),
+        ("gelu_erf", 3.0e38, 3.0e38, 1.0),
+        ("gelu_erf", -3.0e38, -0.0, 0.0),
+        ("gelu_erf", -INF, NAN, NAN),
         ("silu", 0.0, 0.0, 0.5),
         ("silu", 3.0e38, 3.0e38, 1.0),
         ("silu", -3.0e38, -0.0, 0.0),
@@ -399,8 +410,8 @@ def test_backward_reads_says_what_must_be_saved():
 
 
 def test_tables_hold_the_named_ops():
-    assert tuple(ACTIVATIONS) == ("gelu", "qgelu", "relu", "srelu", "silu")
-    assert tuple(GATED) == ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
+    assert tuple(ACTIVATIONS) == ("gelu", "gelu_erf", "qgelu", "relu", "srelu", "silu")
+    assert tuple(GATED) == ("glu", "geglu", "geglu_erf", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
     assert tuple(SCALED) == ("scaled_swiglu", "scaled_situglu", "scaled_clamped_qgeglu", "scaled_srelu")
     assert all(p.is_gated for p in GATED.values())
     assert not any(p.is_gated for p in ACTIVATIONS.values())
@@ -432,9 +443,10 @@ VALUE_ULPS, GRADIENT_ULPS = 5, 10
 
 ARGUMENT64 = {
     **dict.fromkeys(("gelu", "geglu"), gelu_argument64),
+    **dict.fromkeys(("gelu_erf", "geglu_erf"), lambda x: x**2 / 2),
     **dict.fromkeys(("qgelu", "qgeglu", "clamped_swiglu", "scaled_clamped_qgeglu"), lambda x: 1.702 * x),
 }
-"""What ops with an exponential take the sigmoid of, where that is not the input itself."""
+"""What ops with an exponential take the sigmoid of, where that is not the input itself; or the exponent of erfc."""
 
 
 def host_source() -> str:

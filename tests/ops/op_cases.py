@@ -38,6 +38,10 @@ def gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def gelu_erf(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
 def qgelu(x):
     return x * torch.sigmoid(1.702 * x)
 
@@ -184,12 +188,14 @@ CASES: dict[str, list[Case]] = {
     "token_combine": [Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3)],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],
+    "gelu_erf": [Case(ops.GELUErf, unary(gelu_erf))],
     "qgelu": [Case(ops.QGELU, unary(qgelu))],
     "relu": [Case(ops.ReLU, unary(F.relu), kinks=(0.0,))],
     "srelu": [Case(ops.SReLU, unary(srelu), kinks=(0.0,))],
     "silu": [Case(ops.SiLU, unary(lambda x: x * torch.sigmoid(x)))],
     "glu": [Case(ops.GLU, glu(torch.sigmoid))],
     "geglu": [Case(ops.GEGLU, glu(gelu))],
+    "geglu_erf": [Case(ops.GEGLUErf, glu(gelu_erf))],
     "qgeglu": [Case(ops.QGEGLU, glu(qgelu))],
     "reglu": [Case(ops.ReGLU, glu(F.relu), kinks=(0.0,))],
     "sreglu": [Case(ops.SReGLU, glu(srelu), kinks=(0.0,))],

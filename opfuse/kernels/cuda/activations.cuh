@@ -3,7 +3,8 @@
 // Names       f(x, ...) is y; f_backward(dy, x, ...) is the gradient of x; f_backward_a and f_backward_b are those of the two
 //             inputs of a gated unit. A fused chain and an op alone call the same functions.
 // Rounding    to nearest even in fp32. What holds no exponential (relu, srelu, the clamps) is equal to the definition bit for bit.
-//             A sigmoid of z is off by at most (|z| + 5) 2^-23 of its value, and on the device 0 where it is below 2^-126.
+//             A sigmoid of z is off by at most (|z| + 5) 2^-23 of its value, and on the device 0 where it is below 2^-126; the normal
+//             distribution at x by (x^2 + 5) 2^-23.
 // Non-finite  selections let NaN through; inf * 0 is NaN, as in x * sigmoid(x) at minus infinity.
 // Compiled    without ftz, without implicit fma, as common.cuh, which comes first; a host needs <math.h> as well.
 // Defined by  opfuse/numerics/activations.py.
@@ -40,6 +41,17 @@ OPFUSE_FN float gelu(float x) { return x * gelu_sigmoid(x); }
 OPFUSE_FN float gelu_backward(float dy, float x) {
     float s = gelu_sigmoid(x), z = x * sigmoid_slope(s);
     return dy * fmaf(z * x * x, 0.21406444881780073f, fmaf(z, 1.5957691216057308f, s));
+}
+
+// Phi(x), the normal distribution: erfc(-x / sqrt 2) / 2.
+OPFUSE_FN float normal_cdf(float x) { return 0.5f * erfcf(x * -0.7071067811865476f); }
+
+OPFUSE_FN float gelu_erf(float x) { return x * normal_cdf(x); }
+
+// An x^2 that overflows makes the density 0.
+OPFUSE_FN float gelu_erf_backward(float dy, float x) {
+    float density = 0.3989422804014327f * exp2f(x * x * (-0.5f * LOG2_E));
+    return dy * fmaf(x, density, normal_cdf(x));
 }
 
 OPFUSE_FN float swish(float x, float alpha) { return x * logistic(x * (alpha * -LOG2_E)); }

@@ -7,6 +7,7 @@ marker ``row``: ``pytest --row B06`` runs those of one row. Rows of reliability 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,11 +184,14 @@ def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
     return found
 
 
-def marked(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+@functools.cache
+def marked(source: str) -> list[tuple[str, tuple[str, ...]]]:
     """Tests of a module and the rows that their markers name."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            yield node.name, tuple(row for decorator in node.decorator_list for row in _rows(decorator))
+    return [
+        (node.name, tuple(row for decorator in node.decorator_list for row in _rows(decorator)))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
 
 
 def _rows(decorator: ast.expr) -> Iterator[str]:

@@ -36,7 +36,7 @@ def test_the_document_is_what_the_tests_say() -> None:
 
 def test_a_marker_is_found_where_it_stands() -> None:
     source = "@pytest.mark.slow\n@pytest.mark.row('B01', 'X02')\ndef test_a(): ...\nclass T:\n  def test_b(self): ...\n"
-    assert list(acceptance.marked(source)) == [("test_a", ("B01", "X02")), ("test_b", ())]
+    assert acceptance.marked(source) == [("test_a", ("B01", "X02")), ("test_b", ())]
 
 
 def test_the_option_runs_the_tests_of_a_row(pytester: pytest.Pytester) -> None:
@@ -49,11 +49,11 @@ def test_the_option_runs_the_tests_of_a_row(pytester: pytest.Pytester) -> None:
 
 
 def test_the_option_makes_tensors_on_a_device(pytester: pytest.Pytester) -> None:
-    """In a process of its own, since the default device is one of the process."""
+    """With the option in a process of its own, since the default device is one of the process."""
     pytester.makeconftest((acceptance.TESTS / "conftest.py").read_text(encoding="utf-8"))
     body = "import pytest, torch\nMADE = torch.ones(2)\n"
     body += "def test_made():\n    assert MADE.device == torch.nn.Linear(2, 2).weight.device == torch.get_default_device()\n"
     body += "@pytest.mark.cpu\ndef test_cpu():\n    assert MADE.device.type == 'cpu'\n"
     pytester.makepyfile(body)
     pytester.runpytest_subprocess("--device", "meta").assert_outcomes(passed=1, deselected=1)
-    pytester.runpytest_subprocess().assert_outcomes(passed=2)
+    pytester.runpytest_inprocess().assert_outcomes(passed=2)

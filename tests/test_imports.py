@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, int,
             yield from ((name, node.lineno, node) for name in names)
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -69,9 +71,8 @@ def findings(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    assert findings(path) == []
+def test_imports_run_one_way():
+    assert [found for path in MODULES for found in findings(path)] == []
 
 
 def test_every_module_belongs_to_a_room():
@@ -79,13 +80,12 @@ def test_every_module_belongs_to_a_room():
     assert outside == set()
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if name_of(path)[:1] != ("cli",)], ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_no_import_hides_in_a_function(path):
+def test_no_import_hides_in_a_function():
     """Only the command line defers imports, so that its help is fast."""
     hidden = [
         f"{path.relative_to(PACKAGE)}:{line} imports {module}"
+        for path in MODULES
+        if name_of(path)[:1] != ("cli",)
         for function in ast.walk(parsed(path))
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for module, line, _ in imports(function, name_of(path))

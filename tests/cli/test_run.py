@@ -15,7 +15,6 @@ from opfuse.cli.run import bars, lines
 from opfuse.train import Step
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 TINY = """
 version: 1
@@ -38,8 +37,9 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
 
 
-def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "opfuse", "run", str(QUICKSTART), "--steps", "20", "--json"]
+def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:
+    """How well the quickstart itself trains is tested where configurations are compared."""
+    command = [sys.executable, "-m", "opfuse", "run", str(tiny), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -47,13 +47,10 @@ def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
     assert losses | {f"baseline_{name}" for name in losses} <= set(found)
     assert {"fusions", "plan_cache", "backend", "recipe", "seconds", "steps"} <= set(found)
     assert set(found["plan_cache"]) == {"plans", "hits", "misses", "last_miss"}
-    assert (found["steps"], found["recipe"], found["backend"], found["plan_cache"]["misses"]) == (20, "mxfp8", "emulated", 2)
-    assert found["loss_last"] < found["loss_first"] - 1.5
-    assert found["baseline_loss_last"] < found["baseline_loss_first"] - 1.5
-    assert {"norm_quantize", "epilogue"} <= set(found["fusions"])
-    report = json.loads((tmp_path / "runs" / "quickstart" / "report.json").read_text())
+    assert (found["steps"], found["recipe"], found["backend"]) == (6, "fp8_current", "emulated")
+    report = json.loads((tmp_path / "runs" / "tiny" / "report.json").read_text())
     assert {name: report[name] for name in found} == found
-    assert "step 20/20" in done.stderr
+    assert "step 6/6" in done.stderr
 
 
 def test_text_has_both_losses_fusions_and_cache_figures(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

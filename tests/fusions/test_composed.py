@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -24,10 +26,18 @@ FIRES = {
 }
 
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def combinations():
+    """At every run one dtype for each pipeline and recipe, in turn, so that a dtype meets every pipeline and every recipe."""
+    for (i, composed), (j, case), (k, dtype) in itertools.product(*map(enumerate, (COMPOSED, CASES, DTYPES))):
+        marks = () if (i + j + k) % len(DTYPES) == 0 else pytest.mark.slow
+        yield pytest.param(composed, *case, dtype, marks=marks)
+
+
 @pytest.mark.row("B21")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "override"), CASES)
-@pytest.mark.parametrize("composed", COMPOSED)
+@pytest.mark.parametrize(("composed", "name", "override", "dtype"), [*combinations()])
 def test_r4_composed_pipelines(composed, name, override, dtype):
     made = COMPOSED[composed]()
     model, tensors, recipe = made.model(dtype), made.tensors(dtype), recipe_for(name, override, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -239,10 +240,15 @@ PLACES = [("outside", "nothing"), ("outside", "call"), ("inside", "region"), ("i
 unchecked = functools.cache(lambda place: steps("plain", "flat", RECIPES["delayed"], place, "nothing"))
 
 
+def nestings():
+    """At every run one shape for each kind and place, in turn, so that a shape meets every kind and every place."""
+    kinds = [kind for kind in KINDS if kind != "plain"]
+    for (i, kind), (j, place), (k, shape) in itertools.product(*map(enumerate, (kinds, PLACES, SHAPES))):
+        yield pytest.param(kind, shape, *place, marks=() if (i + j + k) % len(SHAPES) == 0 else pytest.mark.slow)
+
+
 @pytest.mark.row("H26")
-@pytest.mark.parametrize(("place", "between"), PLACES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["non-reentrant", "late", "reentrant", "opfuse"])
+@pytest.mark.parametrize(("kind", "shape", "place", "between"), [*nestings()])
 def test_checkpoints_find_the_region_and_the_scales_of_the_forward_pass(kind: str, shape: str, place: str, between: str) -> None:
     """Under delayed scaling, which another scale, and an amax that is counted twice, would show in."""
     assert equal(steps(kind, shape, RECIPES["delayed"], place, between), unchecked(place))

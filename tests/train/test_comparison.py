@@ -67,6 +67,8 @@ def test_twenty_steps_of_the_quickstart(quickstart: Comparison) -> None:
     assert found["seconds"] == found["run_seconds"] + found["baseline_run_seconds"]
     assert {count["direction"] for count in found["fusion_counts"]} == {"forward", "backward"}
     assert sum(count["count"] for count in found["fusion_counts"]) == len(found["fusions"])
+    assert {"norm_quantize", "epilogue"} <= set(found["fusions"])
+    assert found["plan_cache"]["misses"] == 2
 
 
 def test_the_runs_differ_by_the_recipe_alone(quickstart: Comparison) -> None:

@@ -18,7 +18,6 @@ from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS, clash
-from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"
@@ -38,7 +37,7 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     if not isinstance(stored, QuantizedTensor):
         return {}
     read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
-    found: dict[str, Format] = {usage: _format(op, role, stored.record, usage) for usage in USAGES if usage in read}
+    found: dict[str, Format] = {usage: _format(op, role, stored, usage) for usage in USAGES if usage in read}
     formats = op.stored_quantizer(role, recipe).formats
     wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
     if found == wanted or recipe.on_recipe_change == "keep":
@@ -60,15 +59,15 @@ _SPARED = {COLUMNWISE: ", or compute the backward pass under a backward_override
 """How a call can do without a plane."""
 
 
-def _format(op: BasicOperation, role: str, stored: QuantizedStorage, usage: str) -> Format:
+def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) -> Format:
     try:
-        return stored.derived(usage).format
+        return stored.format_of(usage)
     except MissingPlaneError as error:
         raise MissingPlaneError(
             describe(
                 f"{op.label} {role}",
                 wanted=f"{usage} data, which a product of this call reads",
-                got=f"a parameter stored without: {stored.why}",
+                got=f"a parameter stored without: {stored.held.why}",
                 cure="quantize it in both directions" + _SPARED.get(usage, ""),
             )
         ) from error

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opfuse.errors import DtypeError, describe, nearest
+from opfuse.formats import ROWWISE
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import SPLIT
 from opfuse.tensors.copied_view import CopiedView
@@ -93,6 +94,8 @@ def is_foreign(x: torch.Tensor) -> bool:
 
 def _kind(x: torch.Tensor) -> tuple[str, ...] | None:
     """Of what is no plain Tensor or Parameter: formats and usages of planes, the class of a foreign tensor, else None."""
+    if isinstance(x, QuantizedTensor) and ROWWISE in x.away:
+        x.fetch()  # a call reads it, also one that is repeated in the backward pass
     signature: tuple[str, ...] | None = getattr(x, "signature", None)
     return signature or ((type(x).__qualname__,) if is_foreign(x) else None)
 

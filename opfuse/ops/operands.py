@@ -23,7 +23,7 @@ def multiplied(weight: Any, other: Value) -> Value:
     """A weight as a product reads it: of a quantized parameter the planes beside a quantized operand, else the values."""
     if not isinstance(weight, QuantizedTensor):
         return weight  # type: ignore[no-any-return]
-    return weight.record if isinstance(other, QuantizedStorage) else weight.dequantize()
+    return weight.held if isinstance(other, QuantizedStorage) else weight.dequantize()
 
 
 def kept(ctx: Context, operand: Any, role: str) -> Any:

@@ -132,7 +132,7 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
             leaves = (tensor,)
         elif kind is QuantizedTensor:
             look.append((tensor.shape, tensor.signature))
-            leaves = tensor.record.tensors()
+            leaves = tensor.held.tensors()
         elif tensor is None:
             look.append(None)
             continue
@@ -154,7 +154,7 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
 def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """Those that there are, and after them the tensors of quantized ones."""
     there = [tensor for tensor in tensors if tensor is not None]
-    planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.record.tensors()]
+    planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.held.tensors()]
     return [*there, *planes]
 
 

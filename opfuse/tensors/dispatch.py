@@ -74,7 +74,7 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
 
 
 def _alias(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
-    return t.over(t.record, readonly=t.readonly)
+    return t.over(t.held, readonly=t.readonly)
 
 
 def _itself(func: Any, t: QuantizedTensor) -> Any:

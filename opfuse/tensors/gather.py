@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
 from opfuse.errors import ShapeError, describe
 from opfuse.formats import ROWWISE
+from opfuse.tensors.halves import half, halves, travelling
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
 from opfuse.tensors.shards import agree, is_mirror
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 
 
 class Gathering(NamedTuple):
-    """sent: the record whose row parts travel; None: values do. mirrored: whether the columnwise plane is made after the gather.
+    """sent: the record whose row parts travel; None: values do. made: how the planes of the whole come of it.
 
-    shape: of the whole parameter. owned: the tensors of this rank's shard.
+    shape: of the whole parameter. owned: the tensors of this rank's shard. group: the ranks.
     """
 
     sent: QuantizedStorage | None
-    mirrored: bool
+    made: Literal["sent", "mirrored", "alternating"]
     shape: torch.Size
     owned: tuple[torch.Tensor, ...]
+    group: Any
 
 
 def before(
@@ -45,11 +47,14 @@ def before(
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
         raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
                                   cure="pad the parameter's rows"))  # fmt: skip
+    gathering = Gathering(storage, "sent", torch.Size(shape), storage.tensors(), None)
     if not agree(shard, mesh):
-        return (storage.dequantize(dtype),), Gathering(None, False, torch.Size(shape), storage.tensors())
-    mirror = is_mirror(shard)
-    sent = storage.only(ROWWISE, why="it is made after the gather") if mirror else storage
-    return tuple(row_parts(sent)), Gathering(sent, mirror, torch.Size(shape), storage.tensors())
+        return (storage.dequantize(dtype),), gathering._replace(sent=None)
+    if is_mirror(shard):
+        gathering = gathering._replace(sent=half(storage, ROWWISE), made="mirrored")
+    elif (usage := travelling(shard, ranks)) is not None:
+        gathering = gathering._replace(sent=half(storage, usage), made="alternating", group=mesh.get_group())
+    return tuple(row_parts(cast(QuantizedStorage, gathering.sent))), gathering
 
 
 def after(
@@ -64,30 +69,53 @@ def after(
 
     Gathering brings back values that autograd already knows, so no version is bumped.
     """
-    whole: torch.Tensor
-    tensors: Sequence[torch.Tensor]
-    if gathering.sent is not None:
-        if gathering.sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
-            gathered = [part.clone() for part in row_parts(gathering.sent)]
-        storage = replace(join_rows(gathering.sent, gathered, gathering.shape), dtype=dtype)
-        if gathering.mirrored:
-            storage = replace(storage, columnwise=mirrored(storage.plane(ROWWISE)), why=shard.record.why)
-        whole, tensors = _whole(shard, storage), storage.tensors()
-    else:
-        whole = gathered[0].reshape(gathering.shape).to(dtype)
-        tensors = (whole,)
-    if out is None:
-        others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.owned)}
-        return whole, tuple(t for t in tensors if t.untyped_storage().data_ptr() not in others)
     out = getattr(out, "_local_tensor", out)
-    for target, source in zip(out.record.tensors() if gathering.sent is not None else (out,), tensors, strict=True):
-        if target.data_ptr() != source.data_ptr():
-            target.data.copy_(source)
+    if gathering.sent is None:
+        whole = gathered[0].reshape(gathering.shape).to(dtype)
+        if out is None:
+            return _owned(whole, [whole], gathered, gathering)
+        _write([out], [whole])
+        return None
+    storage = replace(_joined(shard, gathered, gathering), dtype=dtype)
+    if out is None:
+        return _first(shard, storage, gathered, gathering)
+    if gathering.made == "alternating":
+        out.hold(gathering.sent.usages[0])
+    _write(out.held.tensors(), storage.tensors())
     return None
 
 
-def _whole(shard: QuantizedTensor, storage: QuantizedStorage) -> QuantizedTensor:
-    """The parameter of ``storage`` that ``shard`` is a part of; all ranks have it, so that writes into it reduce nothing."""
+def _joined(shard: QuantizedTensor, gathered: Sequence[torch.Tensor], gathering: Gathering) -> QuantizedStorage:
+    """The planes that ``gathered`` makes."""
+    sent = cast(QuantizedStorage, gathering.sent)
+    if sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
+        gathered = [part.clone() for part in row_parts(sent)]
+    storage = join_rows(sent, gathered, gathering.shape)
+    if gathering.made != "mirrored":
+        return storage
+    return replace(storage, columnwise=mirrored(storage.plane(ROWWISE)), why=shard.held.why)
+
+
+def _first(
+    shard: QuantizedTensor, storage: QuantizedStorage, gathered: Sequence[torch.Tensor], gathering: Gathering
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The whole parameter of ``storage``. All ranks have it, so that writes into it reduce nothing."""
     whole = shard.over(storage)
-    whole.ranks = None
-    return whole
+    whole.ranks, tensors = None, list(storage.tensors())
+    if gathering.made == "alternating":
+        whole.halves = halves(shard, storage, gathered, gathering.group)
+        tensors = [tensor for record in whole.halves.records.values() for tensor in record.tensors()]
+    return _owned(whole, tensors, gathered, gathering)
+
+
+def _owned(
+    whole: torch.Tensor, tensors: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor], gathering: Gathering
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.owned)}
+    return whole, tuple(t for t in tensors if t.untyped_storage().data_ptr() not in others)
+
+
+def _write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.data.copy_(source)

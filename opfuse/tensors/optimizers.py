@@ -219,7 +219,7 @@ def _fitting(parameter: torch.Tensor, values: torch.Tensor | None) -> torch.Tens
 def _look(parameter: torch.Tensor) -> object:
     """Changes whenever something writes ``parameter``, its ``.data`` or its planes; may change without."""
     held = stored_in(parameter)
-    planes = held.record.tensors() if isinstance(held, QuantizedTensor) else [held]
+    planes = held.held.tensors() if isinstance(held, QuantizedTensor) else [held]
     return [(plane.data_ptr(), plane._version) for plane in planes]
 
 

@@ -7,6 +7,7 @@ the same order, as optimizers do.
 from __future__ import annotations
 
 import warnings
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,6 +75,13 @@ def writer(tensor: QuantizedTensor) -> Quantizer | None:
 def unsure(ranks: Ranks | None) -> Ranks | None:
     """After bytes from elsewhere."""
     return None if ranks is None else ranks._replace(agreed=False)
+
+
+def process_groups(value: object) -> list[object]:
+    """The process groups that a quantizer, and those inside it, hold: they can be neither copied nor saved."""
+    if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
+        return [value]
+    return [group for field in vars(value).values() for group in process_groups(field)] if is_dataclass(value) else []
 
 
 def _share(shard: QuantizedTensor, mesh: Any, *dimension: int) -> Ranks | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
-from opfuse.tensors import dispatch, gather, shards
+from opfuse.tensors import dispatch, gather, halves, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
     as_matrix,
@@ -25,12 +24,13 @@ from opfuse.tensors.planes import (
     tensor_pairs,
 )
 from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.straight import straight_through
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
 
 _DATA: Any = torch.Tensor.data
-_STATE = ("_storage", "_quantizer", "_readonly", "ranks")
+_STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "halves")
 
 
 class QuantizedTensor(torch.Tensor):
@@ -74,12 +74,30 @@ class QuantizedTensor(torch.Tensor):
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._readonly = ""
         self.ranks: shards.Ranks | None = None
+        self.alternates: bool | None = None
+        self.halves: halves.Halves | None = None
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
     @property
     def record(self) -> QuantizedStorage:
-        """The record of planes."""
+        """The record of all planes; one that did not travel in this pass of FSDP2 is fetched, which is a collective operation."""
+        self.fetch()
+        return self._storage
+
+    def fetch(self) -> None:
+        """Have all planes here."""
+        if self.halves is not None:
+            self._storage = self.halves.whole(self._storage)
+
+    def hold(self, usage: str) -> None:
+        """Of a parameter that holds one plane at a time, hold that of ``usage``, whose bytes are written next."""
+        if self.halves is not None:
+            self._storage = self.halves.records[usage]
+
+    @property
+    def held(self) -> QuantizedStorage:
+        """The record of the planes that are here: all, but for :mod:`opfuse.tensors.halves`."""
         return self._storage
 
     def storage(self) -> Any:
@@ -104,17 +122,20 @@ class QuantizedTensor(torch.Tensor):
     @property
     def rowwise(self) -> Plane | None:
         """The rowwise plane, if there is one."""
-        return self._storage.rowwise
+        return self.record.rowwise
 
     @property
     def columnwise(self) -> Plane | None:
         """The columnwise plane, if there is one."""
-        return self._storage.columnwise
+        return self.record.columnwise
 
     @property
     def usages(self) -> tuple[str, ...]:
         """The directions that hold data."""
-        return self._storage.usages
+        away = self.away
+        return (
+            tuple(usage for usage in USAGES if usage in away or usage in self._storage.usages) if away else self._storage.usages
+        )
 
     @property
     def format(self) -> Format:
@@ -123,12 +144,22 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Usage and format of every plane, as text."""
-        return tuple(f"{usage}={self.plane(usage).format}" for usage in self.usages)
+        """Usage and format of every plane, as text, and which of them are away."""
+        held = tuple(f"{usage}={self._storage.plane(usage).format}" for usage in self._storage.usages)
+        return held if self.halves is None else (*held, *(f"{usage}={fmt}, away" for usage, fmt in self.away.items()))
+
+    @property
+    def away(self) -> dict[str, Format]:
+        """The formats of planes that are not here in this pass, by usage."""
+        return {} if self.halves is None else self.halves.away(self._storage)
+
+    def format_of(self, usage: str) -> Format:
+        """The format in which a product reads the plane of ``usage``, here or not; MissingPlaneError if there is none."""
+        return self.away.get(usage) or self._storage.derived(usage).format
 
     def plane(self, usage: str) -> Plane:
         """The plane of ``usage``; MissingPlaneError says why there is none."""
-        return self._storage.plane(usage)
+        return self.record.plane(usage)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         notes = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", *self.signature, f"device={self.device}"]
@@ -143,7 +174,7 @@ class QuantizedTensor(torch.Tensor):
 
         Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
         """
-        values: torch.Tensor = _straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self)
+        values: torch.Tensor = straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self)
         return values
 
     def quantize_(self, source: torch.Tensor, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
@@ -155,7 +186,7 @@ class QuantizedTensor(torch.Tensor):
         if source.shape != self.shape:
             got, cure = tuple(source.shape), "reshape or expand the source"
             raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=got, cure=cure))
-        target = as_matrix(self._storage)
+        target = as_matrix(self.record)
         record = source.record if isinstance(source, QuantizedTensor) else None
         if record is not None and noop_flag is None and covers(record, target):
             self.check_writable("copy_", casting=False)
@@ -201,10 +232,10 @@ class QuantizedTensor(torch.Tensor):
         if not wanted:
             cure = "leave the usage of one plane True"
             raise QuantizedTensorError(describe("update_usage", wanted="at least one plane to be left", got="none", cure=cure))
-        rowwise, columnwise = (self._storage.derived(usage) if usage in wanted else None for usage in USAGES)
+        rowwise, columnwise = (self.record.derived(usage) if usage in wanted else None for usage in USAGES)
         dropped = set(self.usages) - set(wanted)
-        why = "it was dropped by update_usage" if dropped else self._storage.why
-        self._storage = replace(self._storage, rowwise=rowwise, columnwise=columnwise, why=why)
+        why = "it was dropped by update_usage" if dropped else self.record.why
+        self._storage = replace(self.record, rowwise=rowwise, columnwise=columnwise, why=why)
 
     # -- what torch asks of a tensor subclass --------------------------------------------------------------------------
 
@@ -218,10 +249,11 @@ class QuantizedTensor(torch.Tensor):
         """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
         tensor = QuantizedTensor(storage, quantizer=self._quantizer)
         tensor._readonly, tensor.ranks = readonly, self.ranks
+        tensor.halves = self.halves if storage is self._storage else None
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return list(named_tensors(self._storage)), (structure(self._storage), self._quantizer, self._readonly)
+        return list(named_tensors(self.record)), (structure(self.record), self._quantizer, self._readonly)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
@@ -235,9 +267,9 @@ class QuantizedTensor(torch.Tensor):
         if not self.is_leaf:
             cure = "detach() it first"
             raise QuantizedTensorError(describe("deepcopy", wanted="a leaf of the autograd graph", got=repr(self), cure=cure))
-        memo.update({id(group): group for group in _process_groups(self._quantizer)})
+        memo.update({id(group): group for group in shards.process_groups(self._quantizer)})
         quantizer = deepcopy(self._quantizer, memo)
-        copy = QuantizedTensor(map_tensors(self._storage, torch.clone), quantizer=quantizer, requires_grad=self.requires_grad)
+        copy = QuantizedTensor(map_tensors(self.record, torch.clone), quantizer=quantizer, requires_grad=self.requires_grad)
         copy.ranks = self.ranks
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(self.other_attributes(), memo))
@@ -246,8 +278,8 @@ class QuantizedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A quantizer that reduces over a process group cannot be saved: what is loaded has none, and takes bytes only."""
-        storage = map_tensors(self._storage, torch.Tensor.detach)
-        quantizer = None if _process_groups(self._quantizer) else self._quantizer
+        storage = map_tensors(self.record, torch.Tensor.detach)
+        quantizer = None if shards.process_groups(self._quantizer) else self._quantizer
         return rebuild, (storage, quantizer, self.requires_grad, self._readonly, self.other_attributes())
 
     def other_attributes(self) -> dict[str, Any]:
@@ -279,7 +311,7 @@ class QuantizedTensor(torch.Tensor):
 
     def moved_to(self, values: torch.Tensor) -> QuantizedTensor:
         """A tensor of the same planes where ``values`` are, of their dtype; rewritten if it does not decode to them already."""
-        storage = map_tensors(self._storage, lambda plane: plane.to(values.device))
+        storage = map_tensors(self.record, lambda plane: plane.to(values.device))
         moved = self.over(replace(storage, dtype=values.dtype), readonly=self._readonly)
         if values.shape != self.shape or not (values.is_meta or torch.equal(moved.dequantize(), values)):
             moved.quantize_(values)
@@ -299,16 +331,16 @@ class QuantizedTensor(torch.Tensor):
 
     def share_memory_(self) -> QuantizedTensor:
         """Move the planes to shared memory."""
-        for tensor in self._storage.tensors():
+        for tensor in self.record.tensors():
             tensor.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
         """Whether all planes are in shared memory."""
-        return all(tensor.is_shared() for tensor in self._storage.tensors())  # type: ignore[no-untyped-call]
+        return all(tensor.is_shared() for tensor in self.record.tensors())  # type: ignore[no-untyped-call]
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._storage.dequantize().__dlpack__(**options)
+        return self.record.dequantize().__dlpack__(**options)
 
     # -- the all-gather protocol of FSDP2 ------------------------------------------------------------------------------
 
@@ -337,23 +369,6 @@ for _name in INNER_NAMES:  # what __tensor_flatten__ names must be attributes
     setattr(QuantizedTensor, _name, _inner(_name))
 
 
-class _StraightThrough(torch.autograd.Function):
-    """A change of representation: the gradient of the result is that of the argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, change: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        return change(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def _straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> Any:
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]
-
-
 def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
 
@@ -364,7 +379,7 @@ def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
         storage = map_tensors(storage, lambda tensor: tensor.clone() if id(tensor) in kept else tensor)
         return QuantizedTensor(storage, quantizer=quantizer)
 
-    made: QuantizedTensor = _straight_through(owning, x)
+    made: QuantizedTensor = straight_through(owning, x)
     return made
 
 
@@ -380,10 +395,3 @@ def rebuild(
     tensor._readonly = readonly
     tensor.__dict__.update(others)
     return tensor
-
-
-def _process_groups(value: object) -> list[object]:
-    """The process groups that a quantizer, and those inside it, hold: they can be neither copied nor saved."""
-    if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
-        return [value]
-    return [group for field in vars(value).values() for group in _process_groups(field)] if is_dataclass(value) else []

@@ -1,0 +1,26 @@
+"""Changes of representation, whose gradient passes straight through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A change of representation: the gradient of the result is that of the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, change: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> Any:
+    """``change(x)``, whose gradient is that of ``x``."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]

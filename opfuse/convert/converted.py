@@ -16,7 +16,7 @@ from torch import nn
 
 from opfuse.convert.weights import Made
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import break_graph, outside
+from opfuse.core.tracers import break_graph, check_partial, outside
 from opfuse.errors import ConversionError, describe
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
@@ -121,8 +121,8 @@ class Converted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            break_graph(self.label)
-            return outside(Converted.__call__)(self, *args, **kwargs)
+            break_graph("a converted module")  # the same words for each, which torch compiles once
+            return outside(_call_outside)(self, *args, **kwargs)
         if self.region is None or in_region():
             return self._checkpointed(args, kwargs)
         with self.region:
@@ -160,6 +160,12 @@ class Converted:
                 where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
                 cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
                 raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
+
+
+def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
+    """What compiled code calls."""
+    check_partial(forward.label)
+    return forward(*args, **kwargs)
 
 
 def converted(module: nn.Module) -> Converted | None:

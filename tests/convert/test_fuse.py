@@ -331,3 +331,15 @@ def test_a_layer_around_it_is_explained():
         text = str(opfuse.explain(model, torch.randn(32, 32, requires_grad=True)))
     assert "swiglu" in text
     assert "mlp" in text
+
+
+@pytest.mark.cpu
+def test_a_compiled_model_breaks_its_graph_at_converted_modules():
+    """And compiles what is around them; the numbers are the same."""
+    model, x = nn.Sequential(nn.Tanh(), Layer(), nn.Tanh()), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    expected = called(model, [x])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert all(map(torch.equal, called(compiled, [x]), expected))
+    torch._dynamo.reset()

@@ -1,0 +1,169 @@
+"""Models of Hugging Face transformers: what of each is converted, and that it stays the model it was. Tiny, with random
+weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opfuse
+from opfuse.recipes import CustomRecipe, Float8CurrentScaling
+from tests.convert.test_fuse import nothing_quantized
+
+transformers = pytest.importorskip("transformers", reason="of the extra `test`")
+
+FP8, EXACT = Float8CurrentScaling(), CustomRecipe(qfactory=nothing_quantized)
+LAYERS, WORDS = 2, 96
+ROOT = Path(__file__).resolve().parents[2]
+
+SIZES = {"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 16}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GATED = {"Linear": 4, "Linear×2 → SwiGLU → Linear": 1}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """name: of the configuration and, with ``model`` behind it, of the class. became: how many modules of each layer became
+    what; once: of the model.
+    """
+
+    name: str
+    model: str
+    sizes: dict[str, Any]
+    became: dict[str, int]
+    once: dict[str, int] = field(default_factory=dict)
+
+    def make(self):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.name}Config")(**self.sizes, **TOKENS, attn_implementation="eager")
+        return getattr(transformers, f"{self.name}{self.model}")(config).eval()
+
+    @property
+    def counts(self):
+        return {name: LAYERS * count for name, count in self.became.items()} | self.once
+
+
+BERT = {"Linear": 3, "Linear → Dropout → AddExtraInput → LayerNorm": 2, "Linear → GELUErf": 1}
+GPT2 = {"vocab_size": WORDS, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+ARCHITECTURES = [
+    Architecture("Llama", "ForCausalLM", HEADS, GATED),
+    Architecture("Qwen3", "ForCausalLM", HEADS, GATED),
+    Architecture("Mistral", "ForCausalLM", HEADS, GATED),
+    Architecture("Gemma", "ForCausalLM", HEADS, {"Linear": 4, "Linear×2 → GEGLU → Linear": 1}),
+    Architecture("Phi", "ForCausalLM", GROUPED, {"Linear": 4, "Linear → GELU → Linear": 1}),
+    Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "Linear → SwiGLU → Linear": 1}),
+    Architecture("GPT2", "LMHeadModel", GPT2, {"Linear": 2, "Linear → GELU → Linear → Dropout": 1}),
+    Architecture("Bert", "ForMaskedLM", SIZES, BERT, {"Linear → GELUErf → LayerNorm → (Linear)": 1}),
+    Architecture("Mixtral", "ForCausalLM", {**HEADS, "num_local_experts": 4}, {"Linear": 4}),
+]
+
+
+def without_dropout(model):
+    """Masks of opfuse are others than those of torch."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def step(model, words):
+    """Logits and gradients of one call in training; dropouts draw the same masks each time."""
+    torch.manual_seed(1)
+    model.train()
+    output = model(input_ids=words, labels=words)
+    output.loss.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.eval()
+    return [output.logits.detach(), *grads]
+
+
+def close(some, others):
+    return max(((a - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in zip(some, others, strict=True))
+
+
+def same(some, others):
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+def test_a_model_is_converted_and_stays_the_model_it_was(architecture, tmp_path):
+    model = without_dropout(architecture.make())
+    words = torch.randint(3, WORDS, (2, 16))
+    names, plain = [*model.state_dict()], step(model, words)
+
+    report = opfuse.fuse_(model)
+    wanted = {name.replace(" → Dropout", ""): count for name, count in architecture.counts.items()}
+    assert report.counts == wanted
+    assert same(step(model, words), plain)
+    with opfuse.autocast(recipe=EXACT):
+        assert close(step(model, words), plain) < 2e-5
+
+    opfuse.fuse_(model, FP8)
+    quantized = step(model, words)
+    assert 1e-4 < close(quantized[:1], plain[:1]) < 0.2
+    model.gradient_checkpointing_enable()
+    assert same(step(model, words), quantized)
+    model.gradient_checkpointing_disable()
+    twin = copy.deepcopy(model)
+    assert same(step(twin, words), quantized)
+
+    assert [*model.state_dict()] == names
+    model.save_pretrained(tmp_path)
+    stock = without_dropout(type(model).from_pretrained(tmp_path, attn_implementation="eager"))
+    assert same(step(stock, words), plain)
+    assert same(step(opfuse.unfuse_(model), words), plain)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_with_dropouts_trains():
+    """Dropouts of a run follow the training flag, and those that draw nothing are left out."""
+    architecture = ARCHITECTURES[-2]
+    model, words = architecture.make(), torch.randint(3, WORDS, (4, 16))
+    assert opfuse.fuse_(model, FP8).counts == architecture.counts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_generation_runs_one_row_at_a_time():
+    model = ARCHITECTURES[0].make()
+    opfuse.fuse_(model, FP8)
+    words = torch.randint(3, WORDS, (1, 5))
+    made = model.generate(
+        input_ids=words, attention_mask=torch.ones_like(words), max_new_tokens=4, min_new_tokens=4, do_sample=False
+    )
+    assert made.shape == (1, 9)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/fuse.md"])
+def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
+    """The block that calls fuse_, word for word."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (block,) = [each for each in re.findall(r"```py\n(.*?)```", text, re.DOTALL) if "opfuse.fuse_(" in each]
+    monkeypatch.chdir(tmp_path)
+    space = {}
+    exec(compile(block, page, "exec"), space)
+    if page == "README.md":
+        stock = transformers.LlamaForCausalLM.from_pretrained("trained")
+        words = space["words"]
+        assert torch.equal(stock(words).logits, opfuse.unfuse_(space["model"])(words).logits)
+    else:
+        assert space["report"].counts == {"Linear": 8, "Linear×2 → SwiGLU → Linear": 2}

@@ -1,6 +1,6 @@
 """A fuzz of random graphs: fused against op by op, bit for bit, and both against plain torch in fp64.
 
-300 graphs run with every change, 5 000 by ``make fuzz``. A graph is its seed: ``graphs.graph(seed)`` makes the one of a failure.
+100 graphs run with every change, 5 000 by ``make fuzz``. A graph is its seed: ``graphs.graph(seed)`` makes the one of a failure.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def failures(seeds: range) -> list[str]:
 
 
 @pytest.mark.row("R04")
-@pytest.mark.parametrize("start", range(0, 300, 50))
-def test_r4_300_random_graphs(start: int) -> None:
-    assert failures(range(start, start + 50)) == []
+@pytest.mark.parametrize("start", range(0, 100, 25))
+def test_r4_100_random_graphs(start: int) -> None:
+    assert failures(range(start, start + 25)) == []
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_graphs_have_what_they_promise() -> None:
         uses.update(Counter(map(id, modules)).values())
         kinds["frozen"] += any(not p.requires_grad for p in made.model.parameters())
         kinds["channel"] += any(c.name for m in modules for c in getattr(m, "extra_input_channels", ()))
-        if seed < 100:
+        if seed < 60:
             fired |= {name for plan in ours(made, step_of(made, rules=RULES)).plans for name in plan.fusions}
     assert not {"Sequential", "Tanh", "ScaledSwiGLU", "AddExtraInput", "Dropout", "frozen", "channel"} - kinds.keys()
     assert min(kinds[name] for name in ("Sequential", "frozen", "channel")) >= 30

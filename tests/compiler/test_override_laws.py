@@ -19,7 +19,7 @@ from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Q
 from tests.compiler.harness import HAS_OVERRIDE, Step, randn, recipe_for, run, same, to
 from tests.compiler.pipelines import BLOCKS, pipeline
 
-EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=pytest.mark.slow)])
+EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(3000, marks=pytest.mark.slow)])
 QUANTIZING = {"cached silu"}
 """Blocks with a cast that no quantizer of a role says: an override stops it, a custom recipe does not."""
 SOURCES = {"dequantized": "rowwise_dequantized", "high_precision": "original"}

@@ -18,6 +18,7 @@ from opfuse.errors import DtypeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
 from tests.ops.by_hand import step_by_hand
+from tests.processes import run_ranks
 
 RECIPES = {"mxfp8": recipes.MXFP8BlockScaling(), "fp8_current": recipes.Float8CurrentScaling()}
 RATE, STEPS = 1e-4, 20
@@ -128,7 +129,7 @@ def materialise(kind, mesh):
 
 @pytest.mark.cpu
 def test_masters_of_fsdp2_shards_train_as_the_whole_does(tmp_path):
-    torch.multiprocessing.spawn(worker, (tmp_path / "store",), nprocs=2)
+    run_ranks(worker, tmp_path / "store")
 
 
 def test_what_is_no_parameter_is_refused_instead_of_having_no_master():

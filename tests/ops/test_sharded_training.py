@@ -18,6 +18,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from tests.compiler.harness import randn, same, to
+from tests.processes import run_ranks
 
 RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "none": lambda: None,
@@ -127,4 +128,4 @@ def worker(rank: int, folder: str, names: tuple[str, ...]) -> None:
 @pytest.mark.row("R17")
 @pytest.mark.parametrize("names", [("mxfp8",), pytest.param(tuple(RECIPES), marks=pytest.mark.slow)], ids=["one recipe", "all"])
 def test_r17_pipelines_under_ddp_and_fsdp2_on_different_data_equal_one_process(names, tmp_path):
-    torch.multiprocessing.spawn(worker, (str(tmp_path), names), nprocs=RANKS)
+    run_ranks(worker, str(tmp_path), names, ranks=RANKS)

@@ -27,6 +27,7 @@ from opfuse.tensors.quantizers import (
 )
 from tests.numerics.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
+from tests.processes import run_ranks
 from tests.tensors.quantized_samples import Blocks64
 
 FP8 = torch.float8_e4m3fn
@@ -794,7 +795,7 @@ def _rank(rank, path, results):
 def test_r17_amax_is_reduced_over_the_group(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(_rank, (str(tmp_path / "store"), results), nprocs=2)
+        run_ranks(_rank, str(tmp_path / "store"), results)
         first, second = results[0], results[1]
     assert first[:2] == second[:2] == [np.float32(1) / np.float32(224), 2.0]
     assert first[2] == second[2] == 4.0  # sixteen twos add up to at most 16 under the signs; over 4

@@ -20,6 +20,7 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from tests.processes import run_ranks
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
@@ -242,4 +243,4 @@ def compare(quantizer, rank):
 
 @pytest.mark.row("H20")
 def test_r17_fsdp2_on_two_processes_equals_one(tmp_path):
-    torch.multiprocessing.spawn(worker, (tmp_path / "store",), nprocs=2)
+    run_ranks(worker, tmp_path / "store")

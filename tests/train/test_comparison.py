@@ -1,7 +1,8 @@
-"""Whole configurations: every file trains; the comparison is fair, repeatable, and says what it found."""
+"""Whole configurations: the comparison is fair, repeatable, and says what it found."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -11,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from opfuse.cli.explain import explained
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, UnsupportedError
 from opfuse.train import Comparison, Step, compare, to_dict, write_plot, write_report
 from opfuse.train.report import smoothed
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+loaded = functools.cache(load)
+"""To load a file rehearses each of its ops."""
 
 
 def small(path: Path) -> Config:
     """The configuration in batches of 32."""
-    config = load(path)
+    config = loaded(path)
     return replace(config, train=config.train.model_copy(update={"batch_size": 32}))
 
 
@@ -34,22 +37,7 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def quickstart() -> Comparison:
-    return compare(load(QUICKSTART), steps=20)
-
-
-@pytest.mark.usefixtures("few_samples")
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_trains(path: Path) -> None:
-    config = small(path)
-    result = compare(config, steps=3)
-    found = to_dict(result)
-    assert (found["name"], found["steps"], len(result.run.losses)) == (path.stem, 3, 3)
-    assert found["loss_last"] < found["loss_first"]
-    assert found["plan_cache"]["misses"] == found["plan_cache"]["plans"] == 2
-    assert found["fusions"] == list(explained(config).fusions)
-    assert found["fusions"], "every configuration shows a fusion"
-    assert (result.baseline is None) == (config.recipe is None)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    return compare(loaded(QUICKSTART), steps=20)
 
 
 def test_twenty_steps_of_the_quickstart(quickstart: Comparison) -> None:
@@ -89,7 +77,7 @@ def test_losses_follow_the_seed(name: str) -> None:
 
     def curves(seed: int) -> tuple[Any, ...]:
         torch.randn(3)  # what the caller drew before does not matter
-        result = compare(config, steps=3, seed=seed)
+        result = compare(config, steps=2, seed=seed)
         assert result.baseline is not None
         return result.run.losses, result.run.validation, result.baseline.losses
 

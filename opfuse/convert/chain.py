@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -79,8 +80,8 @@ class NoChain(Exception):
         self.got, self.wanted = got, wanted
 
 
-class _Tracer(fx.Tracer):
-    """Submodules are leaves, and what forward assigns to the module is taken back."""
+class Tracer(fx.Tracer):
+    """Submodules are leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -95,17 +96,25 @@ def chain_of(module: nn.Module) -> Chain:
     return one
 
 
-def _traced(module: nn.Module, training: bool) -> fx.Graph:
+@contextmanager
+def kept(module: nn.Module) -> Iterator[None]:
+    """What is assigned to the module inside the block is taken back."""
     before = dict(vars(module))
     try:
-        vars(module)["training"] = training
-        return _Tracer().trace(module)
-    except Exception as error:  # whatever a stranger's code raises on symbolic values
-        text = str(error).strip().partition("\n")[0]
-        raise NoChain(f"{type(error).__name__}: {text}", "a forward that torch.fx can follow") from error
+        yield
     finally:
         vars(module).clear()
         vars(module).update(before)
+
+
+def _traced(module: nn.Module, training: bool) -> fx.Graph:
+    try:
+        with kept(module):
+            vars(module)["training"] = training
+            return Tracer().trace(module)
+    except Exception as error:  # whatever a stranger's code raises on symbolic values
+        text = str(error).strip().partition("\n")[0]
+        raise NoChain(f"{type(error).__name__}: {text}", "a forward that torch.fx can follow") from error
 
 
 def _check_arguments(forward: Callable[..., Any]) -> None:

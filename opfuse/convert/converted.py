@@ -6,8 +6,9 @@ without one it is the forward that the module had, bit for bit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,18 @@ class Converted:
         self.members = members
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
+        self.normed: tuple[Run | Opaque, ...] = ()
+        self.awaited: weakref.ref[torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "awaited": None}
+
+    def begin_with(self, norm: BasicOperation, name: str) -> None:
+        """Have the parts begin with a norm, where its module hands its input on: see ``feeds.py``."""
+        first = self.parts[0]
+        if isinstance(first, Run):
+            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None)
+            self.normed = (run, *self.parts[1:])
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -140,16 +153,33 @@ class Converted:
             return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if current_recipe() is None:
+        if self._recipe() is None:
             return self.__wrapped__(*args, **kwargs)
         self._check_members()
         given = dict(zip(self.arguments, args)) | kwargs
         if given.keys() != set(self.arguments) or len(args) + len(kwargs) != len(given):
             return self.__wrapped__(*args, **kwargs)  # which says what it takes
         x, *arguments = (given[name] for name in self.arguments)
-        for part in self.parts:
+        return self._compute(x, arguments)
+
+    def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        for part in self.normed if self._is_awaited(x) else self.parts:
             x = part(x, arguments)
         return x
+
+    def _is_awaited(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` is what a norm has handed on. ConversionError if that is somewhere, and ``x`` is something else."""
+        handed = None if self.awaited is None else self.awaited()
+        self.awaited = None
+        if handed is not None and handed is not x:
+            where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
+            cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"
+            raise ConversionError(describe(where, wanted=wanted, got="another tensor, made of that or not", cure=cure))
+        return handed is not None
+
+    def _recipe(self) -> Recipe | None:
+        """The recipe of this call."""
+        return current_recipe()
 
     def _check_members(self) -> None:
         """ConversionError if a submodule was replaced since."""

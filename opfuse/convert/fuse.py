@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from opfuse.convert.build import build, build_alone, refusal
 from opfuse.convert.chain import NoChain
 from opfuse.convert.converted import Converted, converted
+from opfuse.convert.feeds import fed
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import Entry, Report
@@ -105,6 +107,7 @@ class _Walk:
         self._own(module, path)
         for name, child in module.named_children():
             self.visit(child, f"{path}.{name}".lstrip("."))
+        self._feed(module, path)
 
     def _block(self, module: nn.Module, path: str) -> None:
         try:
@@ -118,6 +121,21 @@ class _Walk:
         self.seen.update(set(how.members.values()) - self.inlined)
         weights = sum(_elements(weight) for weight in how.weights)
         self._tell(module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights)
+
+    def _feed(self, module: nn.Module, path: str) -> None:
+        """Have the pipelines of submodules begin with the norm that they alone read."""
+        for reader, norm, op in fed(module, path, self.made):
+            if not self.policies.allows(norm.module, norm.path):
+                continue
+            reader.begin_with(op, norm.path.rpartition(".")[2])
+            self.made[norm.module] = norm
+            (entry,) = [each for each in self.entries if each.path == reader.path]
+            became = f"{type(op).__name__} → {entry.became}"
+            self.entries[self.entries.index(entry)] = replace(entry, became=became)
+            (entry,) = [each for each in self.entries if each.path == norm.path]
+            where = f"in {reader.path.rpartition('.')[2]}"
+            joined = Entry(norm.path, entry.kind, "joined", became=where, recipe=_told(norm))
+            self.entries[self.entries.index(entry)] = joined
 
     def _alone(self, weight: Weight, path: str) -> None:
         module, elements = weight.module, _elements(weight)

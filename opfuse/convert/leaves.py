@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.convert.chain import _Tracer
-from opfuse.convert.probe import activation_of_module
+from opfuse.convert.chain import Tracer
+from opfuse.convert.probe import activation_of_module, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
@@ -69,7 +69,7 @@ SHAPES = ("size", "view", "reshape", operator.getitem, operator.add, getattr)
 def _is_transposed_product(module: nn.Module) -> bool:
     """Whether the forward is ``addmm(bias, x, weight)`` and changes of shape around it: y = x W + b for W (in, out)."""
     try:
-        nodes = list(_Tracer().trace(module).nodes)
+        nodes = list(Tracer().trace(module).nodes)
     except Exception:  # of a stranger's code on symbolic values
         return False
     products = [node for node in nodes if node.target is torch.addmm]
@@ -91,12 +91,21 @@ def _layer_norm(module: nn.Module) -> BasicOperation | None:
 
 
 def _rms_norm(module: nn.Module) -> BasicOperation | None:
+    """One of torch, and any module with a weight that computes the same."""
     weight = module._parameters.get("weight")
-    if not runs(module, nn.RMSNorm) or weight is None:
+    if weight is None:
         return None
-    norm: nn.RMSNorm = module  # type: ignore[assignment]
-    eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
-    return borrowing(RMSNorm, NormSpec(norm.normalized_shape, eps), module, "weight")
+    if runs(module, nn.RMSNorm):
+        norm: nn.RMSNorm = module  # type: ignore[assignment]
+        eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
+        return borrowing(RMSNorm, NormSpec(norm.normalized_shape, eps), module, "weight")
+    found = rms_norm_of(module)
+    return None if found is None else borrowing(RMSNorm, NormSpec(tuple(weight.shape), *found), module, "weight")
+
+
+def norm_of(module: nn.Module) -> BasicOperation | None:
+    """The op that a norm is; None for a module that is none."""
+    return _layer_norm(module) or _rms_norm(module)
 
 
 def _dropout(module: nn.Module) -> BasicOperation | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opfuse.numerics.activations import ACTIVATIONS
+from opfuse.numerics.norm import Norm, norm_forward
 
 GRID = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
 """Where activations are compared: the forms of GELU differ by 5e-4 there, rounding in fp32 by 1e-6."""
@@ -39,3 +40,31 @@ def activation_of_module(module: nn.Module) -> str | None:
     finally:
         vars(module).clear()
         vars(module).update(before)
+
+
+def rms_norm_of(module: nn.Module) -> tuple[float, bool] | None:
+    """Of a module that computes an RMS norm with its one weight: eps, and whether the weight counts from 1; None for others.
+
+    It runs on rows of several sizes with another weight, in fp64 on the CPU, whatever its own is; eps is one of its attributes.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
+        return None
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.numel(), generator=draw, dtype=torch.float64, device="cpu")
+    x = x * torch.tensor([1e-4, 1e-2, 1.0, 100.0], dtype=torch.float64, device="cpu").unsqueeze(-1)
+    other = torch.rand(weight.numel(), generator=draw, dtype=torch.float64, device="cpu") + 0.5
+    try:
+        with torch.no_grad():
+            y = torch.func.functional_call(module, {"weight": other}, (x,))
+    except Exception:  # whatever a stranger's code raises, it is no norm
+        return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape or not y.is_floating_point():
+        return None
+    attributes = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 1]
+    for eps in dict.fromkeys((*attributes, 0.0)):
+        for centered in (False, True):
+            wanted, _ = norm_forward(x, Norm("rms_norm", other, None, eps, centered))
+            if torch.allclose(y.double(), wanted, rtol=1e-5, atol=1e-6):
+                return eps, centered
+    return None

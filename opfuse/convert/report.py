@@ -11,17 +11,18 @@ from typing import Literal
 
 from opfuse.errors import describe
 
-Status = Literal["fused", "parts", "kept", "refused"]
-STATUSES: tuple[Status, ...] = ("fused", "parts", "kept", "refused")
+Status = Literal["fused", "joined", "parts", "kept", "refused"]
+STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
 
 
 @dataclass(frozen=True)
 class Entry:
     """What became of one module.
 
-    status: fused; parts, it stays as it is and its submodules are told by themselves; kept, as was asked for or by default;
-    refused, because it cannot be fused. became: the ops that it runs as now.
-    weights: elements of the matrices that it multiplies with. wanted, got, cure: why it is not fused.
+    status: fused; joined, its op is in the pipeline of the module that reads it; parts, it stays as it is and its
+    submodules are told by themselves; kept, as was asked for or by default; refused, because it cannot be fused. became:
+    the ops that it runs as now. weights: elements of the matrices that it multiplies with. wanted, got, cure: why it is not
+    fused.
     """
 
     path: str
@@ -37,7 +38,7 @@ class Entry:
     @property
     def why(self) -> str:
         """Why it is not fused, in one sentence; empty where it is."""
-        return "" if self.status == "fused" else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
+        return "" if self.became else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
 
 
 @dataclass(frozen=True)

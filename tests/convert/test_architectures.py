@@ -27,7 +27,7 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_h
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 16}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GATED = {"Linear": 4, "Linear×2 → SwiGLU → Linear": 1}
+GATED = {"Linear": 4, "RMSNorm → Linear×2 → SwiGLU → Linear": 1}
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ ARCHITECTURES = [
     Architecture("Llama", "ForCausalLM", HEADS, GATED),
     Architecture("Qwen3", "ForCausalLM", HEADS, GATED),
     Architecture("Mistral", "ForCausalLM", HEADS, GATED),
-    Architecture("Gemma", "ForCausalLM", HEADS, {"Linear": 4, "Linear×2 → GEGLU → Linear": 1}),
+    Architecture("Gemma", "ForCausalLM", HEADS, {"Linear": 4, "RMSNorm → Linear×2 → GEGLU → Linear": 1}),
     Architecture("Phi", "ForCausalLM", GROUPED, {"Linear": 4, "Linear → GELU → Linear": 1}),
-    Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "Linear → SwiGLU → Linear": 1}),
+    Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "RMSNorm → Linear → SwiGLU → Linear": 1}),
     Architecture("GPT2", "LMHeadModel", GPT2, {"Linear": 2, "Linear → GELU → Linear → Dropout": 1}),
     Architecture("Bert", "ForMaskedLM", SIZES, BERT, {"Linear → GELUErf → LayerNorm → (Linear)": 1}),
     Architecture("Mixtral", "ForCausalLM", {**HEADS, "num_local_experts": 4}, {"Linear": 4}),
@@ -166,4 +166,4 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         words = space["words"]
         assert torch.equal(stock(words).logits, opfuse.unfuse_(space["model"])(words).logits)
     else:
-        assert space["report"].counts == {"Linear": 8, "Linear×2 → SwiGLU → Linear": 2}
+        assert space["report"].counts == {"Linear": 8, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}

@@ -123,15 +123,15 @@ def test_parameters_names_and_state_dict_stay():
 
 def test_the_report_tells_of_every_module_with_parameters():
     report = opfuse.fuse_(Model(), MXFP8BlockScaling())
-    assert report.counts == {"Linear": 8, "Linear×2 → SwiGLU → Linear": 2}
+    assert report.counts == {"Linear": 8, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}
     assert {entry.path: entry.status for entry in report.entries if entry.status != "fused"} == {
         "": "parts",
         "embed": "kept",
         "layers.0.first": "kept",
-        "layers.0.second": "kept",
+        "layers.0.second": "joined",
         "layers.0.attention": "parts",
         "layers.1.first": "kept",
-        "layers.1.second": "kept",
+        "layers.1.second": "joined",
         "layers.1.attention": "parts",
         "lm_head": "kept",
     }
@@ -140,7 +140,12 @@ def test_the_report_tells_of_every_module_with_parameters():
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)
     assert report.share == matrices / (matrices + 48 * 32)
     text, page = str(report), report._repr_html_()
-    for told in ("layers.*.mlp ×2", "Linear×2 → SwiGLU → Linear", "MXFP8BlockScaling", "10 fused, 3 parts, 6 kept, 0 refused"):
+    for told in (
+        "layers.*.mlp ×2",
+        "Linear×2 → SwiGLU → Linear",
+        "MXFP8BlockScaling",
+        "10 fused, 2 joined, 3 parts, 4 kept, 0 refused",
+    ):
         assert told in text
         assert told in page
 
@@ -239,7 +244,7 @@ def test_frozen_and_inference_calls():
 
 def test_a_filter_leaves_modules_alone():
     report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: not path.endswith("down_proj"))
-    assert report.fused["layers.0.mlp"] == "Linear×2 → SwiGLU → (Linear)"
+    assert report.fused["layers.0.mlp"] == "RMSNorm → Linear×2 → SwiGLU → (Linear)"
     assert report["layers.0.mlp.down_proj"].status == "kept"
     report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: isinstance(module, nn.Linear))
     assert report.counts == {"Linear": 14}

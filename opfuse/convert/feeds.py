@@ -1,0 +1,109 @@
+"""Norms whose result only one converted module reads: they become the first op of its pipeline.
+
+Which module reads a norm's result, the forward of the module around both says, which is traced for that alone: as it is
+called without its optional arguments, and with all of them. Both traces must agree. When the model runs, the norm hands its
+input on as it came, and remembers that tensor; the module that reads it knows it again, and begins with the norm.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from opfuse.convert.chain import Tracer, arguments_of, kept
+from opfuse.convert.converted import Converted, Run
+from opfuse.convert.leaves import norm_of, obstacle
+from opfuse.core.operation import BasicOperation
+from opfuse.recipes import Recipe, current_recipe, in_region
+
+
+class _Called(nn.Module):
+    """Calls the forward of a module with symbolic values for the arguments ``names``."""
+
+    def __init__(self, inner: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.names = names
+
+    def forward(self, values: Any) -> Any:
+        given = {name: values[i] for i, name in enumerate(self.names)}
+        return type(self.inner).forward(self.inner, **given)
+
+
+def feeds(module: nn.Module) -> dict[str, str]:
+    """Submodules of ``module`` by the submodule whose result they alone read, as their first argument."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = [each for each in inspect.signature(type(module).forward).parameters.values() if each.kind in named][1:]
+    needed = [each.name for each in given if each.default is inspect.Parameter.empty]
+    found = [_fed(module, names) for names in (needed, [each.name for each in given])]
+    return dict(set.intersection(*(set(each.items()) for each in found)))
+
+
+def _fed(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Of one trace; nothing where torch.fx cannot follow."""
+    try:
+        with kept(module):
+            graph = Tracer().trace(_Called(module, names))
+    except Exception:  # of a stranger's code on symbolic values
+        return {}
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    called = [node.target for node in calls]
+    return {
+        _own(node): _own(reader)
+        for node in calls
+        for reader in node.users
+        if len(node.users) == 1 and reader.op == "call_module" and _is_first(module, reader, node)
+        if called.count(node.target) == called.count(reader.target) == 1
+    }
+
+
+def _is_first(module: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether ``value`` is the first argument of a call, and no other one."""
+    first = next(iter(arguments_of(module.get_submodule(_own(reader)))), None)
+    given = [*reader.args, *reader.kwargs.values()]
+    return given.count(value) == 1 and (reader.args[:1] == (value,) or reader.kwargs.get(first or "") is value)
+
+
+def _own(node: fx.Node) -> str:
+    return str(node.target).removeprefix("inner.")
+
+
+class Fed(Converted):
+    """The forward of a norm that the pipeline of another module begins with."""
+
+    def __init__(self, module: nn.Module, path: str, reader: Converted) -> None:
+        super().__init__(module, path, arguments=arguments_of(module)[:1], parts=(), members={}, recipe=reader.recipe)
+        self.region = None  # it runs nothing under its recipe
+        self.reader = reader
+
+    def _recipe(self) -> Recipe | None:
+        return current_recipe() if in_region() else self.recipe
+
+    def _compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
+        """The input itself, under another name."""
+        handed = x.view_as(x)
+        self.reader.awaited = weakref.ref(handed)
+        return handed
+
+
+def fed(module: nn.Module, path: str, made: Mapping[nn.Module, Converted]) -> Iterator[tuple[Converted, Fed, BasicOperation]]:
+    """Of the submodules of ``module``, each that reads a norm alone, the new forward of that norm, and the op that it is."""
+    candidates = {name: norm for name, norm in module.named_children() if norm not in made and norm_of(norm) is not None}
+    readers = {name: made[child] for name, child in module.named_children() if child in made and _begins(made[child])}
+    if not candidates or not readers:
+        return
+    for name, reader in feeds(module).items():
+        if name in candidates and reader in readers and obstacle(candidates[name]) is None:
+            norm, own = candidates[name], readers[reader]
+            op = norm_of(norm)
+            if op is not None:
+                yield own, Fed(norm, f"{path}.{name}".lstrip("."), own), op
+
+
+def _begins(made: Converted) -> bool:
+    return bool(made.parts) and isinstance(made.parts[0], Run)

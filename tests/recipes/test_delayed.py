@@ -3,11 +3,7 @@
 import contextlib
 import copy
 import gc
-import os
-import subprocess
-import sys
 from contextvars import copy_context
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,8 +26,8 @@ from opfuse.recipes import (
     touch_forward,
 )
 from opfuse.recipes.passes import Pass, running
+from tests.processes import printed
 
-ROOT = Path(__file__).parents[2]
 FLOAT_MAX = float(np.finfo(np.float32).max)
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 INPUT, GRAD = QuantizerRole(tensor_type="input"), QuantizerRole(tensor_type="grad_output")
@@ -470,17 +466,9 @@ dist.destroy_process_group()
 """
 
 
-def ranks(program: str, *args: str) -> list[tuple[str, str]]:
-    """What two ranks of a program print, and what they print of errors."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    options = {"env": environment, "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([sys.executable, "-c", program, str(rank), *args], **options) for rank in range(2)]
-    return [rank.communicate(timeout=120) for rank in started]
-
-
 def test_amaxes_are_reduced_over_their_group(tmp_path):
-    printed = [out.split() for out, _ in ranks(RANK_PROGRAM, str(tmp_path / "store"))]
-    assert printed == [["2.0", "8.0", "1.0", "1.0", "2.0"], ["2.0", "8.0", "2.0", "2.0", "2.0"]]
+    found = [out.split() for out in printed(RANK_PROGRAM, tmp_path)]
+    assert found == [["2.0", "8.0", "1.0", "1.0", "2.0"], ["2.0", "8.0", "2.0", "2.0", "2.0"]]
 
 
 LAYERS_PROGRAM = """
@@ -521,8 +509,8 @@ dist.destroy_process_group()
 
 
 def test_ranks_with_other_layers_are_told_instead_of_sharing_amaxes(tmp_path):
-    for rank, (out, err) in enumerate(ranks(LAYERS_PROGRAM, str(tmp_path / "store"))):
-        equal, shapes, number, *reduced, many = out.splitlines() or [err]
+    for rank, out in enumerate(printed(LAYERS_PROGRAM, tmp_path)):
+        equal, shapes, number, *reduced, many = out.splitlines()
         assert equal == "equal True True"
         for line in (shapes, number):
             assert line.startswith(

@@ -1,10 +1,5 @@
 """Amaxes over processes: each state is reduced over the group of its forward, and as bits, so that no NaN is lost."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +7,7 @@ import torch.distributed as dist
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, autocast
 from opfuse.recipes.amaxes import NAMES
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import printed
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
@@ -53,18 +47,7 @@ dist.destroy_process_group()
 
 
 def test_gradients_are_reduced_over_the_group_of_their_forward_and_no_nan_is_lost(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    found = [process.communicate(timeout=120)[0].split() for process in ranks]
+    found = [out.split() for out in printed(PROGRAM, tmp_path)]
     assert found[0] == ["2.0", "4.0", "2.0", "4.0", *["nan"] * 3]
     assert found[1] == ["4.0", "4.0", "4.0", "4.0", *["nan"] * 3]
 

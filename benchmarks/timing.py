@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,19 +33,43 @@ def device_time(calls: Sequence[Call], *, launches: int = 24, repeats: int = 7) 
         for i in range(count):
             kept[i % len(calls)] = calls[i % len(calls)]()
 
-    def once() -> float:
+    def once(lead: float) -> float | None:
+        """None if the device had to wait for the host. lead: microseconds that the device sleeps while the host queues ahead."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(2_000_000)  # the host queues ahead of the device
+        torch.cuda._sleep(int(lead * _cycles()))
         start.record()
         run(launches)
+        waited = start.query()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / launches * 1e3
+        return None if waited else start.elapsed_time(end) / launches * 1e3
 
     run(2 * len(calls))  # kernels are loaded, and the memory of all results is there
     torch.cuda.synchronize()
-    times = [once() for _ in range(repeats)]
+    lead, times = 1000.0, list[float]()
+    while len(times) < repeats:
+        took = once(lead)
+        if took is not None:
+            times.append(took)
+        elif (lead := 2 * lead) > MOST_LEAD:
+            raise RuntimeError(f"the device waits for the host, which takes more than {MOST_LEAD / launches} us a call")
     return Timing(statistics.median(times), min(times), max(times))
+
+
+MOST_LEAD = 1e6
+"""Microseconds."""
+
+
+@functools.cache
+def _cycles() -> float:
+    """Cycles of ``torch.cuda._sleep`` in a microsecond."""
+    count, (start, end) = 20_000_000, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda._sleep(count)
+    start.record()
+    torch.cuda._sleep(count)
+    end.record()
+    end.synchronize()
+    return count / (start.elapsed_time(end) * 1e3)
 
 
 def host_time(call: Call, *, calls: int = 200, repeats: int = 7) -> Timing:

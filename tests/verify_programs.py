@@ -33,7 +33,7 @@ def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> N
     wanted = [tape.tensors[number].detach().clone() for number in results]
     device = tape.given[0].device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        got = program(tape.given)
+        got = program(list(tape.given))
     for number, one, other in zip(results, got, wanted, strict=True):
         same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, tape.tensors[number].stride())
         assert same, f"tensor {number} looks another way"

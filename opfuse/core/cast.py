@@ -15,10 +15,12 @@ from opfuse.core.sizes import check_features, cure_of
 from opfuse.errors import DtypeError, describe
 from opfuse.kernels.casts.encoding import Encoded, Encoding
 from opfuse.kernels.engine.launch import listener
+from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
-from opfuse.recipes.delayed import DelayedScalingState, touch_backward, touch_forward
-from opfuse.recipes.passes import is_trained
+from opfuse.recipes.delayed import DelayedScalingState, count_backward, count_forward, touch_backward, touch_forward
+from opfuse.recipes.passes import current_pass, is_trained
+from opfuse.recipes.pending import Use
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -125,28 +127,64 @@ class Cast:
         tape = listener()
         if tape is None:
             return self._live(state, device)
-        found: list[Float8Quantizer] = []
-
-        def tensors() -> tuple[torch.Tensor, torch.Tensor]:
-            live = self._live(state, device)
-            found[:] = [live]
-            return live.scale, live.amax
-
-        tape.call(tensors)
-        return found[0]
+        live = _Live(self, state, device)
+        tape.call(live)
+        return live.quantizer
 
     def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:
         recipe, backward = self._delayed_scaling, self.role == GRADIENT
-        counts = backward or self.env.grad or is_trained()
+        counts = self._counts or is_trained()
         state.to(device)
         if backward:
             touch_backward(state, recipe, group=self.group, name=self.where)
         elif counts:
             touch_forward(state, recipe, name=self.where)
-        wanted, rule = cast(Float8Quantizer, self.quantizer), recipe.backward_rule if backward else recipe.forward_rule
-        return state.quantizer(wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=rule)
+        wanted = cast(Float8Quantizer, self.quantizer)
+        return state.quantizer(
+            wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=self._rule
+        )
+
+    @property
+    def _counts(self) -> bool:
+        """Whether an ordinary call counts amaxes."""
+        return self.role == GRADIENT or self.env.grad
+
+    @property
+    def _rule(self) -> UpdateRule:
+        recipe = self._delayed_scaling
+        return recipe.backward_rule if self.role == GRADIENT else recipe.forward_rule
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:
         """The recipe of the role, which has a state."""
         return cast(DelayedScaling, cast(Recipe, self.env.recipe).delayed_scaling(self.op.quantizer_role(self.role)))
+
+
+class _Live:
+    """The live tensors of a cast's state, which a program asks for at every call.
+
+    As :meth:`Cast._live` has it: but where the call is an ordinary one and the state is as it was, all that is left to do is to
+    count. quantizer: over these tensors.
+    """
+
+    def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
+        self._cast, self._state, self._device = cast, state, device
+        self._count = count_backward if cast.role == GRADIENT else count_forward
+        self._use = Use(cast._rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast._counts else None
+        self._seen: object = None
+        self.quantizer = self._look()
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state
+        if state.look is not self._seen or current_pass() is not None:
+            live = self._look()
+            return live.scale, live.amax
+        if self._use is not None:
+            self._count(state, self._use)
+        return self._tensors
+
+    def _look(self) -> Float8Quantizer:
+        live = self._cast._live(self._state, self._device)
+        if current_pass() is None and live.scale is self._state.scale:
+            self._tensors, self._seen = (live.scale, live.amax), self._state.look
+        return live

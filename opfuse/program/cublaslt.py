@@ -56,10 +56,14 @@ class Form(NamedTuple):
     device: int
 
 
+OPERANDS = ("left", "right", "left_scale", "right_scale", "out", "workspace")
+"""Whose addresses a product takes, in this order."""
+
+
 class Product:
     """The descriptors of a form and an algorithm. For one call at a time: the addresses of scales are in the descriptor.
 
-    found: whether the library has an algorithm. workspace: bytes that it uses.
+    found: whether the library has an algorithm. workspace: bytes that it uses. addresses: of the operands.
     """
 
     def __init__(self, form: Form) -> None:
@@ -83,6 +87,7 @@ class Product:
         self._one_and_zero = np.array([1, 0], np.float32)
         self._one, self._zero = (self._one_and_zero.ctypes.data + 4 * i for i in range(2))
         self._choose()
+        self.addresses = [0] * len(OPERANDS)
 
     @staticmethod
     def _words(array: Any) -> tuple[int, int]:
@@ -109,9 +114,9 @@ class Product:
         for name, address in self._scale_fields:
             self._lt.matmul_desc_set_attribute(self._operation, name, address, self._scales.itemsize)
 
-    def __call__(self, addresses: tuple[int, int, int, int, int], workspace: int, stream: int) -> None:
-        """Queue the product on ``stream``. addresses: of left, right, their scales, and the result."""
-        left, right, left_scale, right_scale, out = addresses
+    def __call__(self, stream: int) -> None:
+        """Queue the product of what lies at ``addresses`` on ``stream``."""
+        left, right, left_scale, right_scale, out, workspace = self.addresses
         if self._last != (right_scale, left_scale):
             self._scaled_by(right_scale, left_scale)
         self._lt.matmul(

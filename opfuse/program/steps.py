@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,28 +71,23 @@ class LaunchStep:
 
 @dataclass(frozen=True, eq=False)
 class ProductStep:
-    """A product by addresses: of the operands, of their scales, of the result."""
+    """A product by addresses. places: of its operands, their scales and the result, by the names of cuBLASLt's operands.
+
+    workspace: bytes that it needs beside them.
+    """
 
     form: Form
-    left: Place
-    right: Place
-    left_scale: Place
-    right_scale: Place
-    out: Place
+    places: Mapping[str, Place]
+    workspace: int
 
     @property
     def device(self) -> int:
         """As of a launch."""
         return self.form.device
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """All addresses, in the order of the fields."""
-        return self.left, self.right, self.left_scale, self.right_scale, self.out
-
     def reads(self) -> Iterator[int]:
         """As of an op."""
-        return (place.number for place in self.places)
+        return (place.number for place in self.places.values())
 
 
 @dataclass(frozen=True, eq=False)

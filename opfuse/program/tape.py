@@ -184,7 +184,7 @@ class Tape(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:
-        if func is _aten.detach.default:  # the same memory, under the same number
+        if func is _aten.detach.default or self._is_the_same(func, result):  # the same memory, under the same number
             self._alive.append(result)
             return
         single = isinstance(result, torch.Tensor)
@@ -196,6 +196,10 @@ class Tape(TorchDispatchMode):
         written = func._schema.is_mutable
         numbers = [self._looks[look] if written and (look := _look(t)) in self._looks else self._new(t) for t in tensors]
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
+
+    def _is_the_same(self, func: Any, result: Any) -> bool:
+        """Whether a view shows what a tensor of this run shows already, as a transposed vector does."""
+        return bool(func.is_view) and type(result) in _PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
 
     def launched(self, launch: Launch) -> None:
         """A kernel is about to be queued."""

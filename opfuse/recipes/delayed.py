@@ -33,7 +33,7 @@ from opfuse.numerics.scalars import FLT_MAX
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing
-from opfuse.recipes.pending import Pending, Use
+from opfuse.recipes.pending import Batch, Pending, Use
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import Saved, checked_states, saved_state, unused_state
 from opfuse.tensors.quantizers import Float8Quantizer
@@ -53,7 +53,8 @@ class DelayedScalingState:
     no history. All are written in place, so quantizers and graphs that hold them stay valid; only :meth:`adopt`, for another
     length, and :meth:`to` replace them.
 
-    rule: what the scale was found under; None while it is the initial one, or where a file does not tell.
+    rule: what the scale was found under; None while it is the initial one, or where a file does not tell. look: another object
+    whenever it holds other tensors, rule or recipe than before. batch: the last update of states of which this was the first.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -72,6 +73,8 @@ class DelayedScalingState:
         self.scale, self.amax_history, self.left_out, self.rule = scale, amax_history, left_out, rule
         self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
         self._adopted: DelayedScaling | None = None
+        self.batch: Batch | None = None
+        self.look = object()
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
         return self.scale, self.amax_history, self.left_out, self.rule
@@ -147,10 +150,17 @@ class DelayedScalingState:
         scale, amax = found
         return scale, amax
 
-    def counts_for(self, pending: Pending | None) -> None:
+    def updated(self, rule: UpdateRule) -> None:
+        """Its scale was found anew, under ``rule``."""
+        if self.rule is not rule:
+            self.rule = rule
+            self.look = object()
+
+    def counts_for(self, pending: weakref.ref[Pending] | None) -> None:
         """Amaxes are from now on for this update; None: it is over. What was counted for one that never came is dropped."""
-        self.drop_unfinished()
-        self._pending = None if pending is None else weakref.ref(pending)
+        if self._pending is not None:
+            self.drop_unfinished()
+        self._pending = pending
 
     def drop_unfinished(self) -> None:
         """Drop what a backward pass has counted that failed: nobody holds its update any more."""
@@ -171,6 +181,7 @@ class DelayedScalingState:
             self.rule = rule
         self.resize(recipe.amax_history_len)
         self._adopted = recipe
+        self.look = object()
 
     def _scale_for(self, rule: UpdateRule | None) -> torch.Tensor:
         """The scale itself where it is what ``rule`` makes of the amax behind it, or of none; else a converted copy.
@@ -224,6 +235,7 @@ class DelayedScalingState:
             self.amax_history.copy_(saved.amax_history)
             self.left_out.zero_()
         self.rule, self._adopted, self._told, self._pending = saved.rule, None, 0, None
+        self.look = object()
 
 
 class DelayedScalingStates:
@@ -336,7 +348,11 @@ def touch_forward(
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule)
-    use = Use(rule, current_amax_group(), recipe.reduce_amax, name)
+    count_forward(state, Use(rule, current_amax_group(), recipe.reduce_amax, name))
+
+
+def count_forward(state: DelayedScalingState, use: Use) -> None:
+    """Have ``state`` be updated when the outermost region ends. RecipeError outside any region."""
     at_outermost_exit("delayed scaling", Pending).add(state, use)
 
 
@@ -358,18 +374,24 @@ def touch_backward(
     rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
     after the last node of the pass. RecipeError outside a backward pass.
     """
+    rule = rule or recipe.backward_rule
+    if torch._C._current_graph_task_id() >= 0:
+        state.adopt(recipe, rule)
+    count_backward(state, Use(rule, group, recipe.reduce_amax, name))
+
+
+def count_backward(state: DelayedScalingState, use: Use) -> None:
+    """Have ``state`` be updated once after the running backward pass. RecipeError outside of one."""
     task = torch._C._current_graph_task_id()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
         raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
-    rule = rule or recipe.backward_rule
-    state.adopt(recipe, rule)
     with _LOCK:
         pending = _BACKWARD_PASSES.get(task)
         if pending is None:
             pending = _BACKWARD_PASSES[task] = Pending()
             torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(state, Use(rule, group, recipe.reduce_amax, name))
+        pending.add(state, use)
 
 
 _LOCK = threading.Lock()

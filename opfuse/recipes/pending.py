@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.numerics.delayed import UpdateRule
+from opfuse.program.prepared import prepared
 from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
 
 if TYPE_CHECKING:
@@ -33,32 +35,55 @@ class Pending:
 
     def __init__(self) -> None:
         self._uses: dict[DelayedScalingState, Use] = {}
+        self._self = weakref.ref(self)
 
     def add(self, state: DelayedScalingState, use: Use) -> None:
         if state not in self._uses:
-            state.counts_for(self)
+            state.counts_for(self._self)
         self._uses[state] = use
 
     def __call__(self, completed: bool = True) -> None:
         """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
+        uses, self._uses = self._uses, {}
         with torch.no_grad():
             if completed:
-                _reduce(self._uses)
-            for _, states in _grouped({state: state.scale.device for state in self._uses}):
-                if completed:
-                    _update(states, [self._uses[state].rule for state in states])
-                else:
+                _reduce(uses)
+                _update(list(uses), [use.rule for use in uses.values()])
+            else:
+                for _, states in _grouped({state: state.scale.device for state in uses}):
                     torch._foreach_zero_([state.amax for state in states])
-        for state in self._uses:
+        for state in uses:
             state.counts_for(None)
-        self._uses.clear()
+
+
+class Batch(NamedTuple):
+    """The update of these states, as they look, under these rules: prepared for the tensors that they hold."""
+
+    states: list[DelayedScalingState]
+    looks: list[object]
+    rules: list[UpdateRule]
+    updates: list[Callable[[], object]]
 
 
 def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
-    histories, scales = [state.amax_history for state in states], [state.scale for state in states]
-    delayed_update(histories, scales, [state.left_out for state in states], rules)
+    if not states:
+        return
+    first, looks = states[0], [state.look for state in states]
+    batch = first.batch
+    if batch is None or batch.looks != looks or batch.states != states or batch.rules != rules:
+        batch = first.batch = Batch(states, looks, rules, [*_prepared(states, rules)])
+    for update in batch.updates:
+        update()
     for state, rule in zip(states, rules):
-        state.rule = rule
+        state.updated(rule)
+
+
+def _prepared(states: list[DelayedScalingState], rules: list[UpdateRule]) -> Iterator[Callable[[], object]]:
+    """The update of the states of each device."""
+    rule_of = dict(zip(states, rules))
+    for _, there in _grouped({state: state.scale.device for state in states}):
+        histories, scales, left_out = zip(*((state.amax_history, state.scale, state.left_out) for state in there))
+        yield prepared(delayed_update, histories, scales, left_out, [rule_of[state] for state in there])
 
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -302,6 +302,13 @@ def _program(plan: Plan, segment: Segment, tape: Tape, results: Sequence[torch.T
     return None
 
 
+def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, each of which is let go when it is taken."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
 # -- repeating -------------------------------------------------------------------------------------------------------------------
 
 
@@ -336,30 +343,40 @@ class Repeater:
         return saved
 
     def gradients(
-        self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
+        self, grad_outputs: dict[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """As of the interpreter."""
         saved, programs = list(tensors), self._recorded.backward
         came = [*grad_outputs.values(), *saved]
         looks = None if torch._C._len_torch_dispatch_stack() else look_of(came)
         if looks is None:
-            return self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+            return self._interpreted(grad_outputs, saved, came)
         look = (*grad_outputs, *looks)
         found = programs.get(look)
         if isinstance(found, Backward):
+            handed = given(came)
+            for held in (came, saved, grad_outputs):  # the program alone holds them, and lets each go when it is read
+                held.clear()
             with self._without_autocast():
-                results = iter(found.program(given(came)))
+                results = iter(found.program(handed))
             return [next(results) if present else None for present in found.present]
         if found is REFUSED or (found is None and BEFORE):
             if found is None:
                 programs.note(look, SEEN)
-            return self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+            return self._interpreted(grad_outputs, saved, came)
         tape = Tape(given(came))
         with tape.recording():
             result = self._recorded.interpreter.gradients(grad_outputs, iter(saved))
         program = _program(self.plan, self.segment, tape, [grad for grad in result if grad is not None])
         programs.note(look, REFUSED if program is None else Backward(program, tuple(grad is not None for grad in result)))
         return result
+
+    def _interpreted(
+        self, grad_outputs: dict[int, torch.Tensor | None], saved: list[torch.Tensor], came: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """By the interpreter, who alone holds what came."""
+        came.clear()
+        return self._recorded.interpreter.gradients(grad_outputs, _one_by_one(saved))
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """torch.autocast had its say when the ops were recorded; one that is around a backward pass has none."""

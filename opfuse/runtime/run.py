@@ -197,7 +197,7 @@ class Runner:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def gradients(
-        self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
+        self, grad_outputs: dict[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Of the segment's inputs, of its ops' parameters, the last op first, and of the inputs that are read again."""
         grads = self.backward(grad_outputs, tensors)

@@ -130,8 +130,8 @@ def test_products_by_addresses_have_the_bits_of_torch(device, size, out):
                 product = Product(Form(m, n, k, element, E4M3, out, left, right, fast, device.index))
                 assert product.found
                 got = torch.empty(m, n, dtype=out, device=device)
-                addresses = tuple(t.data_ptr() for t in (a, b, left_scale, right_scale, got))
-                product(addresses, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+                product.addresses[:] = [t.data_ptr() for t in (a, b, left_scale, right_scale, got, workspace)]
+                product(torch.cuda.current_stream().cuda_stream)
                 assert torch.equal(got, wanted), (left, right, fast, element)
 
 

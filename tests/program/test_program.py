@@ -12,7 +12,8 @@ from torch import Tensor
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, Launch
-from opfuse.program.program import Frame, Program, _needed
+from opfuse.program.frame import Frame, Reader, Readers
+from opfuse.program.program import Program, _needed
 from opfuse.program.slab import ALIGNMENT, slab_of
 from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref
 from opfuse.program.tape import Tape, Unrecordable, pointers
@@ -193,11 +194,12 @@ def test_where_the_addresses_of_a_parameter_stand(layout, found):
         assert struct.unpack_from("Q", packed, 8 * word) == (1,)
 
 
-def test_a_frame_holds_all_parameters_apart():
-    frame = Frame([b"\1" * 12, b"\2" * 8], [])
-    assert frame.starts == [0, 2]
-    frame.words[2] = 5
-    assert bytes(frame.words) == b"\1" * 12 + bytes(4) + struct.pack("Q", 5)
+def test_a_frame_writes_an_address_for_all_who_read_it():
+    readers = {0: Readers([Reader(0, 1, 4), Reader(1, 0, 0)], []), 1: Readers([Reader(0, 0, 0)], [])}
+    frame = Frame([b"\1" * 12, b"\2" * 8], [], readers)
+    frame.move(0, 100)
+    assert bytes(frame.words) == b"\1" * 8 + struct.pack("QQ", 104, 100)
+    assert frame.at == [100, 0]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,60 @@
+"""What a call of a program writes for the device's libraries: the parameters of its launches, and descriptors of its products."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from opfuse.program.cublaslt import Form, Product
+
+_WORD = 8
+
+
+class Reader(NamedTuple):
+    """Where an address is read: which launch or product, which word or operand there, and how many bytes after the address."""
+
+    step: int
+    place: int
+    offset: int
+
+
+class Readers(NamedTuple):
+    """All readers of one address."""
+
+    launches: list[Reader]
+    products: list[Reader]
+
+
+class Frame:
+    """Belongs to one call at a time, and remembers addresses: those that are as they were at its last call cost a comparison.
+
+    arguments: what the driver takes for each launch. at: by base, the address that was last written.
+    """
+
+    def __init__(self, parameters: Sequence[bytes], forms: Sequence[Form], readers: Mapping[int, Readers]) -> None:
+        """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
+        self.products = [Product(form) for form in forms]
+        sizes = [-(-len(parameter) // _WORD) * _WORD for parameter in parameters]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        packed = b"".join(parameter.ljust(size, b"\0") for parameter, size in zip(parameters, sizes))
+        self._buffer = ctypes.create_string_buffer(packed, len(packed) or 1)
+        address = ctypes.addressof(self._buffer)
+        self._pointers = [(ctypes.c_void_p * 1)(address + start) for start in starts]
+        self.arguments = [ctypes.addressof(pointer) for pointer in self._pointers]
+        self.words = memoryview(self._buffer).cast("B")[: sum(sizes)].cast("Q")
+        self.at = [0] * len(readers)
+        all_readers = [readers[base] for base in range(len(readers))]
+        self._holes = [[(starts[step] // _WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]
+        self._operands = [
+            [(self.products[step].addresses, at, offset) for step, at, offset in each.products] for each in all_readers
+        ]
+
+    def move(self, base: int, address: int) -> None:
+        """Write an address for all who read it."""
+        self.at[base] = address
+        words = self.words
+        for word, offset in self._holes[base]:
+            words[word] = address + offset
+        for addresses, operand, offset in self._operands[base]:
+            addresses[operand] = address + offset

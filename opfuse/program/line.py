@@ -1,0 +1,222 @@
+"""A program as one Python function without branches, written for it: what a step needs stands in it as a constant."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.bindings import driver, runtime
+from opfuse.program.slab import last_reads
+from opfuse.program.steps import CallStep, LaunchStep, OpStep, ProductStep, Ref, Step
+
+if TYPE_CHECKING:
+    from opfuse.program.frame import Frame
+
+_aten: Any = torch.ops.aten
+
+Run = Callable[[list[Any], "Frame", int], list[torch.Tensor]]
+"""Tensors that come in (the list is emptied), the call's frame, the stream; the results."""
+
+_LITERALS = (int, bool, str, type(None))
+
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    _aten.mm.default: torch.mm,
+    _aten.t.default: torch.t,
+    _aten.view.dtype: torch.Tensor.view,
+    _aten.view.default: torch.Tensor.view,
+    _aten._scaled_mm_v2.default: torch._scaled_mm_v2,
+}
+"""Torch's own bindings of ops, which cost less than a call by the op's name."""
+
+
+def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Makes room on the current device of a type, for shape, strides and dtype. None where torch has no such function.
+
+    It is what code calls that torch.compile writes, and costs the host a quarter of ``torch.empty``.
+    """
+    found: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return found
+
+
+class Line:
+    """The text of the function, and the values of its constants.
+
+    addressed: by number the base of a tensor whose address is read. slab: bytes of the block for what only kernels see, of which
+    the first ``zeroed`` are set to 0 at each call; its base is ``addressed[SLAB]``. kept: numbers that have no variable, since
+    they lie in the slab.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        given: int,
+        results: Sequence[int],
+        *,
+        device: torch.device | None,
+        addressed: Mapping[int, int],
+        inside: Collection[int],
+        slab: int,
+        zeroed: int,
+    ) -> None:
+        self._constants: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self._addressed, self._device = addressed, device
+        self._launches = self._products = 0
+        self._empty = empty_on(device) if device is not None else None
+        last, kept = last_reads(steps), {*inside, *results}
+        self._start(given, last, kept, slab, zeroed)
+        defined = set(range(given))
+        for i, step in enumerate(steps):
+            made = [n for n in getattr(step, "results", ()) if n not in defined]
+            if not (isinstance(step, OpStep) and len(step.results) == 1 and step.results[0] in inside):
+                self._step(step)
+                self._moved(made)
+            defined.update(made)
+            self._let_go([n for n in dict.fromkeys((*step.reads(), *made)) if last.get(n, i) == i and n not in kept])
+        self._say(f"return [{', '.join(map(_name, results))}]")
+
+    def function(self) -> Run:
+        """The function."""
+        namespace = dict(self._constants)
+        exec(compile(self.text, "<opfuse program>", "exec"), namespace)
+        run: Run = namespace["run"]
+        return run
+
+    @property
+    def text(self) -> str:
+        """The function as Python."""
+        return "\n".join(["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)])
+
+    # -- what is written ---------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        self._lines.append(line)
+
+    def _constant(self, name: str, value: Any) -> str:
+        """The name of a constant of the function."""
+        self._constants[name] = value
+        return name
+
+    def _new_constant(self, value: Any) -> str:
+        return self._constant(f"c{len(self._constants)}", value)
+
+    def _start(self, given: int, last: Mapping[int, int], kept: Collection[int], slab: int, zeroed: int) -> None:
+        if given:
+            self._say(f"{', '.join(map(_name, range(given)))}, = given")
+        self._say("given.clear()")
+        if self._addressed:
+            self._say("at, move, arguments, products = frame.at, frame.move, frame.arguments, frame.products")
+        self._moved(range(given))
+        self._let_go([n for n in range(given) if n not in last and n not in kept])
+        if slab:
+            self._room(_name(SLAB), (slab,), torch.uint8)
+            self._moved([SLAB])
+        if zeroed:
+            self._zero("address", zeroed)
+
+    def _moved(self, numbers: Collection[int]) -> None:
+        """Compare the addresses of tensors that were just made with those that the frame has."""
+        for number in numbers:
+            if number in self._addressed:
+                base = self._addressed[number]
+                self._say(f"address = {_name(number)}.data_ptr()")
+                self._say(f"if address != at[{base}]: move({base}, address)")
+
+    def _let_go(self, numbers: Collection[int]) -> None:
+        if numbers:
+            self._say(f"del {', '.join(map(_name, numbers))}")
+
+    def _room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        if self._empty is None:
+            empty, where = self._constant("torch_empty", torch.empty), self._constant("device", self._device)
+            self._say(f"{name} = {empty}({tuple(shape)}, dtype={self._dtype(dtype)}, device={where})")
+            return
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        strides = strides[: len(shape)][::-1]
+        self._say(f"{name} = {self._constant('empty', self._empty)}({tuple(shape)}, {tuple(strides)}, {self._dtype(dtype)})")
+
+    def _dtype(self, dtype: torch.dtype) -> str:
+        return self._constant(str(dtype).replace(".", "_"), dtype)
+
+    def _zero(self, address: str, size: int) -> None:
+        self._say(f"{self._constant('memset', runtime().memsetAsync)}({address}, 0, {size}, stream)")
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, step: Step) -> None:
+        if isinstance(step, LaunchStep):
+            kernel = self._new_constant(launching.function(step.variant, step.entry, step.device))
+            blocks, threads, shared = step.grid
+            launch = self._constant("launch", driver().launchKernel)
+            grid = f"{blocks}, 1, 1, {threads}, 1, 1, {shared}"
+            self._say(f"{launch}({kernel}, {grid}, stream, arguments[{self._launches}], 0)  # {step.entry}")
+            self._launches += 1
+        elif isinstance(step, ProductStep):
+            self._say(f"products[{self._products}](stream)")
+            self._products += 1
+        elif isinstance(step, CallStep):
+            self._say(f"{_targets(step.results)}{self._new_constant(step.function)}()")
+        elif (room := self._plain_room(step)) is not None:
+            shape, dtype = room
+            (number,) = step.results
+            self._room(_name(number), shape, dtype)
+            if step.op is _aten.zeros.default:
+                size = dtype.itemsize
+                for length in shape:
+                    size *= length
+                self._zero(f"{_name(number)}.data_ptr()", size)
+        else:
+            self._op(step)
+
+    def _plain_room(self, step: OpStep) -> tuple[Sequence[int], torch.dtype] | None:
+        """Shape and dtype, if the step makes room on the program's device, in rows, and for nothing else."""
+        dtype, device = step.kwargs.get("dtype"), step.kwargs.get("device")
+        if step.op not in MAKES_ROOM or self._device is None or device is None or dtype is None or len(step.args) != 1:
+            return None
+        index = self._device.index if device.index is None else device.index
+        usual = {"dtype", "device", "layout", "pin_memory"}.issuperset(step.kwargs) and not step.kwargs.get("pin_memory")
+        return (step.args[0], dtype) if usual and (device.type, index) == (self._device.type, self._device.index) else None
+
+    def _op(self, step: OpStep) -> None:
+        op = self._new_constant(_BINDINGS.get(step.op, step.op))
+        arguments = [self._text(each) for each in step.args]
+        odd = {name: each for name, each in step.kwargs.items() if keyword.iskeyword(name)}
+        arguments += [f"{name}={self._text(each)}" for name, each in step.kwargs.items() if name not in odd]
+        if odd:
+            arguments.append(f"**{self._text(odd)}")
+        target = f"{_name(step.results[0])} = " if step.single else _targets(step.results)
+        self._say(f"{target}{op}({', '.join(arguments)})")
+
+    def _text(self, value: Any) -> str:
+        """An argument, with the variables of the tensors in it."""
+        kind = type(value)
+        if kind is Ref:
+            return _name(value.number)
+        if kind is list:
+            return f"[{', '.join(map(self._text, value))}]"
+        if kind is tuple:
+            return f"({''.join(f'{self._text(each)}, ' for each in value)})"
+        if kind is dict:
+            return f"{{{', '.join(f'{name!r}: {self._text(each)}' for name, each in value.items())}}}"
+        return repr(value) if kind in _LITERALS else self._new_constant(value)
+
+
+SLAB = -1
+"""The number of the block for what only kernels see."""
+
+MAKES_ROOM = (_aten.empty.memory_format, _aten.zeros.default)
+"""Ops that make a tensor whose values nothing decides."""
+
+
+def _name(number: int) -> str:
+    return "slab" if number == SLAB else f"t{number}"
+
+
+def _targets(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(_name, numbers))}, = " if numbers else ""

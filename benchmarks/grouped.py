@@ -115,7 +115,7 @@ def measure(
 
 def timer(call: Call) -> float:
     """Microseconds of a call on the device."""
-    return device_time([call], launches=3, repeats=3).median
+    return device_time([call], launches=3, repeats=3, waits=True).median
 
 
 def records() -> Iterator[dict[str, Any]]:

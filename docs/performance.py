@@ -140,6 +140,16 @@ def memory(record: Mapping[str, Any]) -> str:
     return table(("pipeline, recipe, override", "saved, MiB (formula)", "% of bf16", "peak, MiB (at most)"), rows)
 
 
+def host(record: Mapping[str, Any]) -> str:
+    """Models down, what they do across."""
+    found: dict[str, dict[str, str]] = {}
+    for name, units in of_script(record, "host").items():
+        _, _, model, what = name.split(", ")
+        found.setdefault(model, {})[what] = f"{shown(units['us'], 0)} us, {shown(units['x eager bf16'], 2)} x eager"
+    columns = list(dict.fromkeys(what for cells in found.values() for what in cells))
+    return table(("recipe", *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in found.items()])
+
+
 def others(record: Mapping[str, Any], *scripts: str) -> str:
     figures = of_script(record, *scripts)
     rows = [(name, shown(figure, 3), unit) for name, units in figures.items() for unit, figure in units.items()]
@@ -154,6 +164,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "gemm": ("Matrix products of a linear layer", products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
+        "host": ("Time of the host for A, 256 tokens, 256 wide, while the device has nothing to do", host),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
         "compiling": ("Compiling", lambda record: others(record, "compiling")),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, Launch
 from opfuse.program.frame import Frame, Reader, Readers
-from opfuse.program.program import Program, _needed
+from opfuse.program.program import SMALL, Program, _needed
 from opfuse.program.slab import ALIGNMENT, slab_of
 from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref
 from opfuse.program.tape import Tape, Unrecordable, pointers
@@ -151,6 +154,63 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
     assert state["calls"] == 2
 
 
+def test_what_came_in_is_let_go_after_its_last_reader():
+    """Whoever hands tensors over and keeps none pays for none that is not read any more."""
+    alive = []
+    x, y = torch.ones(2), torch.ones(2)
+    tape = Tape([x, y])
+
+    def look() -> list[Tensor]:
+        alive.append([made() is not None for made in handed])
+        return [PLACE]
+
+    handed = [weakref.ref(x), weakref.ref(y)]
+    with tape.recording():
+        sums = x + 1
+        launching.listener().call(look)
+        result = sums * y + PLACE
+    program = Program(tape, [tape.number(result)])
+    del tape, x
+    given = [torch.ones(2), torch.ones(2)]
+    handed = [weakref.ref(each) for each in given]
+    program(given)
+    assert given == []
+    assert alive[-1] == [False, True]
+    assert handed[1]() is None
+
+
+PLACE = torch.zeros(2)
+
+
+def test_a_view_that_shows_what_is_known_is_no_step():
+    tape, (y,) = record(lambda x: [(x + 1).t().view(4)], torch.ones(4))
+    assert [step.op for step in tape.steps] == [torch.ops.aten.add.Tensor]
+    assert tape.number(y) == 1
+    came_in = record(lambda x: [x.view(4)], torch.ones(4))[0]
+    assert [step.op for step in came_in.steps] == [torch.ops.aten.view.default]  # a view of what comes in is another tensor
+
+
+def test_a_program_is_a_function_that_one_can_read():
+    program = program_of(lambda x, w: [torch.nn.functional.pad((x @ w.t()).sort(dim=1).values, (1, 0), value=-math.inf)], *PAIR)
+    assert program.text.splitlines() == [
+        "def run(given, frame, stream):",
+        "    t0, t1, = given",
+        "    given.clear()",
+        "    t2 = c0(t1)",
+        "    del t1",
+        "    t3 = c1(t0, t2)",
+        "    del t0, t2",
+        "    t4, t5, = c2(t3, 1)",
+        "    del t3, t5",
+        "    t6 = c3(t4, [1, 0], c4)",
+        "    del t4",
+        "    return [t6]",
+    ]
+
+
+PAIR = torch.randn(4, 5), torch.randn(3, 5)
+
+
 # -- launches, whose parameters are looked at without a device ---------------------------------------------------------------
 
 
@@ -246,6 +306,23 @@ def test_tensors_that_are_alive_together_never_overlap_in_a_slab(seed):
         for b in range(a):
             apart = slab.offsets[a] + sizes[a] <= slab.offsets[b] or slab.offsets[b] + sizes[b] <= slab.offsets[a]
             assert apart or begins > last[b], (a, b)
+
+
+def test_large_memory_lies_outside_of_the_slab(monkeypatch):
+    """It would be there from the first step to the last."""
+    x = torch.ones(8)
+    for size, inside in ((SMALL, True), (SMALL + 1, False)):
+        tape = Tape([x])
+        with tape.recording():
+            room = torch.empty(size, dtype=torch.uint8)
+            launch(tape, x.data_ptr(), 7, room.data_ptr(), 9)
+        with monkeypatch.context() as patched:  # a launch that is never made: its kernel is not loaded
+            patched.setattr(launching, "function", lambda *_: 0)
+            patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=None))
+            patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+            program = Program(tape, [])
+        assert (tape.number(room) in program.slab.offsets) == inside
+        assert ("slab" in program.text) == inside
 
 
 def test_steps_that_nobody_needs_are_left_out():

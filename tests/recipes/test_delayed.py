@@ -26,6 +26,7 @@ from opfuse.recipes import (
     touch_forward,
 )
 from opfuse.recipes.passes import Pass, running
+from opfuse.recipes.pending import _update
 from tests.processes import printed
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -584,3 +585,21 @@ def test_states_keep_their_dtype_and_values_where_a_model_is_cast():
     model.to(torch.bfloat16)
     after = model.quantizer_states.to_dict()
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
+
+
+def test_an_update_that_is_prepared_is_of_the_tensors_that_states_have_now():
+    """Of every state of the batch, not of the first alone."""
+    rule = DelayedScaling().forward_rule
+    for changed in range(2):
+        states = [DelayedScalingState(8) for _ in range(2)]
+        for call in range(4):
+            if call == 2:
+                states[changed].resize(3)
+            for i, state in enumerate(states):
+                state.amax.fill_(float(2 * call + i + 1))
+            wanted = [(state.amax_history.clone(), state.scale.clone(), state.left_out.clone()) for state in states]
+            delayed_update(*zip(*wanted), [rule, rule])
+            _update(states, [rule, rule])
+            for state, (history, scale, _) in zip(states, wanted):
+                assert torch.equal(state.amax_history, history)
+                assert torch.equal(state.scale, scale)

@@ -164,6 +164,41 @@ def test_weights_that_live_quantized(name):
     assert backwards_of(model)
 
 
+HYBRID, E4M3 = recipes.DelayedScaling(), recipes.DelayedScaling(fp8_format="E4M3")
+SHORT, LATEST = recipes.DelayedScaling(amax_history_len=4), recipes.DelayedScaling(amax_compute_algo="most_recent", margin=1)
+
+
+def aborted(model: ops.Sequential, saved: dict) -> None:
+    with contextlib.suppress(KeyError), opfuse.autocast(recipe=HYBRID):
+        model(100 * randn(32, 64))
+        raise KeyError
+
+
+BETWEEN = {
+    "a state dict": lambda model, saved: model.load_state_dict(saved),
+    "validation": lambda model, saved: run(model, E4M3, calls=3, train=False),
+    "a region left by an error": aborted,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_programs_see_what_becomes_of_delayed_states(between):
+    """A state may get another rule, recipe, history or other tensors: a program that goes on with what it saw would be silent."""
+    model = model_of("mlp")
+    run(model, HYBRID, calls=1)
+    saved = copy.deepcopy(model.state_dict())
+    other = copy.deepcopy(model)
+    for recipe in (HYBRID, E4M3, HYBRID, SHORT, HYBRID, LATEST, HYBRID):
+        for each in (model, other):
+            with interpreted() if each is other else contextlib.nullcontext():
+                BETWEEN[between](each, saved)
+        with interpreted():
+            wanted = run(other, recipe)
+        assert_same(run(model, recipe), wanted)
+    assert len(recorded_in(model)) >= 4
+    assert recorded_in(other) == []
+
+
 def test_two_backward_passes_of_one_graph():
     model = model_of("mlp")
     run(model, recipes.Float8CurrentScaling())

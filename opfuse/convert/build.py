@@ -16,6 +16,7 @@ from opfuse.convert.probe import activation_of_module
 from opfuse.convert.weights import Weight, product_of
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import OpfuseError
+from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import AddExtraInput, Dropout
 from opfuse.ops.structure import Identity
 from opfuse.recipes import Recipe
@@ -186,11 +187,13 @@ def _inlined(module: nn.Module) -> Chain | None:
 
 def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
     """What the recipe wants of a matrix, and what this one has; None: it can take it, or the recipe is not known yet."""
-    recipe, shapes = choice.recipe, _shapes(weight)
-    if recipe is None:
-        return None
-    op = product_of([weight])[0][0]
-    for role, shape in shapes.items():
+    return None if choice.recipe is None else unfit(choice.recipe, weight.in_features, weight.out_features)
+
+
+def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
+    """What a recipe wants of a matrix (rows, columns) and of what it multiplies, and what these are; None: it can take them."""
+    op = BasicLinear(columns, rows, device="meta", dtype=torch.float32)
+    for role, shape in {"weight": (rows, columns), "input": (ROWS, columns), "grad_output": (ROWS, rows)}.items():
         made, _ = op.make_quantizer(role, recipe)
         quantizer = op.narrow_quantizer(made, role, recipe.backward_override, ("dgrad", "wgrad"))
         if quantizer is None:
@@ -202,9 +205,3 @@ def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
             wanted, _, got = str(error).partition(": wants ")[2].partition(". Cure")[0].partition(", got ")
             return wanted, got
     return None
-
-
-def _shapes(weight: Weight) -> dict[str, tuple[int, int]]:
-    """Of the operands of its products."""
-    rows, columns = weight.out_features, weight.in_features
-    return {"weight": (rows, columns), "input": (ROWS, columns), "grad_output": (ROWS, rows)}

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from opfuse.convert.build import build, build_alone, refusal
+from opfuse.convert.build import build, build_alone, refusal, unfit
 from opfuse.convert.chain import NoChain
-from opfuse.convert.converted import Converted, converted
+from opfuse.convert.converted import Converted, Run, converted
+from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.leaves import obstacle, weight_of
-from opfuse.convert.policy import Filter, Policies, Policy
+from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import Entry, Report
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
@@ -98,9 +99,12 @@ class _Walk:
         if module in self.seen or isinstance(module, FusibleOperation):
             return
         self.seen.add(module)
-        weight = weight_of(module)
+        weight, experts = weight_of(module), experts_of(module)
         if weight is not None:
             self._alone(weight, path)
+            return
+        if experts is not None:
+            self._experts(experts, path)
             return
         if module._modules and module not in self.inlined and self.policies.allows(module, path):
             self._block(module, path)
@@ -148,11 +152,25 @@ class _Walk:
             self._tell(module, path, "refused", weights=elements, wanted="a plain product", got=got, cure=cure)
         elif (why := refusal(weight, choice)) is not None:
             wanted, got = why
-            cure = "give it another recipe in the policy, or other sizes"
-            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
+            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=OTHER)
         else:
             self.made[module] = made = build_alone(weight, path, choice)
             self._tell(module, path, "fused", became="Linear", recipe=_told(made), weights=elements)
+
+    def _experts(self, experts: Experts, path: str) -> None:
+        module, (_, width, inner) = experts.module, experts.sizes
+        choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
+        told: dict[str, Any] = {"weights": experts.elements, "wanted": "to be converted"}
+        if not choice.convert:
+            self._tell(module, path, "kept", **told, got=choice.got, cure=choice.cure)
+        elif hindered is not None:
+            self._tell(module, path, "refused", **told, got=hindered[0], cure=hindered[1])
+        elif choice.recipe is not None and (why := unfit(choice.recipe, width, inner)) is not None:
+            self._tell(module, path, "refused", **{**told, "wanted": why[0]}, got=why[1], cure=OTHER)
+        else:
+            self.made[module] = made = build_experts(experts, path, choice.recipe)
+            names = " → ".join(type(op).__name__ for part in made.parts if isinstance(part, Run) for op in part.ops)
+            self._tell(module, path, "fused", became=names, recipe=_told(made), weights=experts.elements)
 
     def _own(self, module: nn.Module, path: str) -> None:
         """Tell of a module with parameters of its own that no row knows."""
@@ -165,6 +183,9 @@ class _Walk:
         elif not elements:
             got = "one that stands by itself"
             self._tell(module, path, "kept", wanted="an op beside a fused product", got=got, cure=NONE)
+        elif path.rpartition(".")[2] in HEADS:
+            got = f"{HEADS[path.rpartition('.')[2]]}, which stays in high precision"
+            self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=got, cure=NONE)
         else:
             got, cure = f"{type(module).__name__}, which no row knows", "write it of nn.Linear and activations, or of opfuse.ops"
             self._tell(module, path, "refused", weights=elements, wanted="a known module", got=got, cure=cure)
@@ -174,6 +195,7 @@ class _Walk:
 
 
 NONE = "none is needed"
+OTHER = "give it another recipe in the policy, or other sizes"
 
 
 def _elements(weight: Weight) -> int:

@@ -7,7 +7,7 @@ made of them at each call, with a graph of autograd behind it; so gradients arri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,11 +43,6 @@ class Weight:
         """Whether it adds a bias."""
         return self.module._parameters.get("bias") is not None
 
-    def read(self, name: str) -> torch.Tensor:
-        """A parameter as an op takes it."""
-        value: Any = self.module._parameters[name]
-        return value.t() if self.transposed and name == "weight" else value
-
     def agrees(self, other: Weight) -> bool:
         """Whether one product can do for both."""
         mine, others = self.module._parameters["weight"], other.module._parameters["weight"]
@@ -56,38 +51,52 @@ class Weight:
         return (self.in_features, self.has_bias) == (other.in_features, other.has_bias)
 
 
+Source = tuple[nn.Module, str, bool]
+"""A parameter of a module by its name, and whether it is read transposed."""
+
+
 class Made(nn.Module):
-    """Owns the parameters of an op that are made anew for each call; between calls it keeps only what they look like."""
+    """Owns the parameters of an op that are made anew for each call; between calls it keeps only what they look like.
 
-    weights: tuple[Weight, ...]
-    names: tuple[str, ...]
+    sources: what each is made of, one after another in its rows.
+    """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    sources: Mapping[str, Sequence[Source]]
+
+    def __init__(self, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__()
-        self.__dict__["weights"] = tuple(weights)
-        self.__dict__["names"] = ("weight", "bias") if weights[0].has_bias else ("weight",)
+        self.__dict__["sources"] = sources
         self.drop()
 
     def fill(self) -> None:
         """Make them, as autograd records it."""
         slots: dict[str, Any] = self._parameters
-        for name in self.names:
-            parts = [weight.read(name) for weight in self.weights]
+        for name, sources in self.sources.items():
+            parts = [_read(source) for source in sources]
             slots[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def drop(self) -> None:
         """Let go of them. A backward pass asks for dtypes and shapes alone."""
         slots: dict[str, Any] = self._parameters
-        for name in self.names:
-            parts = [weight.read(name) for weight in self.weights]
+        for name, sources in self.sources.items():
+            parts = [_read(source) for source in sources]
             shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
             slots[name] = torch.empty((), dtype=parts[0].dtype, device=parts[0].device).expand(shape)
+
+
+def _read(source: Source) -> torch.Tensor:
+    module, name, transposed = source
+    value: Any = module._parameters[name]
+    return value.t() if transposed else value
 
 
 def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], Made | None]:
     """The ops of one product with all ``weights``, one after another in its columns; and the owner of what is made for it."""
     first, columns = weights[0], sum(weight.out_features for weight in weights)
-    made = None if len(weights) == 1 and not first.transposed else Made(weights)
+    names = ("weight", "bias") if first.has_bias else ("weight",)
+    made = None
+    if len(weights) > 1 or first.transposed:
+        made = Made({name: [(w.module, name, w.transposed and name == "weight") for w in weights] for name in names})
     owner: nn.Module = first.module if made is None else made
     ops: list[BasicOperation] = [borrowing(BasicLinear, BasicLinearSpec(first.in_features, columns), owner, "weight")]
     if first.has_bias:

@@ -52,6 +52,8 @@ class Architecture:
         return {name: LAYERS * count for name, count in self.became.items()} | self.once
 
 
+EXPERTS = "GroupedLinear → SwiGLU → GroupedLinear"
+MIXTURE = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 BERT = {"Linear": 3, "Linear → Dropout → AddExtraInput → LayerNorm": 2, "Linear → GELUErf": 1}
 GPT2 = {"vocab_size": WORDS, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
 ARCHITECTURES = [
@@ -63,7 +65,8 @@ ARCHITECTURES = [
     Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "RMSNorm → Linear → SwiGLU → Linear": 1}),
     Architecture("GPT2", "LMHeadModel", GPT2, {"Linear": 2, "Linear → GELU → Linear → Dropout": 1}),
     Architecture("Bert", "ForMaskedLM", SIZES, BERT, {"Linear → GELUErf → LayerNorm → (Linear)": 1}),
-    Architecture("Mixtral", "ForCausalLM", {**HEADS, "num_local_experts": 4}, {"Linear": 4}),
+    Architecture("Mixtral", "ForCausalLM", {**HEADS, "num_local_experts": 4}, {"Linear": 4, EXPERTS: 1}),
+    Architecture("Qwen3Moe", "ForCausalLM", MIXTURE, {"Linear": 4, EXPERTS: 1}),
 ]
 
 
@@ -128,7 +131,7 @@ def test_a_model_is_converted_and_stays_the_model_it_was(architecture, tmp_path)
 
 def test_a_model_with_dropouts_trains():
     """Dropouts of a run follow the training flag, and those that draw nothing are left out."""
-    architecture = ARCHITECTURES[-2]
+    architecture = ARCHITECTURES[-3]
     model, words = architecture.make(), torch.randint(3, WORDS, (4, 16))
     assert opfuse.fuse_(model, FP8).counts == architecture.counts
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

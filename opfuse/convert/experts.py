@@ -1,0 +1,130 @@
+"""The experts of a mixture, whose matrices are two parameters: they run as grouped products over rows that are sorted by
+expert.
+
+Known by what is computed: on small random weights the module must give sum_k w_k W_down act(W_gate x) * (W_up x), over the
+experts that its second argument names for each token and with the weights of its third.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opfuse.convert.chain import arguments_of, kept
+from opfuse.convert.converted import Converted, Run
+from opfuse.convert.leaves import GATED
+from opfuse.convert.probe import activation_of_module
+from opfuse.convert.weights import Made
+from opfuse.numerics.activations import ACTIVATIONS
+from opfuse.ops.grouped_linear import GroupedLinear
+from opfuse.recipes import Recipe
+
+CLOSE = 1e-9
+
+
+class Experts(NamedTuple):
+    """A module with experts: names of the parameters (experts, 2 inner, width), gate first, and (experts, width, inner)."""
+
+    module: nn.Module
+    both: str
+    down: str
+    act: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many experts, width, inner width."""
+        experts, width, inner = self.module._parameters[self.down].shape  # type: ignore[union-attr]
+        return experts, width, inner
+
+    @property
+    def elements(self) -> int:
+        """Of all their matrices."""
+        experts, width, inner = self.sizes
+        return 3 * experts * width * inner
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The experts that a module has; None if it is none, or computes something else with them."""
+    three = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if len(three) != 2 or len(three) < len(module._parameters) or len(arguments_of(module)) != 3:
+        return None
+    acts = [name for child in module.children() if (name := activation_of_module(child)) is not None]
+    if len(acts) != 1 or len(module._modules) != 1 or getattr(module, "_is_expert_parallel", False):
+        return None
+    for both, down in (three, three[::-1]):
+        found = Experts(module, both, down, acts[0])
+        experts, width, inner = found.sizes
+        shape = module._parameters[both].shape  # type: ignore[union-attr]
+        if tuple(shape) == (experts, 2 * inner, width) and _computes(found):
+            return found
+    return None
+
+
+def _computes(found: Experts) -> bool:
+    experts, width, inner = found.sizes[0], 6, 4
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu")
+
+    both, down, x, weights = random(experts, 2 * inner, width), random(experts, width, inner), random(5, width), random(5, 2)
+    index = torch.randint(experts, (5, 2), generator=draw, device="cpu")
+    gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
+    wanted = torch.einsum("tkwi,tki,tk->tw", down[index], ACTIVATIONS[found.act].value(gate) * up, weights)
+    with kept(found.module), torch.no_grad():
+        vars(found.module)["_parameters"] = {found.both: both, found.down: down}
+        try:
+            y = inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
+        except Exception:  # of a stranger's code on other sizes
+            return False
+    return isinstance(y, torch.Tensor) and y.shape == wanted.shape and bool((y - wanted).abs().max() < CLOSE)
+
+
+class Routed(Converted):
+    """The forward of a module with experts."""
+
+    experts: int
+
+    def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Each token once for each of its experts, sorted by expert; the results back in order, weighted, and summed."""
+        index, weights = arguments
+        chosen = index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        splits = torch.bincount(chosen, minlength=self.experts)
+        (run,) = self.parts
+        rows = run(x.index_select(0, order // index.shape[-1]), [splits])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        parts = rows.index_select(0, back).view(*index.shape, -1)
+        return (parts * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+
+
+def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
+    """What a module with experts becomes."""
+    experts, width, inner = found.sizes
+    run = Run(path=path)
+    for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
+        op, made = _grouped(found.module, name, experts, *sizes)
+        op.name = f"{path}.{name}".lstrip(".")
+        run.ops.append(op)
+        run.names.append(name)
+        run.made.append(made)
+        run.extras.append(0)
+    run.ops.insert(1, GATED[found.act]())
+    run.names.insert(1, found.act)
+    routed = Routed(found.module, path, arguments=arguments_of(found.module), parts=(run,), members={}, recipe=recipe)
+    routed.experts = experts
+    return routed
+
+
+def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, Made]:
+    """A grouped product over a parameter of ``module``."""
+    made = Made({"weight": ((module, name, False),)})
+    options: dict[str, Any] = {"bias": False, "single_grouped_weight": True, "pad_splits": True}
+    op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=module._parameters[name].dtype)  # type: ignore[union-attr]
+    del op._parameters["weight"]
+    op.__dict__["owner"] = made
+    return op, made

@@ -1,0 +1,101 @@
+"""Experts whose matrices are two parameters run as grouped products."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import opfuse
+from opfuse.convert.experts import experts_of
+from opfuse.recipes import MXFP8BlockScaling
+from opfuse.runtime.fuser import recorded_plans
+from tests.convert.test_fuse import EXACT, called
+
+EXPERTS = 5
+
+
+class Mixture(nn.Module):
+    """As in Mixtral, Qwen and DeepSeek."""
+
+    def __init__(self, width: int = 32, inner: int = 64) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * inner, width) / 6)
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, inner) / 8)
+        self.act = nn.SiLU()
+
+    def forward(self, hidden, chosen, weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(EXPERTS):
+            token, place = torch.where(chosen == expert)
+            a, b = self.halves(nn.functional.linear(hidden[token], self.up[expert]))
+            y = nn.functional.linear(self.act(a) * b, self.down[expert]) * weights[token, place, None]
+            result.index_add_(0, token, y.to(result.dtype))
+        return result
+
+    def halves(self, both):
+        return both.chunk(2, -1)
+
+
+class Interleaved(Mixture):
+    def halves(self, both):
+        return both[..., ::2], both[..., 1::2]
+
+
+def routed(dtype=torch.float32):
+    """Tokens, their experts, of which one gets none, and the weights."""
+    chosen = torch.tensor([[0, 1], [1, 3], [4, 3], [1, 0], [3, 4], [0, 4]])
+    return torch.randn(6, 32, dtype=dtype), chosen, torch.rand(6, 2, dtype=dtype)
+
+
+def test_experts_are_known_by_what_they_compute():
+    found = experts_of(Mixture())
+    assert (found.both, found.down, found.act, found.sizes) == ("up", "down", "silu", (EXPERTS, 32, 64))
+    assert experts_of(Mixture().to("meta")) is not None
+    assert experts_of(Interleaved()) is None
+    assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "refused"
+
+
+def test_a_mixture_computes_the_same():
+    """Bitwise without a recipe, and under one that casts nothing as exactly as fp64 sums allow."""
+    model = Mixture().double()
+    x, chosen, weights = routed(torch.float64)
+
+    def both():
+        class Fixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+
+            def forward(self, hidden, weights):
+                return self.model(hidden, chosen, weights)
+
+        return called(Fixed(), [x, weights])
+
+    before = both()
+    assert opfuse.fuse_(model).fused == {"": "GroupedLinear → SwiGLU → GroupedLinear"}
+    assert all(map(torch.equal, both(), before))
+    with opfuse.autocast(recipe=EXACT):
+        for _ in range(3):
+            for one, other in zip(both(), before):
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    opfuse.unfuse_(model)
+    assert all(map(torch.equal, both(), before))
+
+
+def test_rows_of_an_expert_need_not_fill_blocks():
+    model, recipe = Mixture(), MXFP8BlockScaling()
+    x, chosen, weights = routed()
+    plain = model(x, chosen, weights)
+    opfuse.fuse_(model, recipe)
+    with recorded_plans() as plans:
+        y = model(x, chosen, weights=weights)
+    assert plans[0].key.env.recipe == recipe
+    assert 1e-3 < ((y - plain).norm() / plain.norm()).item() < 0.1
+    y.sum().backward()
+    assert model.up.grad[2].abs().sum() == 0
+    assert model.up.grad[1].abs().sum() > 0
+
+
+def test_sizes_are_asked_of_both_matrices():
+    report = opfuse.fuse_(nn.ModuleList([Mixture(inner=40), nn.Linear(32, 32)]), MXFP8BlockScaling())
+    assert "got 40 of shape" in report["0"].why

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import Made
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_partial, outside
@@ -41,10 +42,11 @@ class Run:
     modes: list[tuple[BasicOperation, nn.Module]] = field(default_factory=list)
     path: str = ""
     fuser: OperationFuser | None = None
+    spare: dict[Any, int] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {**self.__dict__, "fuser": None}
+        return {**self.__dict__, "fuser": None, "spare": {}}
 
     def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         fuser = self.fuser
@@ -56,11 +58,24 @@ class Run:
         try:
             for made in self.made:
                 made.fill()
-            result: torch.Tensor = fuser(x, *[arguments[i] for i in self.extras])
+            result = self._filled(fuser, x, [arguments[i] for i in self.extras])
         finally:
             for made in self.made:
                 made.drop()
         return result
+
+    def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result for ``x``, with rows of zeros behind it where the recipe wants more of them."""
+        rows, recipe = x.numel() // (x.shape[-1] or 1) if x.dim() else 1, current_recipe()
+        key = recipe, rows % UNITS[-1], torch.is_grad_enabled()
+        if rows % UNITS[-1] and recipe is not None and key not in self.spare:
+            self.spare[key] = spare_rows(self.ops, recipe, rows, trains=key[-1])
+        spare = self.spare.get(key, 0)
+        if not spare:
+            whole: torch.Tensor = fuser(x, *extras)
+            return whole
+        result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras])
+        return result[:rows].view(*x.shape[:-1], -1)
 
 
 @dataclass(eq=False)
@@ -107,7 +122,7 @@ class Converted:
         """Have the parts begin with a norm, where its module hands its input on: see ``feeds.py``."""
         first = self.parts[0]
         if isinstance(first, Run):
-            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None)
+            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None, spare={})
             self.normed = (run, *self.parts[1:])
 
     @property

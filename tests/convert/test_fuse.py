@@ -14,7 +14,7 @@ import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.errors import ConversionError
-from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.quantizers import IdentityQuantizer
 from tests.convert.blocks import GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
@@ -224,6 +224,25 @@ def test_under_torch_autocast_fp32_parameters_are_multiplied_in_bf16():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert model.gate_proj.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling(disable_rht=True)], ids=["mxfp8", "nvfp4"])
+def test_rows_that_fill_no_block_are_filled_with_zeros(recipe):
+    """As by hand: the rows of zeros add nothing to any gradient. Where no gradient is wanted, none are added."""
+    model, x = GatedMLP(bias=True), torch.randn(2, 17, 32)
+    opfuse.fuse_(model, recipe)
+    got = called(model, [x])
+    own = nn.functional.pad(x.view(34, 32), (0, 0, 0, -34 % 32))
+    own.requires_grad_()
+    y = model(own)
+    dy = torch.linspace(-1, 1, got[0].numel()).view(34, 32)
+    y.backward(nn.functional.pad(dy, (0, 0, 0, -34 % 32)))
+    wanted = [y[:34].view(2, 17, 32), own.grad[:34].view(2, 17, 32), *[p.grad for p in model.parameters()]]
+    if isinstance(recipe, MXFP8BlockScaling):  # NVFP4 fills to 16, and rounds gradients at random
+        assert all(map(torch.equal, got, wanted))
+    assert torch.equal(got[0], wanted[0])
+    with torch.no_grad():
+        assert model(x[:1, :1]).shape == (1, 1, 32)
 
 
 def test_frozen_and_inference_calls():

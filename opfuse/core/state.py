@@ -9,6 +9,7 @@ op has the state dict of its parameters, which is that of its counterpart in tor
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -69,12 +70,12 @@ class StatefulModule(WatchedModule):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Asked of this module alone, also :attr:`delayed_scaling`: torch.distributed.checkpoint finds keys so.
+        """For torch.distributed.checkpoint, which finds keys so, module by module, also :attr:`delayed_scaling`.
 
-        DDP, which broadcasts buffers, asks a model for all at once.
+        Nobody else sees them here: DDP broadcasts buffers, and others walk a model by their names.
         """
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        if not recurse:
+        if not recurse and sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             start = f"{prefix}.{NAMESPACE}" if prefix else NAMESPACE
             yield from ((f"{start}.{name}", tensor) for name, tensor in self._saved().items())
 
@@ -94,6 +95,8 @@ class StatefulModule(WatchedModule):
             destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
         own = (destination.get(prefix + name) for name in self._parameters)
         self.__dict__["_shown"] = [(weakref.ref(value), _writes(value)) for value in own if value is not None]
+        if not any(op._captured for op in getattr(self, "basic_ops", ())):
+            self.__dict__["_shown_unused"] = {name: _writes(p) for name, p in self._parameters.items() if p is not None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load also what plain modules save, which have no states, earlier versions, te.ops, and weights plane by plane.
@@ -102,6 +105,7 @@ class StatefulModule(WatchedModule):
         is none: roles that the op does not have, scales that are not finite and positive, tensors that claim more memory than
         they have.
         """
+        self.__dict__.pop("_shown_unused", None)
         put_together(state_dict, prefix)
         self.adapt_state_dict(state_dict, prefix)
         taken = dict(self._taken(state_dict, prefix))
@@ -112,6 +116,15 @@ class StatefulModule(WatchedModule):
             slots, where = [slot for _, slot in self._kept_under()], f"{self.label} {key}"
             self._states().load_dict(saved, slots=slots, device=self._device, where=where)
             self._states().told |= key == NAMESPACE
+
+    def notice_filled(self) -> None:
+        """At a call: was a state dict filled in place before the op ever ran, as torch.distributed.checkpoint fills one?
+
+        It had no keys of states, and nobody loads it. An optimizer writes after a call.
+        """
+        shown, held = self.__dict__.pop("_shown_unused", {}), self._parameters
+        if any((value := held.get(name)) is not None and _writes(value) != writes for name, writes in shown.items()):
+            self._states().unread |= not self._states().saved
 
     def _filled(self, state_dict: dict[str, Any]) -> bool:
         """Whether there are tensors of this op's last state dict, written since: torch.distributed.checkpoint fills them so."""

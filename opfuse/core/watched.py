@@ -94,7 +94,7 @@ class WatchedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops, and a copy is in no pipeline yet.
-        own = ("_fuser", "_slots", "_captured", "_member", "_shown", "revision")
+        own = ("_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # -- hooks -------------------------------------------------------------------------------------------------------------

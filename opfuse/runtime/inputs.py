@@ -44,6 +44,7 @@ def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tenso
         if _is_own(op):
             _check_parameters(op)
         _warn_of_plain(op)
+        op.owner.notice_filled()
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 

@@ -4,10 +4,11 @@ import torch
 
 from opfuse.formats import Element, Format
 from opfuse.tensors import quantizers
+from opfuse.tensors.casting import cast
 from opfuse.tensors.grouped import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import Plane, QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor, cast, rebuild
+from opfuse.tensors.tensor import QuantizedTensor, rebuild
 
 __all__ = ["Plane", "QuantizedStorage", "QuantizedTensor", "Quantizer"]
 

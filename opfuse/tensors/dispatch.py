@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.copied_view import copied_views, written
+from opfuse.tensors.pieces import Cut
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.rows import cut_rows, zero_rows
 
@@ -99,8 +100,13 @@ def _as_strided(
 def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
     if (start, stop) == (0, t.shape[0]):
         return _alias(None, t)
-    storage = cut_rows(t.record, start, stop)
-    return NotImplemented if storage is None else t.over(storage, readonly=_SLICE)
+    storage = cut_rows(t._storage if t.pieces else t.record, start, stop)  # of a tensor that has not all rows yet, to write more
+    if storage is None:
+        return NotImplemented
+    piece = t.over(storage, readonly=_SLICE)
+    whole, before = (t, 0) if t.cut is None else t.cut[:2]
+    piece.cut = Cut(whole, before + start, before + stop)
+    return piece
 
 
 def _slice(func: Any, t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, *step: int) -> Any:
@@ -169,6 +175,14 @@ def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
     return _fresh(func, t, **options)
 
 
+def _new_empty(func: Any, t: QuantizedTensor, size: Sequence[int], **options: Any) -> torch.Tensor:
+    """Plain, but for one of the tensor's own size on a named device: torch stages checkpoints so, and puts planes into it."""
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if given != {"device"} or tuple(size) != tuple(t.shape):
+        return _fresh(func, t, size, **options)
+    return t.over(map_tensors(t.record, lambda plane: torch.empty_like(plane, device=options["device"])))
+
+
 def _fresh(func: Any, t: QuantizedTensor, *args: Any, **options: Any) -> torch.Tensor:
     """Plain tensors like ``t`` need none of its values."""
     options["device"] = options.get("device") or t.device
@@ -224,6 +238,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_copy_.default: _foreach_copy_,
     aten.new_zeros.default: _new_zeros,
     aten.empty_like.default: _empty_like,
+    aten.new_empty.default: _new_empty,
     aten.dequantize.self: _dequantize,
     aten._pin_memory.default: _pin_memory,
     aten.is_pinned.default: _is_pinned,
@@ -235,7 +250,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
             aten.full_like.default,
             aten.rand_like.default,
             aten.randn_like.default,
-            aten.new_empty.default,
             aten.new_empty_strided.default,
             aten.new_ones.default,
             aten.new_full.default,

@@ -33,6 +33,9 @@ class Halves(NamedTuple):
     shard: QuantizedTensor
     group: Any
 
+    def __deepcopy__(self, memo: Any) -> Halves:
+        return self
+
     def away(self, held: QuantizedStorage) -> dict[str, Format]:
         """The formats of the planes that are not in ``held``, by usage."""
         return {usage: record.format for usage, record in self.records.items() if usage not in held.usages}

@@ -65,6 +65,23 @@ def zero_rows(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStora
     return _with_planes(storage, shape, zeros)
 
 
+def paste_rows(storage: QuantizedStorage, start: int, piece: QuantizedStorage) -> None:
+    """Write the bytes of ``piece`` into ``storage``, from entry ``start`` of the first dimension on, where it can be cut.
+
+    What all rows share becomes that of ``piece``: pieces of one tensor have it in common.
+    """
+    first = start * math.prod(storage.shape[1:-1])
+    for usage in storage.usages:
+        plane, source = storage.plane(usage), piece.plane(usage)
+        parts = {field: _row_part(plane, field).clone() for field in _row_fields(plane)}
+        for field, part in parts.items():
+            new = _row_part(source, field)
+            at = first // _rows_per_entry(plane, field)
+            part[at : at + len(new)] = new
+        for target, value in zip(plane.tensors(), _from_parts(source, parts, plane.shape[0]).tensors(), strict=True):
+            target.copy_(value)
+
+
 def row_parts(storage: QuantizedStorage) -> list[torch.Tensor]:
     """All row parts of ``storage``, contiguous, rowwise plane first."""
     planes = [storage.plane(usage) for usage in storage.usages]

@@ -30,6 +30,9 @@ class Ranks(NamedTuple):
     group: Any
     agreed: bool
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
 
 def join(parameter: torch.Tensor) -> None:
     """Have the shards of a quantized parameter, which torch has sharded along one dimension of its mesh, know their ranks."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
-from opfuse.tensors import dispatch, gather, halves, shards
+from opfuse.tensors import dispatch, gather, halves, pieces, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
     as_matrix,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
 
 _DATA: Any = torch.Tensor.data
-_STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "halves")
+_STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "halves", "cut", "pieces")
 
 
 class QuantizedTensor(torch.Tensor):
@@ -50,11 +52,17 @@ class QuantizedTensor(torch.Tensor):
     - ``detach``, ``view`` to other leading dimensions or to one dimension, and ``as_strided`` to the tensor's own geometry
       return a new QuantizedTensor over the same bytes. ``clone``, ``.to(device)`` and ``new_zeros`` of other rows (which is
       how FSDP2 makes a shard) return one over new bytes.
-    - Entries of the first dimension, cut between blocks, are a QuantizedTensor, and read-only, since rows may share a scale.
+    - Entries of the first dimension, cut between blocks, are a QuantizedTensor that takes quantized rows of its layout alone.
       Any other view is a copy of the values that raises QuantizedTensorError when it is written to; ``t[index] = value`` writes.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    ranks: shards.Ranks | None = None
+    alternates: bool | None = None
+    halves: halves.Halves | None = None
+    cut: pieces.Cut | None = None
+    pieces: Mapping[int, tuple[int, QuantizedStorage]] = MappingProxyType({})
 
     @staticmethod
     def __new__(
@@ -73,9 +81,6 @@ class QuantizedTensor(torch.Tensor):
         self._storage = storage
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._readonly = ""
-        self.ranks: shards.Ranks | None = None
-        self.alternates: bool | None = None
-        self.halves: halves.Halves | None = None
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -86,7 +91,9 @@ class QuantizedTensor(torch.Tensor):
         return self._storage
 
     def fetch(self) -> None:
-        """Have all planes here."""
+        """Have all planes here. QuantizedTensorError while rows of them are missing (:mod:`opfuse.tensors.pieces`)."""
+        if self.pieces:
+            pieces.check_whole(self)
         if self.halves is not None:
             self._storage = self.halves.whole(self._storage)
 
@@ -98,6 +105,8 @@ class QuantizedTensor(torch.Tensor):
     @property
     def held(self) -> QuantizedStorage:
         """The record of the planes that are here: all, but for :mod:`opfuse.tensors.halves`."""
+        if self.pieces:
+            pieces.check_whole(self)
         return self._storage
 
     def storage(self) -> Any:
@@ -189,6 +198,9 @@ class QuantizedTensor(torch.Tensor):
         target = as_matrix(self.record)
         record = source.record if isinstance(source, QuantizedTensor) else None
         if record is not None and noop_flag is None and covers(record, target):
+            if self.cut is not None:
+                self._storage = pieces.paste(self.cut, replace(record, shape=self.shape, dtype=self.dtype))
+                return self
             self.check_writable("copy_", casting=False)
             for tensor, origin in tensor_pairs(target, record):
                 tensor.copy_(origin.reshape(tensor.shape))
@@ -249,7 +261,8 @@ class QuantizedTensor(torch.Tensor):
         """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
         tensor = QuantizedTensor(storage, quantizer=self._quantizer)
         tensor._readonly, tensor.ranks = readonly, self.ranks
-        tensor.halves = self.halves if storage is self._storage else None
+        if storage is self._storage:
+            tensor.halves, tensor.cut = self.halves, self.cut
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -367,20 +380,6 @@ def _inner(name: str) -> property:
 
 for _name in INNER_NAMES:  # what __tensor_flatten__ names must be attributes
     setattr(QuantizedTensor, _name, _inner(_name))
-
-
-def cast(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-    """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
-
-    def owning(x: torch.Tensor) -> QuantizedTensor:
-        storage = quantizer.quantize(x.record.dequantize() if isinstance(x, QuantizedTensor) else x)
-        # An identity plane is the caller's own tensor, which a later write must not reach.
-        kept = {id(plane.data) for plane in map(storage.plane, storage.usages) if plane.format.family == "identity"}
-        storage = map_tensors(storage, lambda tensor: tensor.clone() if id(tensor) in kept else tensor)
-        return QuantizedTensor(storage, quantizer=quantizer)
-
-    made: QuantizedTensor = straight_through(owning, x)
-    return made
 
 
 def rebuild(

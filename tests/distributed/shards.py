@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import opfuse
 from opfuse import ops
 from opfuse.errors import OpfuseWarning
-from opfuse.tensors import QuantizedTensor
+from opfuse.tensors import QuantizedTensor, quantizers
 from opfuse.tensors.masters import stored_in
 from tests.distributed.training import RECIPES, Task, region_of
+from tests.tensors.quantized_samples import QUANTIZERS, values
 
 
 def sharded(recipe: str, rows: int, ranks: int, device: str, *, meta: bool = False) -> nn.Module:
@@ -82,7 +83,44 @@ def check_cut_tiles(recipe: str, rank: int, ranks: int, device: str) -> list[str
     return wrong + (["quantized"] if isinstance(stored_in(model[0].weight), QuantizedTensor) else [])
 
 
+class Layer(nn.Module):
+    """A module that is no pipeline: it reads the values of its weight, in both passes."""
+
+    def __init__(self, quantizer: quantizers.Quantizer) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(quantizer(values((128, 96), dtype=torch.float32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The results of the calls of two steps."""
+    optimizer, outputs = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs.append(model(x))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+    return [y.detach() for y in outputs]
+
+
+def check_layer(kind: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A module that is no pipeline trains as on one rank."""
+    quantizer, x = QUANTIZERS[kind](), values((8, 96), dtype=torch.float32).to(device)
+    expected = steps(alone := Layer(quantizer).to(device), x)
+    model = fully_shard(Layer(quantizer).to(device), mesh=init_device_mesh(device, (ranks,)))
+    wrong = [f"call {i}" for i, (y, want) in enumerate(zip(steps(model, x), expected)) if not torch.equal(y, want)]
+    model.reshard()
+    rows = slice(128 // ranks * rank, 128 // ranks * (rank + 1))
+    if not torch.equal(model.weight.to_local().dequantize(), alone.weight.dequantize()[rows]):
+        wrong.append("weights")
+    model.unshard()
+    return wrong + ([] if isinstance(model.weight, QuantizedTensor) else ["plain"])
+
+
 TASKS: list[Task] = [
+    *((check_layer, kind) for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4")),
     (check_written_apart, "current"),
     (check_written_apart, "nvfp4"),
     (check_materialised, "current"),

@@ -28,6 +28,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning
 from opfuse.tensors.masters import stored_in
+from tests.processes import run_ranks
 
 ROWS, STEPS = 32, 2
 BOUND = 2.0**-6
@@ -353,7 +354,7 @@ def worker(rank: int, folder: str, ranks: int, device: str, tasks: list[Task]) -
 def spawn(ranks: int, device: str, tasks: list[Task]) -> None:
     """One process for each rank, which run all tasks."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (folder, ranks, device, tasks), nprocs=ranks)
+        run_ranks(worker, folder, ranks, device, tasks, ranks=ranks)
 
 
 WIRES: list[Task] = [(check_wire, name) for name in RECIPES if name != "none"]

@@ -226,6 +226,30 @@ def test_states_that_a_checkpoint_was_not_asked_for_are_missed_aloud(through, tm
 
 
 @pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_is_read_into_the_models_own_tensors_is_missed_aloud_too(tmp_path):
+    """``dcp.load(model.state_dict())`` fills parameters in place, and nobody loads the dictionary."""
+    dcp.save(trained().state_dict(), checkpoint_id=tmp_path)
+    fresh, looked_at = mlp(), mlp()
+    dcp.load(fresh.state_dict(), checkpoint_id=tmp_path)
+    with pytest.warns(OpfuseWarning, match=r"without the keys of states.*opfuse\.prepare_delayed\(model, recipe\) before"):
+        step(fresh, DELAYED)
+    looked_at.state_dict()
+    looked_at.load_state_dict(mlp().state_dict())
+    step(looked_at, DELAYED)
+    used = mlp()
+    step(used, None)
+    used.state_dict()
+    torch.optim.SGD(used.parameters(), lr=1.0).step()
+    step(used, DELAYED)
+
+
+def test_names_of_buffers_are_names_in_their_module():
+    model = trained()
+    assert not [name for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_states_go_through_ddp(full, tmp_path):

@@ -1,7 +1,6 @@
-"""Quantized parameters as FSDP2 shards: the gather protocol with pieces side by side, and with two processes."""
+"""Quantized parameters as FSDP2 shards: the gather protocol, with pieces side by side; tests/distributed has processes."""
 
 import copy
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,6 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from tests.processes import run_ranks
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
@@ -167,27 +165,6 @@ def test_h23_shards_that_cut_a_block_hold_plain_values_and_uneven_ones_are_refus
         gather([make("block2d", shape=(256, 96)), make("block2d", shape=(128, 96))], (384, 96))
 
 
-class Layer(nn.Module):
-    def __init__(self, quantizer):
-        super().__init__()
-        self.weight = nn.Parameter(quantizer(values((128, 96), dtype=torch.float32)))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)
-
-
-def train(model, x, steps=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    outputs = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        y = model(x)
-        y.square().mean().backward()
-        optimizer.step()
-        outputs.append(y.detach())
-    return outputs
-
-
 @pytest.fixture
 def group():
     store = dist.HashStore()
@@ -212,35 +189,3 @@ def test_a_quantizer_with_a_process_group_is_copied_but_not_saved(group, tmp_pat
         t.zero_()
         t.copy_(loaded)
         assert same_bytes(planes(loaded), planes(t))
-
-
-def worker(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
-    for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4"):
-        compare(REDUCING[kind] if kind in REDUCING else QUANTIZERS[kind](), rank)
-    gc.collect()  # a module holds the group through its mesh
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def compare(quantizer, rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    x = values((8, 96), dtype=torch.float32)
-    expected = train(alone := Layer(quantizer), x)
-    model = fully_shard(Layer(quantizer), mesh=init_device_mesh("cpu", (2,)))
-    assert isinstance(model.weight.to_local(), QuantizedTensor)
-    for y, want in zip(train(model, x), expected, strict=True):
-        assert torch.equal(y, want)
-    model.reshard()
-    rows = slice(64 * rank, 64 * rank + 64)
-    assert torch.equal(model.weight.to_local().dequantize(), alone.weight.dequantize()[rows])
-    model.unshard()
-    assert isinstance(model.weight, QuantizedTensor)
-
-
-@pytest.mark.row("H20")
-def test_r17_fsdp2_on_two_processes_equals_one(tmp_path):
-    run_ranks(worker, tmp_path / "store")

@@ -1,0 +1,75 @@
+"""Rows that are written into a quantized tensor piece by piece: torch.distributed.checkpoint loads shards into a whole weight so.
+
+A piece takes quantized rows of its layout, byte for byte. Where all rows share a scale or an amax, and the tensor has another,
+pieces wait until all rows have come: until then the tensor has no values, and reading it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from opfuse.errors import QuantizedTensorError, describe
+from opfuse.tensors.planes import map_tensors
+from opfuse.tensors.rows import paste_rows, shared_by_rows
+from opfuse.tensors.shards import unsure
+from opfuse.tensors.storage import QuantizedStorage
+
+if TYPE_CHECKING:
+    from opfuse.tensors.tensor import QuantizedTensor
+
+_CURE = "write all rows, with pieces of one tensor"
+
+
+class Cut(NamedTuple):
+    """Where a piece lies: entries [start, stop) of the first dimension of ``whole``."""
+
+    whole: QuantizedTensor
+    start: int
+    stop: int
+
+
+def paste(cut: Cut, rows: QuantizedStorage) -> QuantizedStorage:
+    """Write ``rows``, quantized in the layout of the piece, which holds a copy of them: what is returned.
+
+    QuantizedTensorError if pieces of several scales make the whole.
+    """
+    whole, rows = cut.whole, map_tensors(rows, torch.clone)
+    whole.check_writable("copy_ of rows", casting=False)
+    if not whole.pieces and _alike(whole.held, rows):
+        _write(whole, {cut.start: (cut.stop, rows)})
+        return rows
+    kept = {start: piece for start, piece in whole.pieces.items() if piece[0] <= cut.start or start >= cut.stop}
+    kept[cut.start] = (cut.stop, rows)
+    if sum(stop - start for start, (stop, _) in kept.items()) < whole.shape[0]:
+        whole.pieces = kept
+        return rows
+    whole.pieces = {}
+    if not all(_alike(rows, piece) for _, piece in kept.values()):
+        wanted, got = "pieces of one tensor", "pieces whose rows share different scales, or amaxes"
+        cure = "save shards after their first forward pass, from when they share them; or load values"
+        raise QuantizedTensorError(describe(f"rows of {whole!r}", wanted=wanted, got=got, cure=cure))
+    _write(whole, kept)
+    return rows
+
+
+def _write(whole: QuantizedTensor, pieces: Mapping[int, tuple[int, QuantizedStorage]]) -> None:
+    for start, (_, piece) in pieces.items():
+        paste_rows(whole.held, start, piece)
+    whole.ranks = unsure(whole.ranks)
+    increment_version([tensor for tensor in (whole, *whole.held.tensors()) if not tensor.is_inference()])
+
+
+def check_whole(tensor: QuantizedTensor) -> None:
+    """QuantizedTensorError while rows are missing."""
+    if tensor.pieces:
+        got = ", ".join(f"{start} to {stop}" for start, (stop, _) in sorted(tensor.pieces.items()))
+        raise QuantizedTensorError(describe(f"reading {tensor!r}", wanted="all rows", got=f"rows {got} only", cure=_CURE))
+
+
+def _alike(one: QuantizedStorage, other: QuantizedStorage) -> bool:
+    pairs = zip(shared_by_rows(one), shared_by_rows(other), strict=True)
+    return all(torch.equal(a.reshape(-1).view(torch.int32), b.reshape(-1).view(torch.int32)) for a, b in pairs)

@@ -1,0 +1,109 @@
+"""Distributed checkpoints of what trains on several ranks: to as many, to one and back, saved aside, and what a crash leaves."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import opfuse
+from tests.distributed.training import RECIPES, WRAPS, Case, Task, build, data, loss_of, optimizer_of, region_of, whole
+
+Trainer = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def trainer(case: Case, wrap: str | None, ranks: int, device: str, *, scale: float = 1.0) -> Trainer:
+    """A model and its optimizer, spread as ``wrap`` says, or one that each rank has whole. scale: of its first values."""
+    model = build(case, ranks, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    if case.recipe == "delayed":
+        opfuse.prepare_delayed(model, RECIPES[case.recipe]())
+    spread = model if wrap is None else WRAPS[wrap](model, case, ranks, device)
+    return spread, optimizer_of(case, spread.parameters())
+
+
+def train(case: Case, trainer: Trainer, x: torch.Tensor) -> torch.Tensor:
+    """One step; its loss."""
+    model, optimizer = trainer
+    with region_of(case.recipe):
+        loss = loss_of(model, x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def states(trainer: Trainer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(*trainer)))
+
+
+def resume(trainer: Trainer, path: Path, **options: Any) -> Trainer:
+    """``trainer`` with what the checkpoint holds."""
+    state = states(trainer)
+    dcp.load(state, checkpoint_id=path, **options)
+    set_state_dict(*trainer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return trainer
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def shared_folder() -> Path:
+    """A folder that all ranks know."""
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name, 0)
+    return Path(str(name[0]))
+
+
+def check_checkpoint(case: Case, rank: int, ranks: int, device: str) -> list[str]:
+    """What was saved goes on as what saved it, on as many ranks, wrapped otherwise, and after one process had it."""
+    folder, first = shared_folder(), trainer(case, case.wrap, ranks, device)
+    batches = [data(case, step, 0, rank, ranks).to(device) for step in range(2)]
+    train(case, first, batches[0])
+    saved = whole(first[0].parameters())
+    dcp.save(states(first), checkpoint_id=folder / "saved")
+    others = dist.new_group(backend="gloo")  # a thread's messages must not meet those of the training
+    aside = dcp.async_save(states(first), checkpoint_id=folder / "aside", process_group=others)
+    loss = train(case, first, batches[1])  # while it is written
+    aside.result()
+    after = whole(first[0].parameters())
+    if rank == 0:
+        alone = resume(trainer(case, None, ranks, device, scale=3.0), folder / "saved", no_dist=True)
+        dcp.save(states(alone), checkpoint_id=folder / "alone", no_dist=True)
+        wrong = [] if same(whole(alone[0].parameters()), saved) else ["one process has other values"]
+    else:
+        wrong = []
+    dist.barrier()
+    for name in ("saved", "aside", "alone"):
+        for wrap in ("fsdp", "ddp") if name == "saved" else (case.wrap,):
+            other = resume(trainer(case, wrap, ranks, device, scale=3.0), folder / name)
+            if not same(whole(other[0].parameters()), saved):
+                wrong.append(f"{name}: other values under {wrap}")
+            if not torch.equal(train(case, other, batches[1]), loss):
+                wrong.append(f"{name}: another loss under {wrap}")
+            if not same(whole(other[0].parameters()), after):
+                wrong.append(f"{name}: another step under {wrap}")
+    return wrong
+
+
+TASKS: list[Task] = [
+    (check_checkpoint, Case("delayed")),
+    (check_checkpoint, Case("current", stored=True)),
+    (check_checkpoint, Case("mxfp8", stored=True)),
+]
+MORE: list[Task] = [
+    (check_checkpoint, Case(recipe, stored=stored, wrap=wrap))
+    for recipe in RECIPES
+    for stored in (False, True)
+    for wrap in ("fsdp", "ddp")
+    if recipe != "none" or not stored
+]

@@ -328,6 +328,10 @@ LOSSES: dict[str, Callable[[tuple], tuple]] = {
 }
 
 
+FOUND = {"the ops": 19, "the recipe's fields": 40, "the backward override": 40, "grad mode": 12, "the input": 6, "the rules": 26}
+"""Seeds that found a loss once, which are tried first; any other will do where a change draws other sequences from them."""
+
+
 @pytest.mark.parametrize("lost", LOSSES)
 def test_r9_the_search_finds_a_key_that_lacks_a_field(lost, monkeypatch):
     plan = OperationFuser.plan
@@ -340,4 +344,4 @@ def test_r9_the_search_finds_a_key_that_lacks_a_field(lost, monkeypatch):
         return plans[key]
 
     monkeypatch.setattr(OperationFuser, "plan", careless)
-    assert any(live(seed)[1] for seed in range(200))
+    assert any(live(seed)[1] for seed in (FOUND.get(lost, 0), *range(200)))

@@ -28,6 +28,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning
 from opfuse.tensors.masters import stored_in
+from tests.convert.blocks import GatedMLP
 from tests.processes import run_ranks
 
 ROWS, STEPS = 32, 2
@@ -59,7 +60,8 @@ class Case:
     wrap: how the model is spread. stored: weights live quantized, and AdamW steps on masters. reshard: parameters are freed
     between forward and backward. mixed: parameters in fp32, computing in bf16, gradients summed in fp32. micro: batches whose
     gradients are accumulated, of which the last one is reduced. recompute: layers run inside a checkpoint. keep: parameters stay
-    whole after a backward pass that reduces nothing.
+    whole after a backward pass that reduces nothing. converted: a model of torch that ``fuse_`` converted; its gate and up are
+    read as one matrix, which no rank may put together from shards.
     """
 
     recipe: str
@@ -70,10 +72,11 @@ class Case:
     micro: int = 1
     recompute: bool = False
     keep: bool = False
+    converted: bool = False
 
     def __str__(self) -> str:
         flags = {"stored": self.stored, "whole between passes": not self.reshard, "mixed": self.mixed, "micro": self.micro > 1}
-        flags |= {"recomputed": self.recompute, "kept": self.keep}
+        flags |= {"recomputed": self.recompute, "kept": self.keep, "converted": self.converted}
         return ", ".join((self.recipe, self.wrap, *(name for name, on in flags.items() if on)))
 
 
@@ -94,6 +97,9 @@ def width(recipe: str, ranks: int) -> int:
 def build(case: Case, ranks: int, device: str) -> nn.Sequential:
     torch.manual_seed(0)
     features, dtype = width(case.recipe, ranks), torch.float32 if case.mixed else torch.bfloat16
+    if case.converted:
+        gated = nn.Sequential(nn.RMSNorm(features, dtype=dtype), GatedMLP(features, features, bias=True).to(dtype))
+        return opfuse.fuse_(nn.Sequential(gated, nn.Linear(features, features, dtype=dtype)).to(device))
     with opfuse.quantized_model_init(enabled=case.stored, recipe=RECIPES[case.recipe]()):
         made = Recomputed if case.recompute else ops.Sequential
         first = made(ops.RMSNorm(features, dtype=dtype), ops.Linear(features, features, dtype=dtype), ops.GELU())
@@ -200,7 +206,7 @@ def together(case: Case, rank: int, ranks: int, device: str) -> Trained:
 
 def shard(model: nn.Sequential, case: Case, mesh: Any) -> nn.Module:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else MixedPrecisionPolicy()
-    for module in (*model, model):
+    for module in (model,) if case.converted else (*model, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=mixed)
     return model
 
@@ -368,6 +374,7 @@ FEW = [
     Case("block", stored=True),
     Case("block rows", stored=True, recompute=True),
     Case("mxfp8", stored=True, micro=2, keep=True),
+    Case("mxfp8", converted=True),
     Case("delayed", wrap="ddp", micro=2),
     Case("mxfp8", stored=True, wrap="ddp"),
 ]

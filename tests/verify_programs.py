@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from opfuse.program.recording.steps import CallStep, OpStep
 
 from opfuse.program.program import Program
-from opfuse.program.steps import CallStep, OpStep
 from opfuse.program.tape import Tape
 from opfuse.runtime import programs
 from opfuse.tensors import QuantizedTensor
@@ -22,8 +22,8 @@ _make = Program.__init__
 
 def _repeats(program: Program) -> bool:
     """Whether a second run gives what the first one gave."""
-    draws = (isinstance(step, OpStep) and torch.Tag.nondeterministic_seeded in step.op.tags for step in program.steps)
-    return not any(draws) and not any(isinstance(step, CallStep) for step in program.steps)
+    draws = (isinstance(step, OpStep) and torch.Tag.nondeterministic_seeded in step.op.tags for step in program.recording.steps)
+    return not any(draws) and not any(isinstance(step, CallStep) for step in program.recording.steps)
 
 
 def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> None:

@@ -45,21 +45,21 @@ def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
 class Line:
     """The text of the function, and the values of its constants.
 
-    addressed: by number the base of a tensor whose address is read. slab: bytes of the block for what only kernels see, of which
-    the first ``zeroed`` are set to 0 at each call; its base is ``addressed[SLAB]``. kept: numbers that have no variable, since
-    they lie in the slab.
+    given, results: numbers of what comes in and goes out. addressed: by number the base of a tensor whose address is read.
+    rooms: bytes of the blocks that a call makes; of the slab the first ``zeroed`` are set to 0. inside: numbers of tensors that
+    have no variable, since they lie in a block.
     """
 
     def __init__(
         self,
         steps: Sequence[Step],
-        given: int,
+        given: Sequence[int],
         results: Sequence[int],
         *,
         device: torch.device | None,
         addressed: Mapping[int, int],
         inside: Collection[int],
-        slab: int,
+        rooms: Mapping[int, int],
         zeroed: int,
     ) -> None:
         self._constants: dict[str, Any] = {}
@@ -68,8 +68,9 @@ class Line:
         self._launches = self._products = 0
         self._empty = empty_on(device) if device is not None else None
         last, kept = last_reads(steps), {*inside, *results}
-        self._start(given, last, kept, slab, zeroed)
-        defined = set(range(given))
+        self._start(given, last, kept)
+        self._make_rooms(rooms, zeroed)
+        defined = set(given)
         for i, step in enumerate(steps):
             made = [n for n in getattr(step, "results", ()) if n not in defined]
             if not (isinstance(step, OpStep) and len(step.results) == 1 and step.results[0] in inside):
@@ -104,19 +105,22 @@ class Line:
     def _new_constant(self, value: Any) -> str:
         return self._constant(f"c{len(self._constants)}", value)
 
-    def _start(self, given: int, last: Mapping[int, int], kept: Collection[int], slab: int, zeroed: int) -> None:
+    def _start(self, given: Sequence[int], last: Mapping[int, int], kept: Collection[int]) -> None:
         if given:
-            self._say(f"{', '.join(map(_name, range(given)))}, = given")
+            self._say(f"{_targets(given)}given")
         self._say("given.clear()")
         if self._addressed:
             self._say("at, move, arguments, products = frame.at, frame.move, frame.arguments, frame.products")
-        self._moved(range(given))
-        self._let_go([n for n in range(given) if n not in last and n not in kept])
-        if slab:
-            self._room(_name(SLAB), (slab,), torch.uint8)
-            self._moved([SLAB])
-        if zeroed:
-            self._zero("address", zeroed)
+        self._moved(given)
+        self._let_go([number for number in given if number not in last and number not in kept and number >= 0])
+
+    def _make_rooms(self, rooms: Mapping[int, int], zeroed: int) -> None:
+        for block, size in rooms.items():
+            if size:
+                self._room(_name(block), (size,), torch.uint8)
+                self._moved([block])
+                if block == SLAB and zeroed:
+                    self._zero("address" if block in self._addressed else "slab.data_ptr()", zeroed)
 
     def _moved(self, numbers: Collection[int]) -> None:
         """Compare the addresses of tensors that were just made with those that the frame has."""
@@ -162,7 +166,7 @@ class Line:
             self._products += 1
         elif isinstance(step, CallStep):
             self._say(f"{_targets(step.results)}{self._new_constant(step.function)}()")
-        elif (room := self._plain_room(step)) is not None:
+        elif (room := plain_room(step, self._device)) is not None:
             shape, dtype = room
             (number,) = step.results
             self._room(_name(number), shape, dtype)
@@ -173,15 +177,6 @@ class Line:
                 self._zero(f"{_name(number)}.data_ptr()", size)
         else:
             self._op(step)
-
-    def _plain_room(self, step: OpStep) -> tuple[Sequence[int], torch.dtype] | None:
-        """Shape and dtype, if the step makes room on the program's device, in rows, and for nothing else."""
-        dtype, device = step.kwargs.get("dtype"), step.kwargs.get("device")
-        if step.op not in MAKES_ROOM or self._device is None or device is None or dtype is None or len(step.args) != 1:
-            return None
-        index = self._device.index if device.index is None else device.index
-        usual = {"dtype", "device", "layout", "pin_memory"}.issuperset(step.kwargs) and not step.kwargs.get("pin_memory")
-        return (step.args[0], dtype) if usual and (device.type, index) == (self._device.type, self._device.index) else None
 
     def _op(self, step: OpStep) -> None:
         op = self._new_constant(_BINDINGS.get(step.op, step.op))
@@ -207,15 +202,30 @@ class Line:
         return repr(value) if kind in _LITERALS else self._new_constant(value)
 
 
-SLAB = -1
-"""The number of the block for what only kernels see."""
+SLAB, KEPT = -1, -2
+"""The numbers of the block for what only this program's kernels see, and of that which one program leaves to another."""
+
+_BLOCKS = {SLAB: "slab", KEPT: "kept"}
 
 MAKES_ROOM = (_aten.empty.memory_format, _aten.zeros.default)
 """Ops that make a tensor whose values nothing decides."""
 
 
+def plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], torch.dtype] | None:
+    """Shape and dtype, if the step makes room on the program's device, in rows, and does nothing else."""
+    if not isinstance(step, OpStep) or step.op not in MAKES_ROOM or device is None or len(step.args) != 1:
+        return None
+    dtype, where = step.kwargs.get("dtype"), step.kwargs.get("device")
+    if dtype is None or where is None or step.kwargs.get("pin_memory") or not _USUAL.issuperset(step.kwargs):
+        return None
+    return (step.args[0], dtype) if where.type == device.type and where.index in (None, device.index) else None
+
+
+_USUAL = {"dtype", "device", "layout", "pin_memory"}
+
+
 def _name(number: int) -> str:
-    return "slab" if number == SLAB else f"t{number}"
+    return _BLOCKS.get(number) or f"t{number}"
 
 
 def _targets(numbers: Sequence[int]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from opfuse.kernels.engine.bindings import driver
 from opfuse.kernels.engine.compiling import Variant
-from opfuse.kernels.engine.launch import Grid, launch
+from opfuse.kernels.engine.launch import Grid, function, is_current, on_device
 from opfuse.kernels.engine.registry import Kernel, leading, runs_kernels
 
 
@@ -20,11 +24,30 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
     launches: list[Callable[[], None]] = []
 
     def prepare(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
-        launches.append(functools.partial(launch, variant, entry, grid, layout, *fields, device=device))
+        launches.append(
+            functools.partial(_launch, function(variant, entry, device), grid, _Parameter(layout.pack(*fields)), device)
+        )
 
     def run() -> None:
-        for call in launches:
-            call()
+        for launch in launches:
+            launch()
 
     kernel.run(prepare, *args)
     return run
+
+
+class _Parameter:
+    """A packed parameter, and the address that the driver takes."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self.address = ctypes.addressof(self._pointers)
+
+
+def _launch(kernel: int, grid: Grid, parameter: _Parameter, device: int) -> None:
+    if not is_current(device):
+        with on_device(device):
+            return _launch(kernel, grid, parameter, device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    driver().launchKernel(kernel, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, parameter.address, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ import torch
 from opfuse.kernels.engine import launch as launching
 from opfuse.program.cublaslt import OPERANDS, Form, Product, library
 from opfuse.program.frame import Frame, Reader, Readers
-from opfuse.program.line import MAKES_ROOM, SLAB, Line
-from opfuse.program.slab import slab_of
-from opfuse.program.steps import LaunchStep, OpStep, Place, ProductStep, Step
+from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
+from opfuse.program.slab import Slab, slab_of
+from opfuse.program.steps import CallStep, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
 
 _aten: Any = torch.ops.aten
@@ -24,61 +25,97 @@ Larger ones live as long as they are read. It is where torch's allocator, too, p
 """
 
 
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What programs are made of. given, results: numbers of the tensors that come in and go out. device: where launches run.
+
+    sizes: bytes of the memory of tensors on that device, if they are small.
+    """
+
+    steps: tuple[Step, ...]
+    given: tuple[int, ...]
+    results: tuple[int, ...]
+    device: int | None
+    sizes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
+        """What is on a tape, without what nobody needs; products go to cuBLASLt where they can."""
+        steps = _needed([each for step in tape.steps for each in _by_address(tape, step)], results)
+        device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
+        sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) is not None and size <= SMALL}
+        return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
+
+    def read_as_tensors(self) -> set[int]:
+        """Numbers of the tensors of which torch reads more than the address."""
+        return {number for step in self.steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
+
+
 class Program:
     """What a tape recorded, to be run for tensors that look like those of the recording.
 
     Small memory that only kernels see lies in one slab; a tensor is made where it is large, torch reads it, or the caller gets
-    it. Threads may run a program at the same time: each call has a frame of its own. steps: what is run. text: the function that
-    runs it, as Python.
+    it. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text: the
+    function that runs it, as Python.
     """
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
-        self.steps = _needed([each for step in tape.steps for each in _by_address(tape, step)], results)
-        self._launches = [step for step in self.steps if isinstance(step, LaunchStep)]
-        self._products = [step for step in self.steps if isinstance(step, ProductStep)]
-        by_address: list[LaunchStep | ProductStep] = [*self._launches, *self._products]
-        self._device = by_address[0].device if by_address else None
+        self._make(Recording.of(tape, results), NO_BLOCK, NO_BLOCK)
+
+    def _make(self, recording: Recording, comes: Slab, goes: Slab) -> None:
+        """comes, goes: small tensors that come in, or are returned, in one block, the last of what does."""
+        self.recording = recording
+        self._launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
+        self._products = [step for step in recording.steps if isinstance(step, ProductStep)]
+        self._device = recording.device
         workspace = max((step.workspace for step in self._products), default=0)
-        sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, self._device)) is not None and size <= SMALL}
         empty, zeros = MAKES_ROOM
-        zeroed = slab_of(self.steps, sizes, zeros, results, reuses=False)
-        slab = slab_of(self.steps, sizes, empty, results, reserved=zeroed.size + workspace)
+        own = {number: size for number, size in recording.sizes.items() if number not in goes.offsets}
+        zeroed = slab_of(recording.steps, own, zeros, recording.results, reuses=False)
+        slab = slab_of(recording.steps, own, empty, recording.results, reserved=zeroed.size + workspace)
         self.slab = slab._replace(offsets={**zeroed.offsets, **slab.offsets})
+        kept = comes if comes.size else goes
+        places = {SLAB: (SLAB, 0), **_in_block(SLAB, self.slab), **_in_block(KEPT, kept)}
         bases: dict[int, int] = {}
-        self._readers = self._read(bases, workspace=zeroed.size)
+        self._readers = self._read(bases, places, workspace=zeroed.size)
         line = Line(
-            self.steps,
-            len(tape.given),
-            results,
+            recording.steps,
+            _with_block(recording.given, comes),
+            _with_block(recording.results, goes),
             device=None if self._device is None else torch.device("cuda", self._device),
             addressed=bases,
-            inside=self.slab.offsets.keys(),
-            slab=self.slab.size,
+            inside=places.keys(),
+            rooms={SLAB: self.slab.size, KEPT: goes.size},
             zeroed=zeroed.size,
         )
         self.text, self._run = line.text, line.function()
         self._frames = [self._new_frame()]
 
-    def _read(self, bases: dict[int, int], *, workspace: int) -> dict[int, Readers]:
-        """Who reads which address, by bases, which are numbered here: tensors, and the slab for all that lie in it."""
+    def with_blocks(self, *, comes: Slab | None = None, goes: Slab | None = None) -> Program:
+        """The same, for small tensors that come in one block, or go out in one; it is the last of what does."""
+        program = Program.__new__(Program)
+        program._make(self.recording, comes or NO_BLOCK, goes or NO_BLOCK)
+        return program
+
+    def _read(self, bases: dict[int, int], places: Mapping[int, tuple[int, int]], *, workspace: int) -> dict[int, Readers]:
+        """Who reads which address, by bases, which are numbered here: tensors, and blocks for all that lie in them."""
         readers: dict[int, Readers] = {}
 
         def base_of(place: Place) -> tuple[int, int]:
-            inside = place.number == SLAB or place.number in self.slab.offsets
-            offset = self.slab.offsets.get(place.number, 0) + place.offset
-            base = bases.setdefault(SLAB if inside else place.number, len(bases))
+            owner, offset = places.get(place.number, (place.number, 0))
+            base = bases.setdefault(owner, len(bases))
             readers.setdefault(base, Readers([], []))
-            return base, offset
+            return base, offset + place.offset
 
         for index, launch in enumerate(self._launches):
             for hole in launch.holes:
                 base, offset = base_of(hole.place)
                 readers[base].launches.append(Reader(index, hole.word, offset))
         for index, product in enumerate(self._products):
-            places = {**product.places, "workspace": Place(SLAB, workspace)}
+            operands = {**product.places, "workspace": Place(SLAB, workspace)}
             for at, operand in enumerate(OPERANDS):
-                base, offset = base_of(places[operand])
+                base, offset = base_of(operands[operand])
                 readers[base].products.append(Reader(index, at, offset))
         return readers
 
@@ -101,6 +138,19 @@ class Program:
         results = self._run(given, frame, 0 if device is None else torch._C._cuda_getCurrentRawStream(device))
         self._frames.append(frame)
         return results
+
+
+NO_BLOCK = Slab(0, {})
+
+
+def _in_block(block: int, slab: Slab) -> dict[int, tuple[int, int]]:
+    """Block and offset of the tensors in it."""
+    return {number: (block, offset) for number, offset in slab.offsets.items()}
+
+
+def _with_block(numbers: Sequence[int], block: Slab) -> list[int]:
+    """Those that are not in the block, and it."""
+    return [*(number for number in numbers if number not in block.offsets), *([KEPT] if block.size else [])]
 
 
 def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:

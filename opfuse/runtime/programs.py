@@ -7,11 +7,10 @@ library itself computes is recorded: an op, a rule or a quantizer of the user's 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -24,6 +23,8 @@ from opfuse.environment import variable
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape, Unrecordable
+from opfuse.runtime.recompute import saving_hooks
+from opfuse.runtime.recorded import REFUSED, SEEN, Backward, Packing, Programs, Recorded
 from opfuse.runtime.run import Kept, Kwargs, Runner
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -32,9 +33,6 @@ _log = logging.getLogger("opfuse.programs")
 
 ALIGNMENT = 16
 """Bytes: whether a tensor starts on a multiple decides which kernels run."""
-
-LOOKS = 32
-"""Looks of inputs for which a plan keeps programs; the one that was entered first goes."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
@@ -53,40 +51,6 @@ def interpreted() -> Iterator[None]:
         _enabled.reset(reset)
 
 
-class Programs(OrderedDict[Any, Any]):
-    """What became of each look: SEEN once, REFUSED, or its program."""
-
-    def note(self, look: Any, what: Any) -> None:
-        """Enter it, and forget the oldest if there are too many."""
-        self[look] = what
-        self.move_to_end(look)
-        while len(self) > LOOKS:
-            self.popitem(last=False)
-
-
-@dataclass(eq=False)
-class Backward:
-    """The backward pass of a recorded segment, for one look of what comes in: which results there are, and their program."""
-
-    program: Program
-    present: tuple[bool, ...]
-
-
-@dataclass(eq=False)
-class Recorded:
-    """A recorded segment.
-
-    outputs: for each output its structure, if it is quantized. interpreter: it, with what its ops know of the run, for a
-    backward pass that is not recorded yet. backward: programs by looks.
-    """
-
-    program: Program
-    outputs: tuple[QuantizedStorage | None, ...]
-    interpreter: Runner
-    backward: Programs = field(default_factory=Programs)
-
-
-SEEN, REFUSED = "seen", "refused"
 BEFORE = 1
 """Calls of a look that are interpreted before one is recorded."""
 
@@ -322,15 +286,20 @@ class Repeater:
         self._recorded = recorded
         self._given = given(tensors)
         self._saved: list[torch.Tensor] = []
+        self._packing: Packing | None = None
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
         """The segment's outputs."""
+        recorded, program = self._recorded, self._recorded.program
+        # Hooks of saved tensors, such as a checkpoint's, may count what is saved, or compare it with an earlier call.
+        if recorded.packing is not None and saving_hooks(True) is None:
+            self._packing, program = recorded.packing, recorded.packing.forward
         with self._without_autocast():
-            results = self._recorded.program(self._given)
+            results = program(self._given)
         self._given = []
         values: list[Value] = []
         at = 0
-        for structure in self._recorded.outputs:
+        for structure in recorded.outputs:
             count = 1 if structure is None else len(structure.tensors())
             values.append(results[at] if structure is None else structure.with_tensors(results[at : at + count]))
             at += count
@@ -346,7 +315,25 @@ class Repeater:
         self, grad_outputs: dict[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """As of the interpreter."""
-        saved, programs = list(tensors), self._recorded.backward
+        saved = list(tensors)
+        if (packing := self._packing) is None:
+            return self._gradients(grad_outputs, saved)
+        block = saved.pop()
+        came = [*grad_outputs.values(), *saved]
+        look = None if torch._C._len_torch_dispatch_stack() else look_of(came)
+        found = None if look is None else packing.backward.get((*grad_outputs, *look))
+        if isinstance(found, Backward):
+            return self._repeated(found, grad_outputs, came, saved, block)
+        return self._gradients(grad_outputs, list(packing.unpacked([*saved, block])), look if found is None else None)
+
+    def _gradients(
+        self,
+        grad_outputs: dict[int, torch.Tensor | None],
+        saved: list[torch.Tensor],
+        packed_look: tuple[Any, ...] | None = None,
+    ) -> list[torch.Tensor | None]:
+        """For what was saved one by one. packed_look: that of all but the block that some of it came in."""
+        recorded, programs = self._recorded, self._recorded.backward
         came = [*grad_outputs.values(), *saved]
         looks = None if torch._C._len_torch_dispatch_stack() else look_of(came)
         if looks is None:
@@ -354,22 +341,42 @@ class Repeater:
         look = (*grad_outputs, *looks)
         found = programs.get(look)
         if isinstance(found, Backward):
-            handed = given(came)
-            for held in (came, saved, grad_outputs):  # the program alone holds them, and lets each go when it is read
-                held.clear()
-            with self._without_autocast():
-                results = iter(found.program(handed))
-            return [next(results) if present else None for present in found.present]
+            self._pack(found, grad_outputs, packed_look)
+            return self._repeated(found, grad_outputs, came, saved)
         if found is REFUSED or (found is None and BEFORE):
             if found is None:
                 programs.note(look, SEEN)
             return self._interpreted(grad_outputs, saved, came)
         tape = Tape(given(came))
         with tape.recording():
-            result = self._recorded.interpreter.gradients(grad_outputs, iter(saved))
+            result = recorded.interpreter.gradients(grad_outputs, iter(saved))
         program = _program(self.plan, self.segment, tape, [grad for grad in result if grad is not None])
         programs.note(look, REFUSED if program is None else Backward(program, tuple(grad is not None for grad in result)))
         return result
+
+    def _pack(self, backward: Backward, grad_outputs: dict[int, torch.Tensor | None], look: tuple[Any, ...] | None) -> None:
+        """Have later calls save in one block what ``backward`` reads by address."""
+        recorded, grads = self._recorded, sum(grad is not None for grad in grad_outputs.values())
+        if look is None:
+            recorded.pack(backward, grads)
+        elif self._packing is not None:
+            self._packing.backward.note((*grad_outputs, *look), self._packing.of_backward(backward, grads))
+
+    def _repeated(
+        self,
+        backward: Backward,
+        grad_outputs: dict[int, torch.Tensor | None],
+        came: list[torch.Tensor | None],
+        saved: list[torch.Tensor],
+        *block: torch.Tensor,
+    ) -> list[torch.Tensor | None]:
+        """By a program, which alone holds what came, and lets each go when it is read."""
+        handed = [*given(came), *block]
+        for held in (came, saved, grad_outputs):
+            held.clear()
+        with self._without_autocast():
+            results = iter(backward.program(handed))
+        return [next(results) if present else None for present in backward.present]
 
     def _interpreted(
         self, grad_outputs: dict[int, torch.Tensor | None], saved: list[torch.Tensor], came: list[torch.Tensor | None]

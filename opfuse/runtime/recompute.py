@@ -28,7 +28,9 @@ from opfuse.recipes import note_use
 from opfuse.recipes.passes import Pass, current_pass, running
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
-_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks of ``torch.autograd.graph.saved_tensors_hooks`` that are around, or None. The argument: even while torch traces."""
+
 _outside_function: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 """Off in the forward of an ``autograd.Function``, but not under ``torch.no_grad()``; off also in inference mode."""
 
@@ -87,7 +89,7 @@ Runs = Callable[..., Any]
 
 def repeated(pipeline: Pipeline) -> Callable[[Runs], Any] | None:
     """How to make this call of ``pipeline``, if a checkpoint will repeat it or repeats it now; None for an ordinary call."""
-    if _in_backward() < 0 and _hooks(False) is None and (_outside_function() or torch.is_inference_mode_enabled()):
+    if _in_backward() < 0 and saving_hooks(False) is None and (_outside_function() or torch.is_inference_mode_enabled()):
         return None
     if current_pass() is not None:  # called by an op of a call that was found
         return None

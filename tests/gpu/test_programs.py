@@ -10,7 +10,8 @@ from opfuse import ops, recipes
 from opfuse.program import cublaslt
 from opfuse.program.cublaslt import Form, Product
 from opfuse.program.steps import LaunchStep, ProductStep
-from opfuse.runtime.programs import Recorded, interpreted
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.recorded import Recorded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
@@ -58,7 +59,7 @@ def test_repeated_steps_equal_interpreted_ones(device, name):
         with interpreted():
             wanted = step(other, recipe, x, dy)
         assert all(map(torch.equal, got, wanted)), call
-    steps = [step for made in recorded_in(model) for step in made.program.steps]
+    steps = [step for made in recorded_in(model) for step in made.program.recording.steps]
     assert any(isinstance(step, LaunchStep) for step in steps)
     native = name in ("delayed", "current", "block", "row") and torch.cuda.get_device_capability(device)[0] == 9
     assert any(isinstance(step, ProductStep) for step in steps) == (native and cublaslt.library() is not None)

@@ -16,7 +16,8 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.runtime import programs
-from opfuse.runtime.programs import LOOKS, Backward, Recorded, interpreted
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.recorded import LOOKS, Backward, Recorded
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 

@@ -1,0 +1,142 @@
+"""What is kept of a segment that was recorded: its programs, forward and backward, by looks of what comes in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from opfuse.program.line import MAKES_ROOM, plain_room
+from opfuse.program.program import Program
+from opfuse.program.slab import ALIGNMENT, Slab
+from opfuse.program.steps import OpStep, Step
+from opfuse.runtime.run import Runner
+from opfuse.tensors.storage import QuantizedStorage
+
+LOOKS = 32
+"""Looks of inputs for which a plan keeps programs; the one that was entered first goes."""
+
+SEEN, REFUSED = "seen", "refused"
+
+
+class Programs(OrderedDict[Any, Any]):
+    """What became of each look: SEEN once, REFUSED, or its program."""
+
+    def note(self, look: Any, what: Any) -> None:
+        """Enter it, and forget the oldest if there are too many."""
+        self[look] = what
+        self.move_to_end(look)
+        while len(self) > LOOKS:
+            self.popitem(last=False)
+
+
+@dataclass(eq=False)
+class Backward:
+    """The backward pass of a recorded segment, for one look of what comes in: which results there are, and their program."""
+
+    program: Program
+    present: tuple[bool, ...]
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A recorded segment.
+
+    outputs: for each output its structure, if it is quantized. interpreter: it, with what its ops know of the run, for a
+    backward pass that is not recorded yet. backward: programs by looks. packing: how what is saved goes in one block; None
+    before a backward pass has been repeated, and where that would save nothing. packs: whether that is still open.
+    """
+
+    program: Program
+    outputs: tuple[QuantizedStorage | None, ...]
+    interpreter: Runner
+    backward: Programs = field(default_factory=Programs)
+    packing: Packing | None = None
+    packs: bool = True
+
+    @property
+    def results(self) -> int:
+        """How many tensors the outputs are made of; those that are saved come behind them."""
+        return sum(1 if output is None else len(output.tensors()) for output in self.outputs)
+
+    def pack(self, backward: Backward, grads: int) -> None:
+        """Have later calls save in one block what ``backward`` reads by address. grads: how many come in before what is saved."""
+        if self.packs:
+            self.packs, self.packing = False, Packing.of(self, backward.program, grads)
+
+
+@dataclass(eq=False)
+class Packing:
+    """Small tensors that only kernels read, saved in one block: one allocation, one tensor for autograd to carry.
+
+    forward: the program that returns the others, and the block last. offsets: in the block, by position among what is saved.
+    rooms: shape and dtype, likewise. count: of all that is saved. backward: programs that take the block last, by looks of the
+    others.
+    """
+
+    forward: Program
+    offsets: dict[int, int]
+    rooms: dict[int, tuple[Sequence[int], torch.dtype]]
+    count: int
+    size: int
+    backward: Programs = field(default_factory=Programs)
+
+    @classmethod
+    def of(cls, recorded: Recorded, backward: Program, grads: int) -> Packing | None:
+        """For what this backward pass reads by address; None if that are less than two tensors."""
+        recording = recorded.program.recording
+        saved = recording.results[recorded.results :]
+        device = None if recording.device is None else torch.device("cuda", recording.device)
+        made = dict(_rooms(recording.steps, device))
+        for number in recording.read_as_tensors():
+            made.pop(number, None)
+        packed = [
+            position
+            for position, number in enumerate(saved)
+            if number in made and number in recording.sizes and recording.results.count(number) == 1
+            if _is_by_address(backward, grads + position)
+        ]
+        if len(packed) < 2:
+            return None
+        offsets, size = dict[int, int](), 0
+        for position in packed:
+            offsets[position] = size
+            size += -(-recording.sizes[saved[position]] // ALIGNMENT) * ALIGNMENT
+        goes = Slab(size, {saved[position]: offset for position, offset in offsets.items()})
+        rooms = {position: made[saved[position]] for position in packed}
+        return cls(recorded.program.with_blocks(goes=goes), offsets, rooms, len(saved), size)
+
+    def of_backward(self, backward: Backward, grads: int) -> Any:
+        """The same for the block; REFUSED if it reads more than addresses of what is in there."""
+        comes = Slab(self.size, {grads + position: offset for position, offset in self.offsets.items()})
+        if not all(_is_by_address(backward.program, number) for number in comes.offsets):
+            return REFUSED
+        return Backward(backward.program.with_blocks(comes=comes), backward.present)
+
+    def unpacked(self, saved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """All that was saved, in order; what the block holds in memory of its own, as if it had never been there."""
+        *others, block = saved
+        rest = iter(others)
+        for position in range(self.count):
+            if position not in self.offsets:
+                yield next(rest)
+                continue
+            shape, dtype = self.rooms[position]
+            room = torch.empty(shape, dtype=dtype, device=block.device)
+            start = self.offsets[position]
+            room.view(-1).view(torch.uint8).copy_(block[start : start + room.nbytes])
+            yield room
+
+
+def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple[int, tuple[Sequence[int], torch.dtype]]]:
+    """Number, shape and dtype of the tensors whose values kernels alone decide."""
+    for step in steps:
+        if isinstance(step, OpStep) and step.op is MAKES_ROOM[0] and (room := plain_room(step, device)) is not None:
+            yield step.results[0], room
+
+
+def _is_by_address(program: Program, number: int) -> bool:
+    return number not in program.recording.results and number not in program.recording.read_as_tensors()

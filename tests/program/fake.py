@@ -1,0 +1,74 @@
+"""A device for programs that is the CPU: its launches run Python functions over the addresses in their parameter."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid, Launch
+from opfuse.program import line
+from opfuse.program.line import plain_room
+from opfuse.program.steps import Step
+from opfuse.runtime import recorded
+
+LAYOUT = struct.Struct("PPq")
+"""Where floats come from, where they go, how many."""
+
+Kernel = Callable[[np.ndarray], np.ndarray]
+KERNELS: dict[str, Kernel] = {"double": lambda x: 2 * x, "square": lambda x: x * x, "negate": lambda x: -x}
+
+
+def floats(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+def launch(entry: str, x: Tensor, out: Tensor) -> Tensor:
+    """``out`` becomes what kernel ``entry`` makes of ``x``, both fp32 and contiguous; a tape that listens is told."""
+    fields = x.data_ptr(), out.data_ptr(), x.numel()
+    if (tape := launching.listener()) is not None:
+        tape.launched(Launch(Variant("none.cu"), entry, Grid(1, 32), LAYOUT, fields, 0))
+    _run(entry, *fields)
+    return out
+
+
+def _run(entry: str, x: int, out: int, count: int) -> None:
+    floats(out, count)[:] = KERNELS[entry](floats(x, count))
+
+
+def _launch_kernel(entry: str, *arguments: int) -> None:
+    pointer = ctypes.c_void_p.from_address(arguments[-2]).value
+    _run(entry, *LAYOUT.unpack(ctypes.string_at(pointer, LAYOUT.size)))
+
+
+@contextmanager
+def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside the block, programs take the CPU for their device."""
+    with patch.context() as patched:
+        patched.setattr(launching, "function", lambda variant, entry, device: entry)
+        patched.setattr(launching, "is_current", lambda device: True)
+        patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=_launch_kernel))
+        patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
+        patched.setattr("opfuse.program.line.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
+        for module in (line, recorded):
+            patched.setattr(module, "plain_room", _plain_room)
+        patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+        patched.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        yield
+
+
+def _plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], torch.dtype] | None:
+    return plain_room(step, device and torch.device("cpu"))
+
+
+def _memset(address: int, value: int, size: int, stream: int) -> None:
+    ctypes.memset(address, value, size)

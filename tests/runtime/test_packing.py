@@ -1,0 +1,176 @@
+"""What is saved for the backward pass goes in one block where kernels alone read it: values, and who holds what for how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuse.program.program import SMALL, Program
+from opfuse.program.tape import Tape
+from opfuse.runtime.programs import Repeater, given
+from opfuse.runtime.recorded import REFUSED, Backward, Packing, Recorded
+from tests.program.fake import fake_device, launch
+
+pytestmark = pytest.mark.cpu
+
+PLAN: Any = SimpleNamespace(name="fake", key=SimpleNamespace(env=SimpleNamespace(device="cpu")))
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fake_device(monkeypatch):
+        yield
+
+
+def room(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+
+
+def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """16 x^4, and what its derivative 64 x^3 is made of, of which torch reads the last one."""
+    doubled = launch("double", x, room(x))
+    squared = launch("square", doubled, room(x))
+    return launch("square", squared, room(x)), [doubled, squared, launch("negate", x, room(x))]
+
+
+def backward(grad: Tensor, saved: list[Tensor]) -> Tensor:
+    doubled, squared, negative = saved
+    made = launch("double", squared, room(grad))
+    twice = launch("double", doubled, room(grad))
+    return grad * made * twice * 2 * torch.sign(-negative) * torch.sign(twice)
+
+
+class Interpreter:
+    """Counts what was not repeated."""
+
+    calls = 0
+
+    def gradients(self, grads: dict[int, Tensor | None], saved: Iterator[Tensor]) -> list[Tensor | None]:
+        self.calls += 1
+        (grad,) = grads.values()
+        return [backward(grad, list(saved))]
+
+
+def recorded_forward(x: Tensor) -> Recorded:
+    tape = Tape([x])
+    with torch.no_grad(), tape.recording():
+        y, saved = forward(x)
+    assert tape.refusal == ""
+    return Recorded(Program(tape, [tape.number(each) for each in (y, *saved)]), (None,), Interpreter())
+
+
+def step(recorded: Recorded, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Result, gradient, and what lay between the passes."""
+    repeater = Repeater(recorded, PLAN, None, [x])
+    with torch.no_grad():
+        (y,) = repeater.forward([x])
+        saved = repeater.released()
+        kept = list(saved)
+        (dx,) = repeater.gradients({1: grad}, iter(saved))
+    return y, dx, kept
+
+
+def assert_right(x: Tensor, grad: Tensor, y: Tensor, dx: Tensor) -> None:
+    assert torch.equal(y, (4 * x * x) * (4 * x * x))
+    assert torch.equal(dx, backward(grad, forward(x)[1]))
+    torch.testing.assert_close(dx, grad * 64 * x**3)
+
+
+def test_what_kernels_alone_read_is_saved_in_one_block():
+    recorded = recorded_forward(torch.randn(40))
+    counts = []
+    for call in range(8):
+        x, grad = torch.randn(40), torch.randn(40)
+        y, dx, kept = step(recorded, x, grad)
+        assert_right(x, grad, y, dx)
+        counts.append(len(kept))
+        if call >= 5:
+            assert [each.dtype for each in kept] == [torch.float32, torch.uint8]  # what torch reads, and the block
+    # Seen, recorded, repeated, which is when it is known what the pass reads; from then on packed.
+    assert counts == [3, 3, 3, 2, 2, 2, 2, 2]
+    assert recorded.interpreter.calls == 2
+    (packed,) = recorded.packing.backward.values()
+    assert isinstance(packed, Backward)
+    assert "kept" in recorded.packing.forward.text
+    assert "kept" in packed.program.text
+
+
+def test_another_look_of_the_gradient_gets_what_was_packed():
+    """In memory of its own, so that it can be recorded as if there were no block; then it is packed as well."""
+    recorded = recorded_forward(torch.randn(40))
+    for call in range(16):
+        x = torch.randn(40)
+        grad = torch.randn(40) if call < 5 or call % 2 else torch.randn(80)[::2]
+        y, dx, _ = step(recorded, x, grad)
+        assert_right(x, grad, y, dx)
+    assert sum(isinstance(made, Backward) for made in recorded.packing.backward.values()) == 2
+    assert recorded.interpreter.calls == 4
+
+
+def test_hooks_of_saved_tensors_see_them_one_by_one():
+    recorded = recorded_forward(torch.randn(40))
+    for _ in range(5):
+        step(recorded, torch.randn(40), torch.randn(40))
+    x, grad = torch.randn(40), torch.randn(40)
+    with torch.autograd.graph.save_on_cpu():
+        y, dx, kept = step(recorded, x, grad)
+    assert_right(x, grad, y, dx)
+    assert len(kept) == 3
+    assert len(step(recorded, x, grad)[2]) == 2
+
+
+def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():
+    recorded = recorded_forward(torch.randn(40))
+    for _ in range(5):
+        step(recorded, torch.randn(40), torch.randn(40))
+    assert recorded.packing is not None
+    tape = Tape([torch.randn(40), *forward(torch.randn(40))[1]])
+    grad, doubled, *others = tape.given
+    with torch.no_grad(), tape.recording():
+        result = backward(grad, [doubled, *others]) + 0 * doubled
+    assert recorded.packing.of_backward(Backward(Program(tape, [tape.number(result)]), (True,)), 1) is REFUSED
+
+
+def test_large_tensors_stay_apart_since_a_block_is_there_as_long_as_anything_in_it():
+    count = SMALL // 4 + 1
+    recorded = recorded_forward(torch.randn(count))
+    for _ in range(4):
+        step(recorded, torch.randn(count), torch.randn(count))
+    assert recorded.packing is None
+    assert recorded.packs is False
+
+
+def test_a_backward_pass_holds_nothing_that_it_has_read():
+    recorded = recorded_forward(torch.randn(40))
+    for _ in range(5):
+        step(recorded, torch.randn(40), torch.randn(40))
+    repeater = Repeater(recorded, PLAN, None, given([torch.randn(40)]))
+    repeater.forward([])
+    saved = repeater.released()
+    alive = [weakref.ref(each) for each in saved]
+    grads = {1: torch.randn(40)}
+    repeater.gradients(grads, iter([saved.pop(0) for _ in range(len(saved))]))
+    gc.collect()
+    assert grads == {}
+    assert [each() for each in alive] == [None, None]
+
+
+def test_one_tensor_is_no_block():
+    x = torch.randn(8)
+    tape = Tape([x])
+    with torch.no_grad(), tape.recording():
+        doubled = launch("double", x, room(x))
+        y = x + 1
+    recorded = Recorded(Program(tape, [tape.number(y), tape.number(doubled)]), (None,), Interpreter())
+    grad = torch.randn(8)
+    tape = Tape([grad, doubled])
+    with torch.no_grad(), tape.recording():
+        dx = launch("negate", doubled, room(x))
+    assert Packing.of(recorded, Program(tape, [tape.number(dx)]), 1) is None

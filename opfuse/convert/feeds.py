@@ -7,7 +7,6 @@ input on as it came, and remembers that tensor; the module that reads it knows i
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,46 +14,29 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from opfuse.convert.chain import Tracer, arguments_of, kept
+from opfuse.convert.around import arguments_around, graph_around, name_of
+from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, Run
 from opfuse.convert.leaves import norm_of, obstacle
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import Recipe, current_recipe, in_region
 
 
-class _Called(nn.Module):
-    """Calls the forward of a module with symbolic values for the arguments ``names``."""
-
-    def __init__(self, inner: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.inner = inner
-        self.names = names
-
-    def forward(self, values: Any) -> Any:
-        given = {name: values[i] for i, name in enumerate(self.names)}
-        return type(self.inner).forward(self.inner, **given)
-
-
 def feeds(module: nn.Module) -> dict[str, str]:
     """Submodules of ``module`` by the submodule whose result they alone read, as their first argument."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    given = [each for each in inspect.signature(type(module).forward).parameters.values() if each.kind in named][1:]
-    needed = [each.name for each in given if each.default is inspect.Parameter.empty]
-    found = [_fed(module, names) for names in (needed, [each.name for each in given])]
+    found = [_fed(module, names) for names in arguments_around(module)]
     return dict(set.intersection(*(set(each.items()) for each in found)))
 
 
 def _fed(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Of one trace; nothing where torch.fx cannot follow."""
-    try:
-        with kept(module):
-            graph = Tracer().trace(_Called(module, names))
-    except Exception:  # of a stranger's code on symbolic values
+    graph = graph_around(module, names)
+    if graph is None:
         return {}
     calls = [node for node in graph.nodes if node.op == "call_module"]
     called = [node.target for node in calls]
     return {
-        _own(node): _own(reader)
+        name_of(node): name_of(reader)
         for node in calls
         for reader in node.users
         if len(node.users) == 1 and reader.op == "call_module" and _is_first(module, reader, node)
@@ -64,13 +46,9 @@ def _fed(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 def _is_first(module: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
     """Whether ``value`` is the first argument of a call, and no other one."""
-    first = next(iter(arguments_of(module.get_submodule(_own(reader)))), None)
+    first = next(iter(arguments_of(module.get_submodule(name_of(reader)))), None)
     given = [*reader.args, *reader.kwargs.values()]
     return given.count(value) == 1 and (reader.args[:1] == (value,) or reader.kwargs.get(first or "") is value)
-
-
-def _own(node: fx.Node) -> str:
-    return str(node.target).removeprefix("inner.")
 
 
 class Fed(Converted):

@@ -15,6 +15,7 @@ from opfuse.convert.feeds import fed
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import Entry, Report
+from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.errors import ConversionError, describe
@@ -111,7 +112,9 @@ class _Walk:
         self._own(module, path)
         for name, child in module.named_children():
             self.visit(child, f"{path}.{name}".lstrip("."))
-        self._feed(module, path)
+        if self.policies.allows(module, path):
+            self._join(module)
+            self._feed(module, path)
 
     def _block(self, module: nn.Module, path: str) -> None:
         try:
@@ -126,6 +129,25 @@ class _Walk:
         weights = sum(_elements(weight) for weight in how.weights)
         self._tell(module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights)
 
+    def _join(self, module: nn.Module) -> None:
+        """Have products of one tensor be one product."""
+        for group in siblings(module, self.made):
+            first, *others = group
+            names = [each.path.rpartition(".")[2] for each in group]
+            weights = sum(self._entry(each.path).weights for each in group)
+            self._retell(first.path, became=f"Linear×{len(group)}", weights=weights)
+            for other in others:
+                self._retell(other.path, status="joined", became=f"in {names[0]}", weights=0)
+            self.made.update({each.module: each for each in group})
+
+    def _entry(self, path: str) -> Entry:
+        (entry,) = [each for each in self.entries if each.path == path]
+        return entry
+
+    def _retell(self, path: str, **fields: Any) -> None:
+        entry = self._entry(path)
+        self.entries[self.entries.index(entry)] = replace(entry, **fields)
+
     def _feed(self, module: nn.Module, path: str) -> None:
         """Have the pipelines of submodules begin with the norm that they alone read."""
         for reader, norm, op in fed(module, path, self.made):
@@ -133,13 +155,9 @@ class _Walk:
                 continue
             reader.begin_with(op, norm.path.rpartition(".")[2])
             self.made[norm.module] = norm
-            (entry,) = [each for each in self.entries if each.path == reader.path]
-            became = f"{type(op).__name__} → {entry.became}"
-            self.entries[self.entries.index(entry)] = replace(entry, became=became)
-            (entry,) = [each for each in self.entries if each.path == norm.path]
+            self._retell(reader.path, became=f"{type(op).__name__} → {self._entry(reader.path).became}")
             where = f"in {reader.path.rpartition('.')[2]}"
-            joined = Entry(norm.path, entry.kind, "joined", became=where, recipe=_told(norm))
-            self.entries[self.entries.index(entry)] = joined
+            self._retell(norm.path, status="joined", became=where, recipe=_told(norm))
 
     def _alone(self, weight: Weight, path: str) -> None:
         module, elements = weight.module, _elements(weight)

@@ -1,0 +1,131 @@
+"""Products of one tensor, such as query, key and value: one product computes them, and each module hands out its columns.
+
+The forward of the module around them says which read the same tensor. When the model runs, the first of them computes all,
+and the others know the tensor again. One that is called with another tensor, or out of turn, computes its own product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from opfuse.convert.around import beginning_of, name_of
+from opfuse.convert.converted import Converted, Run
+from opfuse.convert.leaves import weight_of
+from opfuse.convert.weights import Weight, product_of
+from opfuse.recipes import current_recipe, note_use
+
+
+class Shared:
+    """One product for several modules.
+
+    plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. left: parts that
+    were computed and not yet asked for, of the tensor ``source``.
+    """
+
+    def __init__(self, run: Run, columns: Sequence[int], *, plain: bool) -> None:
+        self.run = run
+        self.columns = tuple(columns)
+        self.plain = plain
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "source": None, "state": None, "left": {}}
+
+    def _forget(self, *_: object) -> None:
+        self.source: weakref.ref[torch.Tensor] | None = None
+        self.state: Any = None
+        self.left: dict[int, torch.Tensor] = {}
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
+        parts = self.run(x, ()).split(self.columns, dim=-1)
+        one, *others = parts if self.plain else [part.contiguous() for part in parts]
+        self.left = dict(enumerate(others, 1))
+        self.source, self.state = weakref.ref(x, self._forget), _state(x)
+        return one
+
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The columns of another module; None where they were not computed, for this tensor as it is now and in this mode."""
+        if self.source is None or self.source() is not x or self.state != _state(x):
+            return None
+        found = self.left.pop(index, None)
+        if not self.left:
+            self._forget()
+        return found
+
+
+def _state(x: torch.Tensor) -> tuple[Any, ...]:
+    return current_recipe(), torch.is_grad_enabled(), 0 if x.is_inference() else x._version
+
+
+class Sibling(Converted):
+    """The forward of a module that shares its product with others."""
+
+    shared: Shared
+    index: int
+
+    def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        if self.index == 0:
+            return self.shared.first(x)
+        found = self.shared.take(self.index, x)
+        if found is None:
+            return super()._compute(x, arguments)
+        note_use()
+        return found
+
+
+def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
+    """Of the submodules of ``module`` that are converted by themselves, those that share a product, in the order of their
+    calls.
+    """
+    alone = {name: weight for name, child in module.named_children() if child in made and (weight := weight_of(child))}
+    if len(alone) < 2:
+        return
+    by_value: dict[Any, list[fx.Node]] = defaultdict(list)
+    nodes = beginning_of(module)
+    calls = [name_of(node) for node in nodes if node.op == "call_module"]
+    for node in nodes:
+        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and calls.count(name_of(node)) == 1:
+            by_value[node.args[0]].append(node)
+    for readers in by_value.values():
+        group = [node for node in readers if name_of(node) in alone]
+        agreeing = [node for node in group if _agree(alone[name_of(group[0])], alone[name_of(node)], made)]
+        if len(agreeing) > 1:
+            weights = [alone[name_of(node)] for node in agreeing]
+            yield _joined(weights, [made[weight.module] for weight in weights], plain=all(map(_is_parted, agreeing)))
+
+
+def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> bool:
+    return one.agrees(other) and made[one.module].recipe == made[other.module].recipe
+
+
+def _is_parted(node: fx.Node) -> bool:
+    """Whether the result goes into a reshape, or a view that parts its last dimension: both take columns of a wider matrix."""
+    return all(
+        user.op == "call_method" and (user.target == "reshape" or (user.target == "view" and _parts(user.args[1:])))
+        for user in node.users
+    )
+
+
+def _parts(shape: Sequence[Any]) -> bool:
+    (sizes,) = shape if len(shape) == 1 else (shape,)
+    return isinstance(sizes, (tuple, list)) and len(sizes) == 4
+
+
+def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: bool) -> list[Sibling]:
+    ops, made = product_of(weights)
+    name = "+".join(each.path for each in alone)
+    ops[0].name = name
+    run = Run(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=name)
+    shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
+    for index, own in enumerate(alone):
+        sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)
+        sibling.shared, sibling.index = shared, index
+        found.append(sibling)
+    return found

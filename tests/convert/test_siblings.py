@@ -1,0 +1,132 @@
+"""Query, key and value of one tensor are one product, of which each module hands out its columns."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+from opfuse.convert.converted import converted
+from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
+from opfuse.runtime.fuser import recorded_plans
+from tests.convert.blocks import Attention
+from tests.convert.test_fuse import EXACT, FP8, called
+
+
+class Heads(Attention):
+    """As in transformers: the shape of the heads is made of that of the input."""
+
+    def forward(self, x, mask=None, cache=None, **options):
+        heads = (*x.shape[:-1], -1, 8)
+        q, k, v = (one(x).view(heads).transpose(1, 2) for one in (self.q, self.k, self.v))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+        return self.o(y.reshape(*x.shape))
+
+
+class Cross(Attention):
+    """Queries of one tensor, keys and values of another."""
+
+    def forward(self, x, other, mask=None):
+        return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(other), self.v(other), mask))
+
+
+def joined(report):
+    return {entry.path: entry.became for entry in report.of("joined")}
+
+
+def test_which_modules_read_one_tensor():
+    assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
+    assert joined(opfuse.fuse_(Cross(), FP8)) == {"v": "in k"}
+    report = opfuse.fuse_(Heads(), FP8, policy={"k": MXFP8BlockScaling()})
+    assert joined(report) == {"v": "in q"}
+    assert report["k"].recipe == "MXFP8BlockScaling"
+    assert report.share == 1
+    assert joined(opfuse.fuse_(Heads(), FP8, filter_fn=lambda module, path: isinstance(module, nn.Linear))) == {}
+
+
+@pytest.mark.parametrize("make", [Heads, Attention])
+def test_columns_of_one_product_are_what_the_products_were(make):
+    model, x = make().double(), [torch.randn(2, 16, 32, dtype=torch.float64)]
+    before = called(model, x)
+    opfuse.fuse_(model)
+    assert all(map(torch.equal, called(model, x), before))
+    with opfuse.autocast(recipe=EXACT):
+        for _ in range(3):
+            for one, other in zip(called(model, x), before):
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    opfuse.unfuse_(model)
+    assert all(map(torch.equal, called(model, x), before))
+
+
+def test_the_product_is_the_one_that_one_would_write():
+    model, x = Attention(), torch.randn(2, 16, 32)
+    own = ops.Linear(32, 96)
+    with torch.no_grad():
+        own.weight.copy_(torch.cat([model.q.weight, model.k.weight, model.v.weight]))
+        own.bias.copy_(torch.cat([model.q.bias, model.k.bias, model.v.bias]))
+    with opfuse.autocast(recipe=FP8):
+        wanted = own(x).split(32, -1)
+    opfuse.fuse_(model, FP8)
+    with recorded_plans() as plans:
+        found = [one(x) for one in (model.q, model.k, model.v)]
+    assert len(plans) == 1
+    assert all(map(torch.equal, found, wanted))
+    assert all(part.is_contiguous() for part in found)  # nothing says what its forward does with them
+
+
+def test_who_is_called_out_of_turn_computes_by_itself():
+    model, x = Attention(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    with recorded_plans() as plans:
+        alone = model.k(x)
+        model.q(x)
+        with torch.no_grad():
+            model.v(x)  # in another mode
+        x.mul_(2)
+        changed = model.v(x)
+    assert len(plans) == 4
+    assert torch.equal(changed, model.v(x))
+    assert torch.equal(alone, model.k(x / 2))
+
+
+def test_nothing_is_kept_longer_than_the_tensor():
+    model, x = Attention(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    shared = converted(model.q).shared
+    model(x)
+    assert shared.left == {}
+    model.q(x)
+    assert len(shared.left) == 2
+    del x
+    gc.collect()
+    assert shared.left == {}
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), None], ids=["delayed", "ambient"])
+def test_checkpoints_and_copies_share_anew(recipe):
+    plain = Heads()
+    models = [plain, copy.deepcopy(plain)]
+    opfuse.fuse_(plain, recipe)
+    models.append(copy.deepcopy(plain))
+    opfuse.fuse_(models[1], recipe)
+    runs = (lambda m, x: m(x), lambda m, x: checkpoint(m, x, use_reentrant=False), lambda m, x: m(x))
+    found = []
+    for model, run in zip(models, runs):
+        for scale in (1.0, 3.0):
+            x = (scale * torch.linspace(-1, 1, 1024).view(2, 16, 32)).requires_grad_()
+            with opfuse.autocast(recipe=recipe or FP8):
+                y = run(model, x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]])
+            model.zero_grad()
+    for others in (found[2:4], found[4:]):
+        for one, other in zip(found[:2], others):
+            assert all(map(torch.equal, one, other))

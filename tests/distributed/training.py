@@ -99,7 +99,9 @@ def build(case: Case, ranks: int, device: str) -> nn.Sequential:
     features, dtype = width(case.recipe, ranks), torch.float32 if case.mixed else torch.bfloat16
     if case.converted:
         gated = nn.Sequential(nn.RMSNorm(features, dtype=dtype), GatedMLP(features, features, bias=True).to(dtype))
-        return opfuse.fuse_(nn.Sequential(gated, nn.Linear(features, features, dtype=dtype)).to(device))
+        model = nn.Sequential(gated, nn.Linear(features, features, dtype=dtype)).to(device)
+        opfuse.fuse_(model)
+        return model
     with opfuse.quantized_model_init(enabled=case.stored, recipe=RECIPES[case.recipe]()):
         made = Recomputed if case.recompute else ops.Sequential
         first = made(ops.RMSNorm(features, dtype=dtype), ops.Linear(features, features, dtype=dtype), ops.GELU())
@@ -206,7 +208,7 @@ def together(case: Case, rank: int, ranks: int, device: str) -> Trained:
 
 def shard(model: nn.Sequential, case: Case, mesh: Any) -> nn.Module:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else MixedPrecisionPolicy()
-    for module in (model,) if case.converted else (*model, model):
+    for module in (model,) if case.converted else (*model, model):  # pipelines of a converted model run across its modules
         fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=mixed)
     return model
 

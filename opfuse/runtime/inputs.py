@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import is_foreign
+from opfuse.core.state import StatefulModule
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -44,7 +45,8 @@ def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tenso
         if _is_own(op):
             _check_parameters(op)
         _warn_of_plain(op)
-        op.owner.notice_filled()
+        if isinstance(op.owner, StatefulModule):  # a module of torch that lends its parameters has no states
+            op.owner.notice_filled()
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 

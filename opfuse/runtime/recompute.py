@@ -126,20 +126,35 @@ def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any
 def check_once(label: str) -> None:
     """UnsupportedError for a backward pass that the function of a checkpoint runs: it would count its amaxes once more.
 
-    For plans whose gradients have delayed scales. Looked at once a pass; not seen where autograd has a thread of its own.
+    For plans whose gradients have delayed scales. Looked at once a pass.
     """
     task = _in_backward()
     if task == _CHECKED[0]:
         return
-    if any(found.again is None and found.strict for found in _checkpoints(sys._getframe(1), beyond=True)):
+    stacks = _waiting(sys._getframe(1))
+    if any(found.again is None and found.strict for frame in stacks for found in _checkpoints(frame, beyond=True)):
         wanted, got = "a backward pass that runs once", "one inside the function of a checkpoint, under delayed scaling"
         cure = "run it outside of the checkpoint, or under a recipe that keeps no state"
         raise UnsupportedError(describe(f"backward of {label}", wanted=wanted, got=got, cure=cure))
     _CHECKED[0] = task
 
 
-_CHECKED = [-1]
+_CHECKED: list[int | None] = [None]
 """The backward pass that was looked at last."""
+
+
+def _waiting(frame: FrameType) -> list[FrameType]:
+    """The stacks that wait for the running backward pass.
+
+    This one; on a thread of autograd's own, as it has one for each GPU, those of the threads that wait in its engine. One of them
+    called it; another one that does so in a checkpoint is refused as well.
+    """
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code.co_name == _ENGINE:
+            return [frame]
+        above = above.f_back
+    return [other for other in sys._current_frames().values() if other.f_code.co_name == _ENGINE]
 
 
 def _join(first: list[_Found], record: _Record, at: int) -> None:

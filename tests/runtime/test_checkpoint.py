@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -390,6 +392,38 @@ def test_a_backward_pass_inside_a_checkpoint_is_the_same_again_or_refused(recipe
         run(x).sum().backward()
         grads.append([x.grad, *(p.grad.clone() for p in model.parameters())])
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_pass_inside_a_checkpoint_is_seen_from_a_thread_of_autograd(reentrant: bool, monkeypatch) -> None:
+    """A GPU's part of a pass runs on a thread of its own, while the one that called it waits in the engine."""
+    seen: list[UnsupportedError | None] = []
+
+    def look(done: Any) -> None:
+        try:
+            recompute.check_once("a pipeline")
+            seen.append(None)
+        except UnsupportedError as error:
+            seen.append(error)
+        finally:
+            done.release()
+
+    def _engine_run_backward() -> None:
+        monkeypatch.setattr(recompute, "_CHECKED", [None])
+        done = threading.Lock()
+        done.acquire()
+        _thread.start_new_thread(look, (done,))  # in C, as is the wait: this is the last frame of Python
+        done.acquire()
+
+    def stepped(x: torch.Tensor) -> torch.Tensor:
+        _engine_run_backward()
+        return 2 * x
+
+    x = torch.ones(2, requires_grad=True)
+    stepped(x)
+    torch.utils.checkpoint.checkpoint(stepped, x, use_reentrant=reentrant)
+    assert seen[0] is None
+    assert "inside the function of a checkpoint" in str(seen[1])
 
 
 def test_validation_in_a_checkpoint_counts_no_amax() -> None:

@@ -126,6 +126,11 @@ class Converted:
             self.normed = (run, *self.parts[1:])
 
     @property
+    def made(self) -> list[Made]:
+        """What its pipelines make of parameters."""
+        return [made for part in self.parts if isinstance(part, Run) for made in part.made]
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward that the module has without opfuse; its signature is this one's."""
         return partial(type(self.module).forward, self.module)

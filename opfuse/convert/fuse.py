@@ -23,7 +23,14 @@ from opfuse.errors import ConversionError, describe
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-def fuse_(model: nn.Module, recipe: object = None, *, filter_fn: Filter | None = None, policy: Policy | None = None) -> Report:
+def fuse_(
+    model: nn.Module,
+    recipe: object = None,
+    *,
+    filter_fn: Filter | None = None,
+    policy: Policy | None = None,
+    pack: bool = False,
+) -> Report:
     """Have ``model`` compute under ``recipe`` from now on, in place; :func:`unfuse_` undoes it. Returns what became of each
     module.
 
@@ -37,6 +44,10 @@ def fuse_(model: nn.Module, recipe: object = None, *, filter_fn: Filter | None =
     pattern covers all below what it names, the first that fits counts) or a function of module and path: a recipe, None for
     modules that stay as they are, or "default". filter_fn: False for a module and its path leaves that module alone, and
     asks for those in it. Output heads and routers are left alone unless the policy names them.
+
+    pack: lay the weights of one product (gate and up; query, key and value) out in one memory, of which each parameter has
+    a part. A call then copies none of them. Parameters stay the same objects; where they are moved or copied later, each
+    has its own memory again, and calls copy.
 
     A model that is fused already is fused anew. ConversionError if nothing could be converted, or a pattern decides of nothing.
     """
@@ -55,6 +66,9 @@ def fuse_(model: nn.Module, recipe: object = None, *, filter_fn: Filter | None =
         _install(before)
         raise
     _install(walk.made)
+    if pack:
+        for made in dict.fromkeys(each for forward in walk.made.values() for each in forward.made):
+            made.pack()
     return Report(tuple(walk.entries))
 
 

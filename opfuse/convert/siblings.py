@@ -17,7 +17,7 @@ from torch import fx, nn
 from opfuse.convert.around import beginning_of, name_of
 from opfuse.convert.converted import Converted, Run
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.weights import Weight, product_of
+from opfuse.convert.weights import Made, Weight, product_of
 from opfuse.recipes import current_recipe, note_use
 
 
@@ -69,6 +69,10 @@ class Sibling(Converted):
 
     shared: Shared
     index: int
+
+    @property
+    def made(self) -> list[Made]:
+        return self.shared.run.made
 
     def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -62,10 +63,11 @@ class Made(nn.Module):
     """
 
     sources: Mapping[str, Sequence[Source]]
+    blanks: dict[str, torch.Tensor]
 
     def __init__(self, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__()
-        self.__dict__["sources"] = sources
+        self.__dict__.update(sources=sources, blanks={})
         self.drop()
 
     def fill(self) -> None:
@@ -73,15 +75,61 @@ class Made(nn.Module):
         slots: dict[str, Any] = self._parameters
         for name, sources in self.sources.items():
             parts = [_read(source) for source in sources]
-            slots[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            slots[name] = parts[0] if len(parts) == 1 else joined(parts)
 
     def drop(self) -> None:
         """Let go of them. A backward pass asks for dtypes and shapes alone."""
         slots: dict[str, Any] = self._parameters
         for name, sources in self.sources.items():
-            parts = [_read(source) for source in sources]
-            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-            slots[name] = torch.empty((), dtype=parts[0].dtype, device=parts[0].device).expand(shape)
+            module, own, _ = sources[0]
+            like: Any = module._parameters[own]
+            blank = self.blanks.get(name)
+            if blank is None or (blank.dtype, blank.device) != (like.dtype, like.device):
+                blank = self.blanks[name] = _blank([_read(source) for source in sources])
+            slots[name] = blank
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing."""
+        for sources in self.sources.values():
+            values: list[Any] = [module._parameters[name] for module, name, _ in sources]
+            if len(values) > 1 and not any(transposed for _, _, transposed in sources):
+                whole = torch.cat(values)
+                for value, part in zip(values, whole.split([len(value) for value in values])):
+                    value.data = part
+
+
+class _Whole(torch.autograd.Function):
+    """Parts that lie one after another in memory, as one tensor over the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        first = parts[0].detach()
+        return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return tuple(grads[0].split(ctx.sizes))
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``parts`` one after another in the first dimension: as they lie, if they lie so, else copied."""
+    whole = all(
+        one.is_contiguous() and other.is_contiguous() and one.data_ptr() + one.nbytes == other.data_ptr() and _same(one, other)
+        for one, other in pairwise(parts)
+    )
+    return _Whole.apply(*parts) if whole else torch.cat(tuple(parts))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Looks like ``parts`` one after another, and has the memory of one element."""
+    rows = sum(part.shape[0] for part in parts)
+    return torch.empty((), dtype=parts[0].dtype, device=parts[0].device).expand(rows, *parts[0].shape[1:])
 
 
 def _read(source: Source) -> torch.Tensor:

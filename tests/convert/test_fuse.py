@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
-from opfuse.errors import ConversionError
+from opfuse.convert.weights import joined
+from opfuse.errors import ConversionError, SavedTensorError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.quantizers import IdentityQuantizer
@@ -247,6 +248,41 @@ def test_rows_that_fill_no_block_are_filled_with_zeros(recipe):
     assert torch.equal(got[0], wanted[0])
     with torch.no_grad():
         assert model(x[:1, :1]).shape == (1, 1, 32)
+
+
+def test_packed_weights_are_not_copied_and_stay_parameters():
+    """The same bits as with copies, before and after an optimizer's step, and after the memory was parted again."""
+    models = [Model(), Model()]
+    models[1].load_state_dict(models[0].state_dict())
+    parameters = [*models[1].parameters()]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    opfuse.fuse_(models[0], FP8)
+    opfuse.fuse_(models[1], FP8, pack=True)
+    words = torch.randint(0, 48, (2, 16))
+    for step in range(4):
+        if step == 3:
+            models[1].double().float()
+        for model, optimizer in zip(models, optimizers):
+            model(words).square().sum().backward()
+            optimizer.step()
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        assert all(map(torch.equal, (p.grad for p in models[0].parameters()), (p.grad for p in models[1].parameters())))
+        gate, up = (getattr(models[1].layers[0].mlp, name).weight for name in ("gate_proj", "up_proj"))
+        assert (joined([gate, up]).data_ptr() == gate.data_ptr()) is (step < 3)
+        for module, first, last in ((models[1].layers[0].mlp, "gate_proj", "up_proj"), (models[1].layers[0].attention, "q", "v")):
+            places = [getattr(module, name).weight.untyped_storage().data_ptr() for name in (first, last)]
+            assert (len(set(places)) == 1) is (step < 3)
+    assert all(one is other for one, other in zip(parameters, models[1].parameters()))
+
+
+def test_a_packed_weight_that_changes_before_the_backward_pass_is_noticed():
+    model, x = GatedMLP(), torch.randn(32, 32, requires_grad=True)
+    opfuse.fuse_(model, FP8.replace(backward_override="high_precision"), pack=True)
+    y = model(x)
+    with torch.no_grad():
+        model.gate_proj.weight.add_(1)
+    with pytest.raises(SavedTensorError, match="changed in place"):
+        y.sum().backward()
 
 
 def test_frozen_and_inference_calls():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,8 +62,9 @@ def test_a_peer_computes_what_it_is_set_against(entry: tuple[float, bandwidth.Ma
     assert close.float().mean() > 0.9999
 
 
-def test_results_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last result of each call is alive while the next one runs."""
+def fake_events(monkeypatch: pytest.MonkeyPatch, waits: Callable[[int], bool]) -> list[int]:
+    """Events that take 1 ms, and the cycles that were slept. waits: of these, whether the device was done before the host."""
+    slept: list[int] = []
 
     class Event:
         def __init__(self, **_: object) -> None: ...
@@ -72,11 +73,36 @@ def test_results_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def synchronize(self) -> None: ...
 
+        def query(self) -> bool:
+            return waits(slept[-1])
+
         def elapsed_time(self, _: Event) -> float:
             return 1.0
 
-    for name, fake in {"Event": Event, "_sleep": lambda _: None, "synchronize": lambda: None}.items():
+    for name, fake in {"Event": Event, "_sleep": slept.append, "synchronize": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    timing._cycles.cache_clear()
+    return slept
+
+
+def test_the_device_sleeps_until_the_host_has_queued_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that the device spent waiting for the host is none of the device's."""
+    slept = fake_events(monkeypatch, waits=lambda cycles: cycles < 100_000_000)
+    found = timing.device_time([lambda: None], launches=4, repeats=3)
+    assert found == (250.0, 250.0, 250.0)
+    assert slept[-3:] == [slept[-1]] * 3
+    assert slept[-1] >= 100_000_000 > slept[-4]
+    fake_events(monkeypatch, waits=lambda cycles: True)
+    with pytest.raises(RuntimeError, match="waits for the host"):
+        timing.device_time([lambda: None], launches=4)
+    assert timing.device_time([lambda: None], launches=4, waits=True).median == 250.0
+    timing._cycles.cache_clear()
+
+
+def test_results_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last result of each call is alive while the next one runs."""
+
+    fake_events(monkeypatch, waits=lambda lead: False)
     addresses: list[int] = []
 
     def call() -> torch.Tensor:

@@ -63,6 +63,8 @@ NAMES = {
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
 }
 """Imports of what a table of the source names: public names of the package, commands, parts of CuPy, the built-in rules."""
+WRITTEN = {"program/line.py": {"builtins.exec", "builtins.compile"}}
+"""Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 
 
 def used(tree: ast.Module, file: str = "") -> Iterator[str]:
@@ -142,7 +144,10 @@ def _imported_by_name(name: str, call: ast.Call | None, file: str) -> str:
 @pytest.mark.row("R16")
 def test_r16_nothing_turns_data_into_code() -> None:
     files = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
-    found = {file: [*used(tree, file)] for file, tree in files.items()}
+    found = {
+        file: [each for each in used(tree, file) if each.partition(" in line")[0] not in WRITTEN.get(file, ())]
+        for file, tree in files.items()
+    }
     assert {file: names for file, names in found.items() if names} == {}
 
 
@@ -152,6 +157,9 @@ def test_r16_what_is_listed_is_used() -> None:
     for file, sources in NAMES.items():
         text = ast.unparse(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
         assert all(f"({source})" in text for source in sources), file
+    for file, names in WRITTEN.items():
+        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        assert names == {each.partition(" in line")[0] for each in used(tree, file)}
 
 
 ROUTES = {

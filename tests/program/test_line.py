@@ -1,0 +1,98 @@
+"""What may stand in the function that is written for a program: a straight line, whatever the recorded arguments hold."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.program.program import Program
+from opfuse.program.tape import Tape
+from opfuse.runtime.recorded import Backward, Recorded
+from tests.program.fake import fake_device, launch
+
+pytestmark = [pytest.mark.cpu, pytest.mark.row("R16")]
+
+STATEMENTS = (ast.Assign, ast.Expr, ast.Delete, ast.Return)
+EXPRESSIONS = (ast.Call, ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.keyword, ast.UnaryOp, ast.USub)
+OF_TENSORS = {"data_ptr", "clear", "at", "move", "arguments", "products"}
+"""Attributes that are read: of tensors, of the list that comes in, of the frame."""
+
+
+def strange(program: Program) -> Iterator[str]:
+    """Whatever in the text is more than calls of constants, one after the other, and comparisons of addresses."""
+    (function,) = ast.parse(program.text).body
+    assert isinstance(function, ast.FunctionDef)
+    for statement in function.body:
+        if isinstance(statement, ast.If):
+            ((call,), test) = statement.body, statement.test
+            if ast.unparse(call).split("(")[0] != "move" or not ast.unparse(test).startswith("address != at["):
+                yield ast.unparse(statement)
+            continue
+        if not isinstance(statement, STATEMENTS):
+            yield ast.unparse(statement)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute):
+                if node.attr not in OF_TENSORS:
+                    yield ast.unparse(node)
+            elif isinstance(node, ast.Subscript):
+                if ast.unparse(node.value) not in ("arguments", "products"):
+                    yield ast.unparse(node)
+            elif isinstance(node, ast.expr | ast.keyword) and not isinstance(node, EXPRESSIONS):
+                yield ast.unparse(node)
+
+
+def programs_of(model: ops.Sequential) -> Iterator[Program]:
+    for run in model.runs():
+        for _, plan in run.cache.items():
+            for made in [each for looks in plan.programs.values() for each in looks.values() if isinstance(each, Recorded)]:
+                yield made.program
+                yield from (each.program for each in made.backward.values() if isinstance(each, Backward))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling(), recipes.NVFP4BlockScaling()], ids=repr)
+def test_a_program_is_a_straight_line(recipe):
+    model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.Dropout(0.5), ops.Linear(64, 64)).bfloat16()
+    for _ in range(4):
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+        y.backward(torch.ones_like(y))
+    made = [*programs_of(model)]
+    assert len(made) >= 2
+    assert [each for program in made for each in strange(program)] == []
+
+
+def test_arguments_are_values_and_never_text():
+    """A string among them, whatever it holds, is a literal; a float is a constant, since not every one has a literal."""
+    x = torch.randn(4, 4)
+    tape = Tape([x])
+    with torch.no_grad(), tape.recording():
+        result = torch.nn.functional.gelu(torch.clamp(x, -math.inf, 0.5), approximate="tanh")
+    hostile = "none'); __import__('os').abort(); ('"
+    _, gelu = tape.steps
+    tape.steps[1] = replace(gelu, kwargs={"approximate": hostile, "lambda": [hostile]})
+    program = Program(tape, [tape.number(result)])
+    assert [*strange(program)] == []
+    assert "inf" not in program.text
+    with pytest.raises(RuntimeError, match=r"lambda|approximate"):
+        program([x])
+
+
+def test_launches_are_part_of_the_line(monkeypatch):
+    x = torch.randn(8)
+    with fake_device(monkeypatch):
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            doubled = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
+            result = launch("negate", doubled, torch.empty(8, dtype=torch.float32, device="cpu"))
+        program = Program(tape, [tape.number(result)])
+        other = torch.randn(8)
+        assert torch.equal(program([other])[0], -2 * other)
+    assert [*strange(program)] == []
+    assert program.text.count("launch(") == 2

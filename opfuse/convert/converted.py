@@ -6,6 +6,7 @@ without one it is the forward that the module had, bit for bit.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import Made
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_partial, outside
-from opfuse.errors import ConversionError, describe
+from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.fuser import OperationFuser, recorded_plans
@@ -113,6 +114,7 @@ class Converted:
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[Run | Opaque, ...] = ()
+        self.warned = False
         self.awaited: weakref.ref[torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,7 +204,7 @@ class Converted:
         return current_recipe()
 
     def _check_members(self) -> None:
-        """ConversionError if a submodule was replaced since."""
+        """ConversionError if a submodule was replaced since; an OpfuseWarning for the first that got hooks."""
         for path, member in self.members.items():
             holder, _, name = path.rpartition(".")
             found = self.module.get_submodule(holder)._modules.get(name) if holder else self.module._modules.get(name)
@@ -210,12 +212,27 @@ class Converted:
                 where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
                 cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
                 raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
+            if not self.warned and has_hooks(member):
+                self.warned = True
+                where, wanted = f"{self.label}.{path} hooks", "none on a module that runs as a part of another"
+                cure = f"register them on {self.label}, or before opfuse.fuse_"
+                message = describe(where, wanted=wanted, got="hooks that do not run under a recipe", cure=cure)
+                warnings.warn(message, OpfuseWarning, stacklevel=2)
 
 
 def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
     """What compiled code calls."""
     check_partial(forward.label)
     return forward(*args, **kwargs)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = vars(module)
+    return any(own.get(hooks) for hooks in HOOKS)
 
 
 def converted(module: nn.Module) -> Converted | None:

@@ -84,4 +84,5 @@ def fed(module: nn.Module, path: str, made: Mapping[nn.Module, Converted]) -> It
 
 
 def _begins(made: Converted) -> bool:
-    return bool(made.parts) and isinstance(made.parts[0], Run)
+    """Whether it is a chain that begins with a run: experts and siblings compute in ways of their own."""
+    return type(made) is Converted and bool(made.parts) and isinstance(made.parts[0], Run)

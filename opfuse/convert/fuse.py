@@ -134,7 +134,7 @@ class _Walk:
         try:
             made, how = build(module, path, self.policies)
         except NoChain as no:
-            if any(weight_of(child) is not None for child in module.children()):
+            if not _matrices(module) and any(weight_of(child) is not None for child in module.children()):
                 self._tell(module, path, "parts", wanted=no.wanted, got=no.got, cure="its submodules are converted one by one")
             return
         self.made[module] = made
@@ -209,7 +209,7 @@ class _Walk:
         own = [p for p in module._parameters.values() if p is not None]
         if not own or module in self.made:
             return
-        elements = sum(p.numel() for p in own if p.dim() > 1)
+        elements = _matrices(module)
         if isinstance(module, nn.Embedding):
             self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
         elif not elements:
@@ -228,6 +228,11 @@ class _Walk:
 
 NONE = "none is needed"
 OTHER = "give it another recipe in the policy, or other sizes"
+
+
+def _matrices(module: nn.Module) -> int:
+    """Elements of the parameters of its own that are no vectors."""
+    return sum(p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1)
 
 
 def _elements(weight: Weight) -> int:

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.chain import Tracer
+from opfuse.convert.converted import has_hooks
 from opfuse.convert.probe import activation_of_module, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
@@ -146,17 +148,16 @@ def op_of(module: nn.Module) -> BasicOperation | None:
     return next((op for leaf in LEAVES if (op := leaf.recognises(module)) is not None), None)
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | None:
     """What keeps a module from being an op, and the cure; None: nothing. called: the module is still called, so its hooks
     run.
     """
-    if not called and any(getattr(module, hooks, None) for hooks in HOOKS):
+    if not called and has_hooks(module):
         return "hooks of the module, which would not run", "register them on the module around it, or after unfuse_"
     if "forward" in vars(module):
         return "a forward of this very object", "convert the model before others replace its forward"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "a matrix that nn.MultiheadAttention reads without calling the module", "write attention of nn.Linear modules"
     if is_parametrized(module):
         return "a parametrization", "remove it first: torch.nn.utils.parametrize.remove_parametrizations"
     foreign = [name for name, p in module._parameters.items() if p is not None and is_foreign(p)]

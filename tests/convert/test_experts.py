@@ -99,3 +99,20 @@ def test_rows_of_an_expert_need_not_fill_blocks():
 def test_sizes_are_asked_of_both_matrices():
     report = opfuse.fuse_(nn.ModuleList([Mixture(inner=40), nn.Linear(32, 32)]), MXFP8BlockScaling())
     assert "got 40 of shape" in report["0"].why
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts, self.linear = nn.RMSNorm(32), Mixture(), nn.Linear(32, 32)
+
+    def forward(self, hidden, chosen, weights):
+        return self.linear(hidden) + self.experts(self.norm(hidden), chosen, weights)
+
+
+def test_a_norm_before_experts_stays_what_it_is():
+    model, given = Layer(), routed()
+    plain = model(*given)
+    assert opfuse.fuse_(model).of("joined") == ()
+    with opfuse.autocast(recipe=EXACT):
+        torch.testing.assert_close(model(*given), plain)

@@ -14,7 +14,7 @@ import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.convert.weights import joined
-from opfuse.errors import ConversionError, SavedTensorError
+from opfuse.errors import ConversionError, OpfuseWarning, SavedTensorError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors.quantizers import IdentityQuantizer
@@ -348,6 +348,24 @@ def test_what_hooks_would_miss_is_called_as_it_is():
     assert report.counts == {"Linear×2": 1, "Linear": 1}
     model(torch.randn(32, 32))
     assert seen == [1]
+
+
+def test_hooks_that_come_later_are_told_once():
+    model, x = GatedMLP(), torch.randn(32, 32)
+    opfuse.fuse_(model, FP8)
+    model.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.warns(OpfuseWarning, match="up_proj hooks: wants none on a module that runs as a part of another"):
+        model(x)
+    model(x)
+
+
+def test_a_matrix_that_nobody_calls_is_not_said_to_be_fused():
+    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
+    report = opfuse.fuse_(model, FP8)
+    assert report["1.self_attn.out_proj"].status == report["1.self_attn"].status == "refused"
+    assert "reads without calling" in report["1.self_attn.out_proj"].why
+    assert report["1.linear1"].status == "fused"
+    assert model(torch.randn(2, 16, 32)).shape == (2, 16, 32)
 
 
 def test_fusing_again_starts_anew():

@@ -25,6 +25,7 @@ _NAMES = {
     "QuantizedTensor": "opfuse.tensors",
     "master_weights": "opfuse.tensors.masters",
     "with_masters": "opfuse.tensors.optimizers",
+    "TensorParallel": "opfuse.ops.parallel",
     "Fusion": "opfuse.compiler.rules",
     "fusion": "opfuse.compiler.rules",
     "RuleSet": "opfuse.compiler.registry",

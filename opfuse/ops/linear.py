@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,10 @@ from opfuse.numerics import pointwise
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
-from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.recipes import Recipe
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.tensors.gemm import gemm
+from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -63,6 +66,14 @@ class BasicLinear(BasicOperation):
         super().__init__(BasicLinearSpec(in_features, out_features), owner=owner)
         self.owner.weight = new_weight(self, "weight", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
+
+    cut_over: Mapping[str, Any] = MappingProxyType({})
+    """Of operands of which this rank has a part, the ranks that have the others: they find what the whole shares together."""
+
+    def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
+        quantizer, state = super().make_quantizer(role, recipe)
+        together = quantizer.reducing(self.cut_over[role]) if role in self.cut_over and state is None else None
+        return together or quantizer, state
 
     def parameter_shape(self, name: str) -> tuple[int, ...]:
         return self.spec.out_features, self.spec.in_features

@@ -70,7 +70,9 @@ def _check_strided(label: str, *tensors: torch.Tensor) -> None:
 
 
 _LOCAL = "pass x.to_local() where it is whole on each rank, else x.full_tensor()"
-_GATHERED = "fully_shard the pipeline or the module that is called, not single ops of it; tensor parallelism is not supported"
+_GATHERED = (
+    "fully_shard the pipeline or the module that is called, not single ops of it; for tensor parallelism, opfuse.TensorParallel"
+)
 
 
 def _check_foreign(where: str, tensor: torch.Tensor, cure: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from tests.distributed import checkpoints, shards
+from tests.distributed import checkpoints, parallel, shards
 from tests.distributed.training import WIRES, check_case, spawn, table
 
 if __name__ == "__main__":
@@ -15,4 +15,8 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=0, help="processes; by default one for each GPU, on the CPU 2")
     given = parser.parse_args()
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
-    spawn(ranks, given.device, [*shards.TASKS, *checkpoints.TASKS, *WIRES, *((check_case, case) for case in table(ranks))])
+    spawn(
+        ranks,
+        given.device,
+        [*shards.TASKS, *checkpoints.TASKS, *parallel.MORE, *WIRES, *((check_case, case) for case in table(ranks))],
+    )

@@ -1,0 +1,105 @@
+"""A SwiGLU block under tensor and sequence parallelism beside the same block on one rank.
+
+Gradients of weights are bit for bit those of one rank: casts are alike, and no sum is divided. Results, and gradients of the
+input and of the norm, are sums over ranks, which round once more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import opfuse
+from opfuse import ops
+from opfuse.errors import ShapeError
+from tests.distributed.training import RECIPES, Case, Task, optimizer_of, region_of
+
+BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
+"""Of sums of two terms that were rounded apart, relative to the largest value."""
+
+
+class Block(NamedTuple):
+    """sequence: whether each rank has a part of the tokens."""
+
+    recipe: str
+    stored: bool = False
+    sequence: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe == "nvfp4" else torch.float32  # its rotation takes bf16
+
+
+def build(block: Block, ranks: int, device: str, *, glu: int | None = 32) -> ops.Sequential:
+    torch.manual_seed(0)
+    hidden, dtype = 128 * max(ranks, 2), block.dtype
+    with opfuse.quantized_model_init(enabled=block.stored, recipe=RECIPES[block.recipe]()):
+        linears = ops.Linear(128, 2 * hidden, dtype=dtype), ops.Linear(hidden, 128, dtype=dtype)
+    return ops.Sequential(ops.RMSNorm(128, dtype=dtype), linears[0], ops.SwiGLU(glu_interleave_size=glu), linears[1]).to(device)
+
+
+def check_parallel(block: Block, rank: int, ranks: int, device: str) -> list[str]:
+    wrong: list[str] = []
+    one, many = build(block, ranks, device), build(block, ranks, device)
+    style = opfuse.TensorParallel(sequence_dim=1 if block.sequence else None)
+    parallelize_module(many, init_device_mesh(device, (ranks,)), style)
+    optimizers = [optimizer_of(Case(block.recipe, stored=block.stored), model.parameters()) for model in (one, many)]
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(ranks, 1)[rank] if block.sequence else x
+
+    def compare(name: str, got: torch.Tensor, want: torch.Tensor, *, exact: bool = False) -> None:
+        distance = ((got - want).abs().max() / want.abs().max()).item()
+        if not distance <= (0.0 if exact else BOUNDS[block.dtype]):
+            wrong.append(f"{name}: {distance:.2g}")
+
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(2, 32 * ranks, 128, generator=generator).to(device, block.dtype) for _ in range(2))
+        whole, part = x.clone().requires_grad_(), own(x).clone().requires_grad_()
+        for model, given, grad in ((one, whole, dy), (many, part, own(dy))):
+            with region_of(block.recipe):
+                y = model(given)
+            y.backward(grad)
+            results = y.detach() if model is many else own(y.detach())
+            if model is one:
+                want = results
+        compare(f"result {step}", results, want)
+        compare(f"gradient of the input {step}", part.grad, own(whole.grad))
+        for (name, mine), its in zip(many.named_parameters(), one.parameters(), strict=True):
+            compare(
+                f"gradient of {name} {step}", mine.grad.full_tensor(), its.grad, exact=not name.startswith("0.") and step == 0
+            )
+        if step == 0:
+            wrong += check_fault(many, part.detach(), block)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if list(many.state_dict()) != list(one.state_dict()):
+        wrong.append("other names")
+    return wrong
+
+
+def check_fault(model: ops.Sequential, x: torch.Tensor, block: Block) -> list[str]:
+    """A call that raises leaves parameters, and all later calls, as they were."""
+    parameters = list(model.parameters())
+    with pytest.raises(ShapeError), region_of(block.recipe):
+        model(x[..., :64])
+    same = all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    return [] if same and all(isinstance(p, DTensor) for p in model.parameters()) else ["parameters after a call that raised"]
+
+
+TASKS: list[Task] = [(check_parallel, Block(recipe)) for recipe in ("none", "mxfp8", "delayed")]
+TASKS += [(check_parallel, Block("current", stored=True)), (check_parallel, Block("nvfp4", stored=True, sequence=False))]
+MORE: list[Task] = [
+    (check_parallel, Block(recipe, stored, sequence))
+    for recipe in RECIPES
+    for stored in (False, True)
+    for sequence in (False, True)
+    if recipe != "none" or not stored
+]

@@ -16,7 +16,7 @@ import opfuse
 PACKAGE = Path(opfuse.__file__).parent
 ROOMS = (
     *("leaf", "numerics", "kernels", "program", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
-    *("ops", "fusions", "convert", "config", "train", "cli", "__main__"),
+    *("ops", "te", "fusions", "convert", "config", "train", "cli", "__main__"),
 )
 """In import order: a room imports only itself and rooms to its left."""
 LEAVES = {"formats": 0, "keys": 0, "errors": 0, "domains": 0, "environment": 0}

@@ -53,7 +53,10 @@ _REGION: ContextVar[_Region | None] = ContextVar("opfuse_autocast", default=None
 _MODEL_INIT: ContextVar[ModelInit | None] = ContextVar("opfuse_model_init", default=None)
 
 
-def _chosen(enabled: bool, recipe: object) -> Recipe | None:
+def _chosen(where: str, enabled: object, recipe: object) -> Recipe | None:
+    if not isinstance(enabled, bool):
+        cure = f"write {where}(recipe=...), which names the recipe, or pass a bool"
+        raise RecipeError(describe(where, wanted="enabled to be True or False", got=repr(enabled), cure=cure))
     if not enabled:
         return None
     return Float8CurrentScaling() if recipe is None else as_recipe(recipe)
@@ -69,8 +72,8 @@ class autocast(contextlib.ContextDecorator):
     exception, they stay as they are, and the amaxes that its casts counted are dropped.
     """
 
-    def __init__(self, *, enabled: bool = True, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
-        self.recipe = _chosen(enabled, recipe)
+    def __init__(self, enabled: bool = True, *, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
+        self.recipe = _chosen("autocast", enabled, recipe)
         self.amax_reduction_group = amax_reduction_group
 
     def __enter__(self) -> Self:
@@ -172,7 +175,7 @@ def quantized_model_init(
     preserve_high_precision_init_val: keep the initial value in high precision as well, on the CPU, for an optimizer's master
     weights: ``parameter.get_high_precision_init_val()``.
     """
-    chosen = _chosen(enabled, recipe)
+    chosen = _chosen("quantized_model_init", enabled, recipe)
     if chosen is not None:
         note_use()
     token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen.current(), preserve_high_precision_init_val))

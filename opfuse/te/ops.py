@@ -1,0 +1,67 @@
+"""The ops of :mod:`opfuse.ops` with the constructors of te.ops: keywords that opfuse has not are taken at their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from opfuse import ops
+from opfuse.core.spec import check_keywords
+from opfuse.errors import UnsupportedError, describe
+
+if TYPE_CHECKING:
+    from opfuse.core.operation import FusibleOperation
+
+_PARALLEL = {
+    "tensor_parallel_mode": (None, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
+    "tensor_parallel_group": (None, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
+    "sequence_parallel": (False, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
+    "rng_state_tracker_function": (None, "set the seed around the constructor"),
+    "userbuffers_options": (None, "leave it out: products and communication do not overlap here"),
+}
+_MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
+
+KEYWORDS: Mapping[str, Mapping[str, tuple[object, str]]] = {
+    "Linear": _PARALLEL,
+    "BasicLinear": _PARALLEL,
+    "GroupedLinear": {"rng_state_tracker_function": _PARALLEL["rng_state_tracker_function"]},
+    "LayerNorm": _MARGINS,
+    "RMSNorm": _MARGINS,
+}
+"""By op: keywords of te.ops that opfuse has not, their defaults, and what to do instead of another value."""
+
+
+def _taking(name: str, extra: Mapping[str, tuple[object, str]]) -> type[FusibleOperation]:
+    """The op of that name, which takes ``extra`` at their defaults. UnsupportedError for other values."""
+    base: type[FusibleOperation] = getattr(ops, name)
+
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        base.__init__(self, *args, **_without(base, extra, given))
+
+    def __new__(cls: type[Any], *args: Any, **given: Any) -> Any:
+        return base.__new__(cls, *args, **_without(base, extra, given))
+
+    return type(name, (base,), {"__init__": __init__, "__new__": __new__, "__module__": __name__, "__doc__": base.__doc__})
+
+
+def _without(base: type, extra: Mapping[str, tuple[object, str]], given: Mapping[str, Any]) -> dict[str, Any]:
+    for keyword in extra.keys() & given.keys():
+        default, cure = extra[keyword]
+        if given[keyword] is not default and given[keyword] != default:
+            got = repr(given[keyword])
+            raise UnsupportedError(describe(f"te.ops.{base.__name__}", wanted=f"{keyword}={default!r}", got=got, cure=cure))
+    known = {keyword: value for keyword, value in given.items() if keyword not in extra}
+    check_keywords(base, known)
+    return known
+
+
+_ADAPTED = {name: _taking(name, extra) for name, extra in KEYWORDS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    """An op; those that need no other constructor are opfuse's own."""
+    return _ADAPTED[name] if name in _ADAPTED else getattr(ops, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*dir(ops), *_ADAPTED})

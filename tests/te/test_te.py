@@ -1,0 +1,108 @@
+"""A script for te.ops runs by changing its import, or is told what opfuse has not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, te
+from opfuse.errors import RecipeError, UnknownArgumentError, UnsupportedError
+
+BF16 = torch.bfloat16
+
+
+def mlp() -> ops.Sequential:
+    """As te.ops' own documentation writes it, keywords at their defaults among them."""
+    return te.ops.Sequential(
+        te.ops.LayerNorm(64, eps=1e-5, zero_centered_gamma=False, sm_margin=0),
+        te.ops.Linear(64, 256, bias=True, dtype=BF16, tensor_parallel_mode=None, sequence_parallel=False),
+        te.ops.SwiGLU(),
+        te.ops.Linear(128, 64, dtype=BF16, rng_state_tracker_function=None, userbuffers_options=None),
+    ).to(BF16)
+
+
+def step(model: torch.nn.Module, x: torch.Tensor, region) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    with region:
+        y = model(x)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def test_a_script_computes_what_opfuse_computes_and_fuses_as_much():
+    torch.manual_seed(0)
+    model, x, recipe = mlp(), torch.randn(32, 64, dtype=BF16), opfuse.recipes.DelayedScaling()
+    plain = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 256), ops.SwiGLU(), ops.Linear(128, 64)).to(BF16)
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    for region in (
+        lambda: te.autocast(True, False, te.recipe.DelayedScaling(fp8_format=te.recipe.Format.HYBRID)),
+        lambda: te.autocast(enabled=True, recipe=recipe),
+        lambda: te.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=recipe, fp8_group=None),
+    ):
+        got, wanted = step(model, x, region()), step(plain, x, opfuse.autocast(recipe=recipe))
+        assert all(map(torch.equal, got, wanted))
+    fused = [[*plan.fusions] for run in model.runs() for _, plan in run.cache.items()]
+    assert fused == [[*plan.fusions] for run in plain.runs() for _, plan in run.cache.items()]
+    assert fused[0]
+
+
+def test_the_page_on_coming_from_there_is_true():
+    page = (Path(opfuse.__file__).parents[1] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    space: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "migrate.md", "exec"), space)
+    assert space["model"][1].weight.grad.abs().sum() > 0
+    assert all(f"`{keyword}=" in page or f"{keyword}=" in page for taken in te.ops.KEYWORDS.values() for keyword in taken)
+
+
+def test_disabled_regions_are_of_high_precision():
+    model, x = mlp(), torch.randn(32, 64, dtype=BF16)
+    assert all(map(torch.equal, step(model, x, te.fp8_autocast(enabled=False)), step(model, x, te.autocast(False))))
+
+
+def test_weights_made_under_the_former_name_live_quantized():
+    with te.fp8_model_init(True, te.recipe.MXFP8BlockScaling()):
+        made = te.ops.Linear(64, 64, dtype=BF16)
+    assert isinstance(made.weight, opfuse.QuantizedTensor)
+
+
+@pytest.mark.parametrize("name", te.ops.KEYWORDS)
+def test_keywords_that_opfuse_has_not_are_refused_by_name_unless_at_their_defaults(name):
+    sizes = {"Linear": (8, 8), "BasicLinear": (8, 8), "GroupedLinear": (2, 8, 8)}.get(name, (8,))
+    op = getattr(te.ops, name)
+    assert issubclass(op, getattr(ops, name))
+    for keyword, (default, cure) in te.ops.KEYWORDS[name].items():
+        assert type(op(*sizes, **{keyword: default})).__name__ == name
+        with pytest.raises(
+            UnsupportedError, match=re.escape(f"te.ops.{name}: wants {keyword}={default!r}, got 'column'. Cure: {cure}")
+        ):
+            op(*sizes, **{keyword: "column"})
+    with pytest.raises(UnknownArgumentError):
+        op(*sizes, tensor_paralel_mode=None)
+
+
+def test_other_ops_are_opfuse_s_own():
+    assert te.ops.GELU is ops.GELU
+    assert te.ops.Sequential is ops.Sequential
+    assert {"GELU", "Linear"} <= {*dir(te.ops)}
+    with pytest.raises(AttributeError):
+        te.ops.Attention  # noqa: B018
+
+
+def test_calibration_is_refused():
+    with pytest.raises(UnsupportedError, match="calibrating=False"):
+        te.fp8_autocast(calibrating=True)
+
+
+@pytest.mark.parametrize("given", [opfuse.recipes.MXFP8BlockScaling(), "mxfp8", 1, None], ids=str)
+def test_a_region_is_told_of_what_is_no_switch(given):
+    """A recipe in the first place would have been taken for True, and the region for one of current scaling."""
+    for region in (opfuse.autocast, te.autocast, te.fp8_autocast):
+        with pytest.raises(RecipeError, match=r"autocast: wants enabled to be True or False.*recipe="):
+            region(given)

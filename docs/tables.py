@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import opfuse
+from opfuse.compiler.patterns import printed
 from opfuse.compiler.rules import Fusion
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3
@@ -133,8 +134,7 @@ def rules() -> str:
 
 
 def _rule_row(rule: Fusion) -> list[str]:
-    pattern = " ".join(map(str, rule.pattern))
-    return [f"`{rule.name}`", rule.direction, f"`{pattern}`", _summary(rule.doc)]
+    return [f"`{rule.name}`", rule.direction, f"`{printed(rule.pattern)}`", _summary(rule.doc)]
 
 
 def study() -> str:

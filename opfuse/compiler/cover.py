@@ -90,32 +90,79 @@ class Chain:
         return self.direction == BACKWARD or len(node.outputs) == 1
 
 
-def _runs(chain: Chain, start: int, claimed: Collection[int]) -> Iterator[Node | None]:
-    position: int | None = start
-    while position is not None and chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position]):
+def _runs(chain: Chain, start: int, claimed: Collection[int]) -> Iterator[Node]:
+    """The nodes from ``start`` on that one rule could take, in order."""
+    position = start
+    while chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position]):
         yield chain.nodes[position]
-        position = position + 1 if chain.next[position] is not None else None
-    while True:
-        yield None
+        if chain.next[position] is None:
+            return
+        position += 1
 
 
-def match(rule: Fusion, chain: Chain, start: int, claimed: Collection[int] = ()) -> Binding | Partial:
-    """Bind the rule's pattern greedily from the node at ``start``, up to a claimed node; a Partial says where it stopped."""
-    pattern = rule.pattern
-    nodes = _runs(chain, start, claimed)
-    node = next(nodes)
-    bound: list[tuple[int, ...]] = []
-    for term in pattern:
-        here: list[int] = []
-        while node is not None and term.accepts(node) and (term.high is None or len(here) < term.high):
-            here.append(node.index)
-            node = next(nodes)
-        if len(here) < term.low:
-            return Partial(len(bound), node, term, _flat(bound))
-        bound.append(tuple(here))
-    if len(_flat(bound)) < 2 and not rule.single:
-        return Partial(1, None, pattern[-1], _flat(bound))
-    return tuple(bound)
+class _Match:
+    """One try to bind a pattern: the longest for each place in turn, and shorter ones where what follows needs the nodes.
+
+    dead: places and positions from which there is no way. One set does for tries from left to right, since what a try cannot
+    bind a later one, which has fewer nodes, cannot either.
+    """
+
+    def __init__(self, rule: Fusion, nodes: Iterator[Node], start: int, dead: set[tuple[int, int]]) -> None:
+        self.pattern = rule.pattern
+        self.least = 1 if rule.single else 2
+        self.nodes: list[Node] = []
+        self.rest = nodes
+        self.start = start
+        self.dead = dead
+        self.furthest = (-1, 0, 0)
+
+    def node(self, at: int) -> Node | None:
+        """The node at this distance from the first, if the run goes so far."""
+        while len(self.nodes) <= at:
+            if (following := next(self.rest, None)) is None:
+                return None
+            self.nodes.append(following)
+        return self.nodes[at]
+
+    def bind(self, place: int = 0, at: int = 0) -> tuple[range, ...] | None:
+        """The nodes at each place from ``place`` on, when those before it took ``at`` nodes; None if there is no way."""
+        if place == len(self.pattern):
+            return () if at >= self.least else None
+        if (place, self.start + at) in self.dead:
+            self.furthest = max(self.furthest, (0, 0, 0))
+            return None
+        term, end = self.pattern[place], at
+        while (term.high is None or end - at < term.high) and (node := self.node(end)) is not None and term.accepts(node):
+            end += 1
+        if end - at < term.low:
+            self.furthest = max(self.furthest, (place, end, at))
+        for stop in range(end, at + term.low - 1, -1):
+            if (rest := self.bind(place + 1, stop)) is not None:
+                return range(at, stop), *rest
+        self.dead.add((place, self.start + at))
+        return None
+
+
+def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, ...] | None:
+    """Which of ``nodes``, counted from ``start``, each place of the rule takes; None if it does not fit there."""
+    return _Match(rule, iter(nodes[start:]), start, set()).bind()
+
+
+def match(
+    rule: Fusion, chain: Chain, start: int, claimed: Collection[int] = (), dead: set[tuple[int, int]] | None = None
+) -> Binding | Partial:
+    """Bind the rule's pattern from the node at ``start``, up to a claimed node; a Partial says where it stopped.
+
+    A place takes as many nodes as leave enough for the places behind it. dead: what earlier starts found that cannot be.
+    """
+    run = _Match(rule, _runs(chain, start, claimed), start, set() if dead is None else dead)
+    found = run.bind()
+    if found is not None:
+        return tuple(tuple(run.nodes[i].index for i in place) for place in found)
+    place, end, at = run.furthest
+    if place < 0:  # every place has its nodes, which are too few together
+        return Partial(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]))
+    return Partial(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]))
 
 
 def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -184,9 +231,9 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
     groups: list[Group] = []
     outcomes: list[Outcome] = []
     nearest: Partial | None = None
-    start = 0
+    start, dead, dead_unclaimed = 0, set[tuple[int, int]](), set[tuple[int, int]]()
     while start < len(chain.nodes):
-        binding = match(rule, chain, start, claimed)
+        binding = match(rule, chain, start, claimed, dead)
         if not isinstance(binding, Partial):
             outcome = _judged(rule, graph, env, binding)
             if outcome.status == FUSED:
@@ -194,7 +241,7 @@ def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int
                 claimed.update(dict.fromkeys(_flat(binding), rule.name))
         else:
             # What a match lost to earlier claims is worth an outcome of its own.
-            binding = match(rule, chain, start)
+            binding = match(rule, chain, start, dead=dead_unclaimed)
             if isinstance(binding, Partial):
                 nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
                 start += 1

@@ -3,66 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from opfuse.compiler.graph import BACKWARD, FORWARD, Node
+from opfuse.compiler.graph import BACKWARD, FORWARD
+from opfuse.compiler.patterns import Term, is_name, maybe, one, printed, run, terms_of
 from opfuse.domains import keywords
 from opfuse.errors import FusionError, KeyValueError, describe, nearest
 from opfuse.keys import digest
 
+__all__ = [  # what a rule is written with, wherever it stands
+    "ABSENT",
+    "JOINT",
+    "TESTS",
+    "Fusion",
+    "Guard",
+    "Term",
+    "at_least",
+    "fusion",
+    "is_",
+    "is_not",
+    "maybe",
+    "multiple_of",
+    "one",
+    "one_of",
+    "run",
+]
+
 JOINT = "joint"
-
-
-@dataclass(frozen=True)
-class Term:
-    """One place of a pattern: nodes of these kinds or traits, between ``low`` and ``high`` of them (None: any number)."""
-
-    name: str
-    words: tuple[str, ...]
-    low: int = 1
-    high: int | None = 1
-
-    def __post_init__(self) -> None:
-        worded = isinstance(self.words, tuple) and self.words and all(isinstance(word, str) and word for word in self.words)
-        counted = type(self.low) is int and self.low >= 0 and (self.high is None or _counts(self.high, self.low))
-        if not (worded and counted):
-            wanted, cure = (
-                "at least one word, and a number of nodes",
-                "write 'gelu', ('gelu', 'relu'), maybe('bias') or run('gelu')",
-            )
-            got = f"{self.words!r} from {self.low!r} to {self.high!r}"
-            raise FusionError(describe(f"pattern place {self.name!r}", wanted=wanted, got=got, cure=cure))
-
-    def __str__(self) -> str:
-        count = {(1, 1): "", (0, 1): "?", (0, None): "*", (1, None): "+"}.get(
-            (self.low, self.high), f"{{{self.low},{self.high}}}"
-        )
-        return "|".join(self.words) + count
-
-    def accepts(self, node: Node) -> bool:
-        """Whether ``node`` can stand here."""
-        return not node.words.isdisjoint(self.words)
-
-
-def _counts(high: object, low: int) -> bool:
-    return type(high) is int and high >= max(low, 1)
-
-
-def one(*words: str) -> Term:
-    """Exactly one node of any of these kinds or traits."""
-    return Term("", words)
-
-
-def maybe(*words: str) -> Term:
-    """At most one node."""
-    return Term("", words, low=0)
-
-
-def run(*words: str, low: int = 0) -> Term:
-    """As many consecutive nodes as match."""
-    return Term("", words, low=low, high=None)
 
 
 class _Absent:
@@ -223,10 +192,10 @@ class Fusion:
         if not isinstance(self.pattern, tuple) or not all(isinstance(term, Term) for term in self.pattern):
             self._refuse("a tuple of terms", repr(self.pattern), "use fusion(), which makes one of a dictionary")
         names = [term.name for term in self.pattern]
-        if len(set(names)) < len(names) or not all(str.isidentifier(name) and name != "env" for name in names):
+        if len(set(names)) < len(names) or not all(map(is_name, names)):
             self._refuse("a name of its own for each place, which a parameter can have", names, "rename the places; env is taken")
         if not any(term.low for term in self.pattern):
-            got = " ".join(map(str, self.pattern)) or "an empty pattern"
+            got = printed(self.pattern) or "an empty pattern"
             self._refuse(
                 "a pattern with a node that must be there", got, "name an op, as in {'act': 'gelu'}, or use run(..., low=1)"
             )
@@ -268,19 +237,13 @@ class Fusion:
         return replace(self, when=self.when + guards)
 
 
-def fusion(name: str, pattern: Mapping[str, str | tuple[str, ...] | Term], **fields: Any) -> Fusion:
-    """A :class:`Fusion` whose pattern is written as a dictionary from places to kinds."""
-    if not isinstance(pattern, Mapping):
-        cure = "write {'linear': 'linear', 'act': 'gelu'}"
-        raise FusionError(describe(f"fusion {name!r}", wanted="a dictionary as pattern", got=repr(pattern), cure=cure))
+def fusion(name: str, pattern: object, **fields: Any) -> Fusion:
+    """A :class:`Fusion` whose pattern is written in any way that :func:`~opfuse.compiler.patterns.terms_of` reads.
+
+    ``"linear bias? act=gelu|silu"``, a list of such places, or a dictionary from names to places.
+    """
     known = keywords(Fusion) or ()
     if unknown := [field for field in fields if field not in known]:
         got = f"{unknown[0]!r}{nearest(unknown[0], known)}"
         raise FusionError(describe(f"fusion {name!r}", wanted=f"fields of {sorted(known)}", got=got, cure="mend the name"))
-    return Fusion(name, tuple(_term(place, what) for place, what in pattern.items()), **fields)
-
-
-def _term(name: str, what: str | tuple[str, ...] | Term) -> Term:
-    if isinstance(what, Term):
-        return replace(what, name=name)
-    return Term(name, tuple(what) if isinstance(what, (tuple, list)) else (what,))
+    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **fields)

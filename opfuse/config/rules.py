@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
+from opfuse.compiler.patterns import Term, is_name, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, Term
-from opfuse.config.findings import Problem, Refused, shown, similar
+from opfuse.compiler.rules import Fusion, Guard
+from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
-from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared, place_names
+from opfuse.config.shadows import covers
+from opfuse.errors import FusionError
+from opfuse.fusions.declared import EMITTERS, WORDS, declared, unknown_word
 
 MAX_RULES = 100
+MAX_PLACES = 32
 
 LEVELS = {"O0": 0, "O1": 1, "O2": 2}
 
@@ -27,17 +31,51 @@ def _known_rule(name: str) -> str:
     return name
 
 
-def _known_word(word: str) -> str:
-    if word not in WORDS:
-        raise Refused(Problem("unknown-op", f"pattern has no operation {shown(word)}", similar(word, WORDS)))
-    return word
+def _places(written: Any) -> tuple[Term, ...]:
+    """The places of a pattern; Refused with everything wrong in them, each where it stands."""
+    parts = _parts(written)
+    problems = [problem for loc, part in parts for problem in _problems(loc, part)]
+    if not problems and not 1 <= len(parts) <= MAX_PLACES:
+        problems.append(Problem("bad-value", f"pattern wants 1 to {MAX_PLACES} places, got {len(parts)}"))
+    found = () if problems else terms_of(written)
+    names = [term.name for term in found]
+    for (loc, _), (i, name) in zip(parts, enumerate(names)):
+        if name in names[:i]:
+            problems.append(Problem("bad-value", f"two places are called {shown(name)}", "rename one of the two", loc))
+    if problems:
+        raise Refused(*problems)
+    return found
+
+
+def _parts(written: Any) -> list[tuple[Loc, Any]]:
+    """Each place of a pattern as it is written, and where."""
+    if isinstance(written, Mapping):
+        return [((name,), {name: place}) for name, place in written.items()]
+    if isinstance(written, list):
+        return [((i,), place) for i, place in enumerate(written)]
+    return [((), place) for place in split(written)] if isinstance(written, str) else [((), written)]
+
+
+def _problems(loc: Loc, part: Any) -> Iterator[Problem]:
+    try:
+        (term,) = terms_of([part])
+    except FusionError as error:
+        yield Problem("bad-value", *sentence(str(error)), loc)
+        return
+    if (word := unknown_word(term)) is not None:
+        yield Problem("unknown-op", f"pattern has no operation {shown(word)}", similar(word, WORDS), loc)
+    if term.name == "recipe" or not is_name(term.name):
+        yield Problem("bad-value", f"a place cannot be called {shown(term.name)}", "choose another name", loc, on="key")
 
 
 _SCALAR = {"type": ["string", "number", "boolean", "null"]}
 _CONDITION = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR, "minItems": 1}]}
 Conditions = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": _CONDITION})]
 RuleName = Annotated[str, AfterValidator(_known_rule)]
-Word = Annotated[str, AfterValidator(_known_word), Field(json_schema_extra={"enum": sorted(WORDS)})]
+_WORD = {"anyOf": [{"enum": sorted(WORDS)}, {"type": "string", "minLength": 1}]}
+_OTHERS = [{"type": "string", "minLength": 1}, {"type": "object", "additionalProperties": _WORD, "minProperties": 1}]
+_PATTERN = {"anyOf": [{"type": "array", "items": {"anyOf": [*_WORD["anyOf"], {"type": "object"}]}, "minItems": 1}, *_OTHERS]}
+Pattern = Annotated[Any, BeforeValidator(_places), WithJsonSchema(_PATTERN)]
 
 
 class Use(Section):
@@ -58,7 +96,7 @@ class Declare(Section):
     """A new rule: ops of the lowered pipeline in a row, and the implementation that runs them as one."""
 
     name: str = Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
-    pattern: list[Word] = Field(min_length=1, max_length=32)
+    pattern: Pattern
     when: Conditions = {}
     emit: Literal["epilogue"] = "epilogue"
     priority: int = 0
@@ -113,8 +151,11 @@ def _narrowed(section: Use) -> Fusion:
 def _declared(section: Declare) -> Fusion:
     if misfit := EMITTERS[section.emit].misfit(section.pattern):
         raise Refused(Problem("never-matches", f"pattern can never match: {misfit.reason}", loc=("pattern", misfit.place)))
-    guards = _guards(section, {place: (kind,) for place, kind in zip(place_names(section.pattern), section.pattern)})
-    return declared(section.name, section.pattern, when=guards, emit=section.emit, priority=section.priority)
+    guards = _guards(section, {term.name: term.words for term in section.pattern})
+    try:
+        return declared(section.name, section.pattern, when=guards, emit=section.emit, priority=section.priority)
+    except FusionError as error:
+        raise Refused(Problem("bad-value", *sentence(str(error)), ("pattern",))) from error
 
 
 # -- entries among each other ------------------------------------------------------------------------------------------
@@ -147,25 +188,7 @@ def _shadow(changes: Sequence[Change], index: int) -> str | None:
     order.sort(key=lambda change: -change.rule.priority)  # type: ignore[union-attr]
     here = changes[index]
     earlier = order[: order.index(here)] if here in order else []
-    return next((other.name for other in earlier if _covers(other.rule, here.rule)), None)  # type: ignore[arg-type]
-
-
-def _covers(first: Fusion, later: Fusion) -> bool:
-    """Whether ``first`` matches inside everything that ``later`` matches."""
-    length = len(first.pattern)
-    return any(_covers_at(first, later, later.pattern[i : i + length]) for i in range(len(later.pattern) - length + 1))
-
-
-def _covers_at(first: Fusion, later: Fusion, part: Sequence[Term]) -> bool:
-    names = {mine.name: other.name for mine, other in zip(first.pattern, part)}
-    words = all(mine.words[0] in KINDS.get(other.words[0], other.words) for mine, other in zip(first.pattern, part))
-    asked = {replace(guard, reads=_renamed(guard.reads, names)) for guard in first.when}
-    return words and asked <= set(later.when)
-
-
-def _renamed(path: str, names: Mapping[str, str]) -> str:
-    root, dot, rest = path.partition(".")
-    return names.get(root, root) + dot + rest
+    return next((other.name for other in earlier if covers(other.rule, here.rule)), None)  # type: ignore[arg-type]
 
 
 if TYPE_CHECKING:

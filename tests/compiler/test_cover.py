@@ -382,7 +382,7 @@ BAD = {
     "a text as guards": lambda: rule("bad", PAIR, when="env.arch"),
     "nothing": lambda: rule("bad", {}),
     "nothing that must be there": lambda: rule("bad", {"act": maybe("gelu"), "chain": run_of("relu")}),
-    "no dictionary": lambda: fusion("bad", ["linear"], forward=lambda x, *, linear: x),
+    "no pattern": lambda: fusion("bad", 5, forward=lambda x, *, linear: x),
     "a place called env": lambda: rule("bad", {"env": "linear", "act": "gelu"}),
     "two places of one name": lambda: Fusion("bad", (Term("a", ("gelu",)), Term("a", ("relu",))), forward=lambda x, *, a: x),
     "no terms": lambda: Fusion("bad", ("gelu",), forward=lambda x, *, gelu: x),

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import opfuse
+from opfuse.compiler.patterns import printed, terms_of
 from opfuse.compiler.registry import default_rules
 from opfuse.compiler.rules import Guard
 from opfuse.config import loads
 from opfuse.errors import ConfigError, FusionError
-from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared, place_names
+from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared
 from opfuse.runtime.fuser import recorded_plans
 
 TOP = """version: 1
@@ -170,7 +171,7 @@ def test_two_loads_of_one_file_make_one_rule_set():
 
 
 def test_places_of_one_kind_are_numbered():
-    assert place_names(("linear", "bias", "gelu", "bias")) == ("linear", "bias", "gelu", "bias_2")
+    assert [term.name for term in terms_of(("linear", "bias", "gelu", "bias"))] == ["linear", "bias", "gelu", "bias_2"]
     rules = config("{name: mine, pattern: [linear, bias, gelu, bias], when: {bias_2.size: 64}}").rules
     assert rules.rules[0].when == (Guard("bias_2.size", "is", 64),)
 
@@ -207,10 +208,64 @@ def test_rank11_patterns_that_can_never_match(pattern, under):
 def test_every_pattern_that_is_accepted_can_match():
     for first in sorted(WORDS):
         for second in sorted(WORDS):
-            if EMITTERS["epilogue"].misfit((first, second)) is None:
+            if EMITTERS["epilogue"].misfit(terms_of((first, second))) is None:
                 members = [kinds for kinds in KINDS.values() if first in kinds]
                 assert all("producer" in kinds for kinds in members)
                 assert declared("mine", (first, second)).direction == "forward"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "linear bias? gelu|silu elementwise* quantize?",
+        "[linear, bias?, gelu|silu, elementwise*, quantize?]",
+        "[linear, bias?, {gelu_or_silu: gelu|silu}, elementwise*, quantize?]",
+        "{linear: linear, bias: bias?, gelu_or_silu: gelu|silu, elementwise: elementwise*, quantize: quantize?}",
+    ],
+)
+def test_a_pattern_is_written_as_it_is_printed(pattern):
+    rules = config(f"{{name: mine, pattern: {pattern}, when: {{linear.in_features: 64}}}}")
+    assert printed(rules.rules.rules[0].pattern) == "linear bias? gelu|silu elementwise* quantize?"
+    seen, plan = outcomes(rules)
+    assert ("mine", "fused") in seen
+    assert plan.outcomes[0].ops == ("2:linear", "4:bias", "5:gelu", "6:quantize[input]")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "code", "under"),
+    [
+        ("[linear, gellu|silu]", "unknown-op", "gellu|silu"),
+        ("[linear, silu|gellu?]", "unknown-op", "silu|gellu?"),
+        ("linear gellu", "unknown-op", "linear gellu"),
+        ("{linear: linear, act: gellu}", "unknown-op", "gellu"),
+        ("[linear, {act: gellu}]", "unknown-op", "{act: gellu}"),
+        ("[linear, act=gelu=x]", "bad-value", "act=gelu=x"),
+        ("[linear, 5]", "bad-value", "5"),
+        ("[linear, null]", "bad-value", "null"),
+        ("[linear, [gelu]]", "bad-value", "[gelu]"),
+        ("[linear, {a: gelu, b: gelu}]", "bad-value", "{a: gelu, b: gelu}"),
+        ("[linear, class=gelu]", "bad-value", "class=gelu"),
+        ("[linear, recipe=gelu]", "bad-value", "recipe=gelu"),
+        ("{linear: linear, env: gelu}", "bad-value", "env"),
+        ("[a=linear, a=gelu]", "bad-value", "a=gelu"),
+        ("''", "bad-value", "''"),
+        ("5", "bad-value", "5"),
+        ("[]", "bad-value", "[]"),
+        (f"[linear{', gelu' * 40}]", "bad-value", f"[linear{', gelu' * 40}]"[:30]),
+        ("[linear?, gelu]", "never-matches", "linear?"),
+        ("[linear, quantize+]", "never-matches", "quantize+"),
+        ("[linear, gelu|quantize]", "never-matches", "gelu|quantize"),
+        ("[linear, gelu|add_extra_input]", "never-matches", "gelu|add_extra_input"),
+    ],
+)
+def test_a_pattern_that_is_none_says_where(pattern, code, under):
+    found = finding(f"{{name: mine, pattern: {pattern}}}")
+    assert (found[0], found[1][: len(under)]) == (code, under)
+
+
+def test_an_input_called_x_is_a_place_as_well():
+    seen, _ = outcomes(config("{name: mine, pattern: [linear, bias, x=gelu]}"))
+    assert ("mine", "fused") in seen
 
 
 @pytest.mark.parametrize(
@@ -241,6 +296,15 @@ def test_every_pattern_that_is_accepted_can_match():
             "b",
         ),
         (("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, gelu], priority: -1}"), "shadowed-rule", "b"),
+        (("{name: a, pattern: [linear, elementwise*]}", "{name: b, pattern: [linear, bias?, gelu]}"), "shadowed-rule", "b"),
+        (
+            (
+                "{name: a, pattern: [linear, act=elementwise+], when: {linear.in_features: 64}}",
+                "{name: b, pattern: [first=linear, bias?, gelu], when: {first.in_features: 64}}",
+            ),
+            "shadowed-rule",
+            "b",
+        ),
     ],
 )
 def test_rank11_rules_that_cannot_be(rules, code, under):
@@ -256,6 +320,9 @@ def test_rank11_rules_that_cannot_be(rules, code, under):
         ("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, gelu], priority: 1, when: {env.grad: true}}"),
         ("{name: a, pattern: [linear, gelu]}", "{name: b, pattern: [linear, activation]}"),
         ("{name: a, pattern: [linear, bias, gelu]}", "{name: b, pattern: [linear, bias]}"),
+        ("{name: a, pattern: [linear, bias, gelu|silu]}", "{name: b, pattern: [linear, bias, gelu|relu]}"),
+        ("{name: a, pattern: [linear, bias, elementwise+]}", "{name: b, pattern: [linear, bias, gelu?]}"),
+        ("{name: a, pattern: [linear, dropout+], when: {dropout.p: 0}}", "{name: b, pattern: [linear, dropout]}"),
     ],
 )
 def test_rules_that_leave_something_to_each_other(rules):

@@ -1,0 +1,70 @@
+"""Whether one rule leaves anything to a later one, found by trying it on what the later one could match."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from opfuse.compiler.cover import bound
+from opfuse.compiler.graph import Node
+from opfuse.compiler.patterns import Term
+from opfuse.compiler.rules import Fusion, Guard
+from opfuse.fusions.declared import KINDS
+
+MAX_SENTENCES = 2000
+"""Beyond so many ways to match nothing is said: a rule may be shadowed by several others in ways that no one looks for."""
+
+MORE = 2
+"""How many nodes beyond the least stand for any number of them."""
+
+Sentence = Sequence[tuple[str, Node]]
+"""Nodes in a row that a pattern matches, each with the place that it stands at."""
+
+
+def covers(first: Fusion, later: Fusion) -> bool:
+    """Whether ``first`` matches, under no more guards, inside of everything that ``later`` matches."""
+    if first.direction != later.direction or math.prod(map(_ways, later.pattern)) > MAX_SENTENCES:
+        return False
+    return all(_takes_part(first, later, sentence) for sentence in _sentences(later))
+
+
+def _numbers(term: Term) -> range:
+    most = term.low + MORE if term.high is None else min(term.high, term.low + MORE)
+    return range(term.low, most + 1)
+
+
+def _ways(term: Term) -> int:
+    return sum(len(term.words) ** number for number in _numbers(term))
+
+
+def _sentences(rule: Fusion) -> Iterator[Sentence]:
+    for words in product(*([way for n in _numbers(term) for way in product(term.words, repeat=n)] for term in rule.pattern)):
+        spoken = [(term.name, word) for term, way in zip(rule.pattern, words) for word in way]
+        if len(spoken) > 1 or rule.single:
+            yield [(name, _node(i, word)) for i, (name, word) in enumerate(spoken)]
+
+
+def _node(index: int, word: str) -> Node:
+    """A node of which nothing is known but that ``word`` means it."""
+    meant = [words for words in KINDS.values() if word in words]
+    return Node(index, word, 0, None, frozenset({word}).union(frozenset.intersection(*meant) if meant else ()))
+
+
+def _takes_part(first: Fusion, later: Fusion, sentence: Sentence) -> bool:
+    nodes = [node for _, node in sentence]
+    for start in range(len(nodes)):
+        if (found := bound(first, nodes, start)) is not None:
+            places = {term.name: [sentence[start + i][0] for i in there] for term, there in zip(first.pattern, found)}
+            return all(set(_asked(guard, places)) <= set(later.when) for guard in first.when)
+    return False
+
+
+def _asked(guard: Guard, places: dict[str, list[str]]) -> Iterator[Guard]:
+    """``guard`` in the names of the later rule: of every place where the nodes stand that it reads."""
+    root, _, rest = guard.reads.partition(".")
+    if root not in places:
+        yield guard
+    for place in places.get(root, ()):
+        yield replace(guard, reads=f"{place}.{rest}")

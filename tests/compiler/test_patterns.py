@@ -1,0 +1,113 @@
+"""The language of patterns: what is printed can be written, and every place takes what leaves enough for the next."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import opfuse
+from opfuse.compiler.cover import bound
+from opfuse.compiler.graph import Node
+from opfuse.compiler.patterns import Term, named, printed, terms_of
+from opfuse.compiler.rules import fusion, maybe, one, run
+from opfuse.errors import FusionError
+from opfuse.fusions import RULES
+
+WORDS = st.sampled_from(("linear", "bias", "gelu", "elementwise", "mine.gelu", "lambda", "env", "x-y"))
+COUNTS = st.sampled_from(((1, 1), (0, 1), (0, None), (1, None), (2, 2), (2, None), (0, 3), (2, 5)))
+PLACES = st.builds(
+    lambda name, words, bounds: Term(name, tuple(words), *bounds),
+    st.sampled_from(("", "", "act", "bias_2")),
+    st.lists(WORDS, min_size=1, max_size=3),
+    COUNTS,
+)
+
+
+@given(st.lists(PLACES, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_what_is_printed_can_be_written(places):
+    pattern = named(places)
+    text = printed(pattern)
+    assert terms_of(text) == pattern
+    assert terms_of(f"[{text.replace(' ', ', ')}]") == pattern
+    assert terms_of(text.split()) == pattern
+    assert printed(terms_of(text)) == text
+
+
+@pytest.mark.parametrize("rule", RULES.rules, ids=lambda rule: rule.name)
+def test_the_table_of_built_in_rules_can_be_written(rule):
+    assert terms_of(printed(rule.pattern)) == rule.pattern
+
+
+def test_every_spelling_is_one_pattern():
+    wanted = (
+        Term("linear", ("linear",)),
+        Term("bias", ("bias",), 0),
+        Term("act", ("gelu", "silu")),
+        Term("tail", ("relu",), 2, None),
+    )
+    spellings = (
+        "linear bias? act=gelu|silu tail=relu{2,}",
+        "[linear, bias?, act=gelu|silu, tail=relu{2,None}]",
+        ["linear", "bias?", {"act": "gelu|silu"}, "tail=relu{2,}"],
+        {"linear": "linear", "bias": "bias?", "act": ("gelu", "silu"), "tail": "relu{2,}"},
+        {"linear": one("linear"), "bias": maybe("bias"), "act": "gelu|silu", "tail": run("relu", low=2)},
+    )
+    assert all(terms_of(spelling) == wanted for spelling in spellings)
+
+
+def test_places_are_called_by_their_words():
+    assert [term.name for term in terms_of("linear gelu|silu bias? my.op bias lambda")] == [
+        *("linear", "gelu_or_silu", "bias", "my_op", "bias_2", "_lambda")
+    ]
+
+
+@pytest.mark.parametrize("text", ["gelu|", "|gelu", "gelu??", "a=b=c", "gelu{,2}", "gelu{x}", "=gelu", "a:gelu", "linear (bias)"])
+def test_what_is_no_place_says_what_is(text):
+    with pytest.raises(FusionError, match=r"wants a place such as act=gelu\|silu.*Cure: write 'linear bias\?"):
+        terms_of(text)
+
+
+@pytest.mark.parametrize("pattern", [5, None, {1, 2}, [["gelu"]], [5], {"act": 5}, "gelu{3,2}", "gelu{0}", {"class": "gelu"}])
+def test_what_is_no_pattern_is_refused(pattern):
+    with pytest.raises(FusionError, match="Cure: "):
+        fusion("bad", pattern, forward=lambda x, *, act: x)
+
+
+def test_a_rule_is_written_as_it_is_printed():
+    rule = fusion("mine", "linear bias? act=gelu|silu", forward=lambda x, *, linear, bias, act: x)
+    assert rule == fusion("mine", {"linear": "linear", "bias": maybe("bias"), "act": ("gelu", "silu")}, forward=rule.forward)
+    with pytest.raises(FusionError, match="got 'gellu'; did you mean 'gelu'"):
+        opfuse.register_fusion(fusion("typo", "linear act=gellu", forward=lambda x, *, linear, act: x))
+
+
+def nodes(*kinds):
+    return [Node(i, kind, i, None, frozenset({"elementwise"} - {kind[:6]})) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds", "lengths"),
+    [
+        ("elementwise* gelu", "relu gelu gelu", [2, 1]),
+        ("elementwise+ relu? gelu", "gelu relu gelu", [2, 0, 1]),
+        ("relu? relu", "relu relu", [1, 1]),
+        ("elementwise{1,2} relu{2}", "relu relu relu relu", [2, 2]),
+        ("elementwise* gelu", "relu relu", None),
+        ("relu? relu gelu", "relu gelu", [0, 1, 1]),
+    ],
+)
+def test_a_place_leaves_enough_for_the_next(pattern, kinds, lengths):
+    rule = fusion("r", pattern, forward=_implementation(pattern))
+    found = bound(rule, nodes(*kinds.split()))
+    assert (found and [len(place) for place in found]) == lengths
+
+
+def _implementation(pattern):
+    names = ", ".join(term.name for term in terms_of(pattern))
+    return eval(f"lambda x, *, {names}: x")
+
+
+def test_many_open_places_are_no_trouble():
+    rule = fusion(
+        "r", " ".join(["elementwise*"] * 30 + ["gelu"]), forward=_implementation(" ".join(["elementwise*"] * 30 + ["gelu"]))
+    )
+    assert bound(rule, nodes(*["relu"] * 60)) is None

@@ -111,6 +111,7 @@ class Converted:
         self.arguments = tuple(arguments)
         self.parts = tuple(parts)
         self.members = members
+        self.settings = {path: _settings(member) for path, member in members.items()}
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[Run | Opaque, ...] = ()
@@ -204,7 +205,7 @@ class Converted:
         return current_recipe()
 
     def _check_members(self) -> None:
-        """ConversionError if a submodule was replaced since; an OpfuseWarning for the first that got hooks."""
+        """ConversionError if a submodule was replaced or set anew since; an OpfuseWarning for the first that got hooks."""
         for path, member in self.members.items():
             holder, _, name = path.rpartition(".")
             found = self.module.get_submodule(holder)._modules.get(name) if holder else self.module._modules.get(name)
@@ -212,6 +213,9 @@ class Converted:
                 where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
                 cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
                 raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
+            if (now := _settings(member)) != self.settings[path]:
+                where, wanted = f"{self.label}.{path}", f"what it was when fuse_ ran, {self.settings[path]}"
+                raise ConversionError(describe(where, wanted=wanted, got=now, cure="call opfuse.fuse_ again"))
             if not self.warned and has_hooks(member):
                 self.warned = True
                 where, wanted = f"{self.label}.{path} hooks", "none on a module that runs as a part of another"
@@ -224,6 +228,15 @@ def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
     """What compiled code calls."""
     check_partial(forward.label)
     return forward(*args, **kwargs)
+
+
+SETTINGS = ("p", "eps", "variance_epsilon")
+"""Attributes of modules that ops took over."""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)
+    return {name: own[name] for name in SETTINGS if name in own}
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

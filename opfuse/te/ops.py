@@ -12,10 +12,11 @@ from opfuse.errors import UnsupportedError, describe
 if TYPE_CHECKING:
     from opfuse.core.operation import FusibleOperation
 
+_CUT = "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"
 _PARALLEL = {
-    "tensor_parallel_mode": (None, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
-    "tensor_parallel_group": (None, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
-    "sequence_parallel": (False, "leave it out, and call parallelize_module(model, mesh, opfuse.TensorParallel())"),
+    "tensor_parallel_mode": (None, _CUT),
+    "tensor_parallel_group": (None, _CUT),
+    "sequence_parallel": (False, _CUT),
     "rng_state_tracker_function": (None, "set the seed around the constructor"),
     "userbuffers_options": (None, "leave it out: products and communication do not overlap here"),
 }

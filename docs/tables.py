@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 STUDY = ROOT / "benchmarks" / "results" / "overrides_cpu.json"
 """What `opfuse study overrides configs/quickstart.yaml` wrote, without the single measurements."""
+RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -147,7 +148,35 @@ def _summary(doc: str | None) -> str:
     return re.sub(r":\w+:`", "`", first).replace("``", "`")
 
 
+def speed() -> str:
+    """A training step of one pipeline, from the record of an H200: times in one process, in turns."""
+    results = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
+    took = {
+        f["name"].removesuffix(", training"): f["value"]
+        for f in results
+        if f["name"].endswith(", training") and f["unit"] == "ms"
+    }
+    eager, compiled = took["B, eager bf16"], took["B, torch.compile bf16"]
+    rows = [
+        (what, f"{took[f'B, {name}']:.1f}", *(f"{each / took[f'B, {name}']:.2f}" for each in (eager, compiled)))
+        for name, what in SPEED.items()
+    ]
+    return table(["", "ms", "x eager", "x torch.compile"], rows)
+
+
+SPEED = {
+    "eager bf16": "`nn` modules, bf16",
+    "torch.compile bf16": "the same, `torch.compile`",
+    "none": "opfuse, no recipe",
+    "fp8_block": "opfuse, `Float8BlockScaling`",
+    "fp8_current": "opfuse, `Float8CurrentScaling`",
+    "delayed": "opfuse, `DelayedScaling`",
+}
+"""What is shown of the record, and what it is called."""
+
+
 TABLES = {
+    "speed": speed,
     "support": support,
     "formats": formats,
     "presets": presets,

@@ -140,8 +140,14 @@ def _ended(text: str) -> str:
     return text if text.endswith("?") else f"{text}."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'gelu'?"`` for the known name closest to ``name`` in any case of letters, or an empty string."""
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to ``name`` in any case of letters, if one is close."""
     folded = {word.casefold(): word for word in known}
     found = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
-    return f"; did you mean {folded[found[0]]!r}?" if found else ""
+    return folded[found[0]] if found else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'gelu'?"`` for the known name closest to ``name``, or an empty string."""
+    found = closest(name, known)
+    return f"; did you mean {found!r}?" if found else ""

@@ -247,7 +247,7 @@ def check_channels(ops: Sequence[BasicOperation], imports: Collection[str] = ())
                     describe(
                         f"{op.label} extra input {i}",
                         wanted=f"an earlier op that produces channel {channel.name!r}",
-                        got=sorted(produced),
+                        got=f"only {', '.join(map(repr, sorted(produced)))}" if produced else "none that produces any",
                         cure="put the producer before the consumer, or take the input from the caller",
                     )
                 )

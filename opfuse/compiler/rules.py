@@ -21,6 +21,7 @@ __all__ = [  # what a rule is written with, wherever it stands
     "Guard",
     "Term",
     "at_least",
+    "at_most",
     "fusion",
     "is_",
     "is_not",
@@ -56,18 +57,26 @@ def _at_least(got: Any, want: Any) -> bool:
         return False
 
 
+def _at_most(got: Any, want: Any) -> bool:
+    try:
+        return bool(got <= want)
+    except TypeError:
+        return False
+
+
 def _multiple_of(got: Any, want: Any) -> bool:
     return type(got) is int and got % want == 0
 
 
 TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "is": (_same, "{!r}"),
-    "is_not": (lambda got, want: not _same(got, want), "anything but {!r}"),
+    "is_not": (lambda got, want: not _same(got, want), "not {!r}"),
     "one_of": (lambda got, want: any(_same(got, each) for each in want), "one of {!r}"),
     "at_least": (_at_least, ">= {!r}"),
-    "multiple_of": (_multiple_of, "a multiple of {!r}"),
+    "at_most": (_at_most, "<= {!r}"),
+    "multiple_of": (_multiple_of, "multiple of {!r}"),
 }
-"""Guard words, shared by Python and YAML: the test and the sentence generated from it."""
+"""Guard words, shared by Python and YAML: the test, and what explanations print and files write."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class Guard:
     @property
     def wants(self) -> str:
         """What it wants, in words."""
+        if self.want is None and self.test == "is_not":
+            return "a value"
         return TESTS[self.test][1].format(self.want)
 
     def ok(self, got: Any) -> bool:
@@ -141,6 +152,11 @@ def one_of(reads: str, *want: Any) -> Guard:
 def at_least(reads: str, floor: Any) -> Guard:
     """Not below ``floor``."""
     return Guard(reads, "at_least", floor)
+
+
+def at_most(reads: str, ceiling: Any) -> Guard:
+    """Not above ``ceiling``."""
+    return Guard(reads, "at_most", ceiling)
 
 
 def multiple_of(reads: str, divisor: int) -> Guard:

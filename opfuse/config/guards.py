@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 
 from opfuse.compiler.graph import QUANTIZE
-from opfuse.compiler.rules import Guard
+from opfuse.compiler.rules import TESTS, Guard
 from opfuse.compiler.vocabulary import PARAMETERS
 from opfuse.config.document import meaning
 from opfuse.config.fields import read
@@ -23,8 +23,10 @@ from opfuse.ops import OPS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 
-WORDS = {">=": "at_least", "multiple of": "multiple_of", "not": "is_not"}
+WORDS = {sentence.removesuffix(" {!r}"): test for test, (_, sentence) in TESTS.items() if test not in ("is", "one_of")}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
+
+_ORDERED = ("at_least", "at_most")
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
 
@@ -116,8 +118,9 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
     value = meaning(word[2]) if word else written
     if test == "multiple_of":
         return Guard(reads, test, _divisor(path, domain, value))
-    if test == "at_least" and not (domain.ordered or domain is VERSION):
-        raise Refused(Problem("bad-value", f"{path} has no order, so '>=' cannot be asked of it", "list the values it may have"))
+    if word and test in _ORDERED and not (domain.ordered or domain is VERSION):
+        message = f"{path} has no order, so {word[1]!r} cannot be asked of it"
+        raise Refused(Problem("bad-value", message, "list the values it may have"))
     return Guard(reads, test, read(path, domain, value))
 
 
@@ -149,6 +152,8 @@ def contradiction(guards: Iterable[Guard]) -> str | None:
     for path, asked in by_path.items():
         candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
         if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
+            return path
+        if any(low.want > high.want for low in asked for high in asked if (low.test, high.test) == _ORDERED):
             return path
     return None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from opfuse.config.document import Document
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
+from opfuse.errors import closest
 
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
 Line = Mapping[str, Any]
@@ -18,6 +19,9 @@ Line = Mapping[str, Any]
 CHOICES = {"kind": "recipe", "op": "op"}
 """Keys that choose one of several models, and what they choose."""
 
+CHOOSERS = {"kind": ("recipe",), "op": ("pipeline", "ops")}
+"""Where they stand."""
+
 NAMED = {"list_type": "a list", "model_type": "a mapping", "model_attributes_type": "a mapping", "dict_type": "a mapping"}
 """Types that are called otherwise in YAML than in Python."""
 
@@ -25,7 +29,7 @@ NAMED = {"list_type": "a list", "model_type": "a mapping", "model_attributes_typ
 def report(document: Document, error: ValidationError, sections: Sections) -> None:
     """Add what ``error`` says to the findings of ``document``. sections: the model of each place, tags included."""
     wanted: dict[Loc, list[str]] = {}
-    lines = error.errors(include_url=False)
+    lines = [each for line in error.errors(include_url=False) for each in (line, *_hidden(line, sections))]
     for line in lines:
         place = address(line["loc"], document, sections)
         make = PROBLEMS.get(line["type"])
@@ -37,7 +41,35 @@ def report(document: Document, error: ValidationError, sections: Sections) -> No
     inputs = {address(line["loc"], document, sections): line["input"] for line in lines}
     for place, options in wanted.items():
         message = f"{_name(place)} wants {' or '.join(dict.fromkeys(options))}, got {shown(inputs[place])}"
-        _add(document, place, Problem("bad-value", message, _like(inputs[place], options)))
+        _add(
+            document,
+            place,
+            Problem("bad-value", message, _like(inputs[place], options) or _mapping(place, inputs[place], sections)),
+        )
+
+
+def _hidden(line: Any, sections: Sections) -> Iterator[Any]:
+    """What an unknown word that chooses a model hides: what else is wrong there, as far as the nearest model can tell."""
+    if line["type"] != "union_tag_invalid":
+        return
+    key, tag, known = _choice(line, sections)
+    guess = closest(tag[:100], known)
+    models = {name: sections[*_names(line["loc"]), name] for name in known}
+    if guess is None:
+        return
+    try:
+        models[guess].model_validate({**line["input"], key: guess})
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            elsewhere = any(each["loc"][-1] in model.model_fields for model in models.values())
+            if each["type"] != "missing" and not (each["type"] == "extra_forbidden" and elsewhere):
+                yield {**each, "loc": (*line["loc"], guess, *each["loc"])}
+
+
+def _choice(line: Line, sections: Sections) -> tuple[str, str, list[str]]:
+    """The key that chooses a model, its value, and the values that it can have."""
+    known = [names[-1] for names in sections if names[:-1] == _names(line["loc"]) and names[:-1] not in sections]
+    return line["ctx"]["discriminator"].strip("'"), line["ctx"]["tag"], known
 
 
 def _add(document: Document, place: Loc, problem: Problem) -> None:
@@ -77,6 +109,13 @@ def _like(value: object, options: list[str]) -> str:
     return similar(value, re.findall("'([^']+)'", " ".join(options))) if isinstance(value, str) else ""
 
 
+def _mapping(place: Loc, value: object, sections: Sections) -> str:
+    """How to write a word that stands where a mapping does, if it is one that chooses what the mapping holds."""
+    key = next((key for key, at in CHOOSERS.items() if at == _names(place)), None)
+    known = isinstance(value, str) and (*_names(place), value) in sections
+    return f"write `{{{key}: {value}}}`" if key and known else ""
+
+
 # -- kinds of errors that need more than a sentence about the value ----------------------------------------------------
 
 
@@ -102,9 +141,8 @@ def _inside(names: tuple[str, ...], sections: Sections) -> str:
 
 
 def _unknown_choice(line: Line, sections: Sections) -> list[Problem]:
-    key, tag = line["ctx"]["discriminator"].strip("'"), line["ctx"]["tag"]
+    key, tag, known = _choice(line, sections)
     what = CHOICES[key]
-    known = [names[-1] for names in sections if names[:-1] == _names(line["loc"]) and names[:-1] not in sections]
     help = similar(tag, known) or f"one of {', '.join(known)}"
     return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
 

@@ -15,7 +15,7 @@ from opfuse import ops
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, Term, at_least, fusion, is_, is_not, maybe, multiple_of, one, one_of
+from opfuse.compiler.rules import Fusion, Guard, Term, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one, one_of
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
 from opfuse.errors import FusionError, KeyValueError
@@ -137,16 +137,19 @@ GUARDS = [
     (is_("linear.in_features", 64), True, "64", "64"),
     (is_("linear.in_features", 64.0), False, "64.0", "64"),
     (is_("linear.in_features", 32), False, "32", "64"),
-    (is_not("linear.in_features", 32), True, "anything but 32", "64"),
-    (is_not("linear.in_features", 64), False, "anything but 64", "64"),
+    (is_not("linear.in_features", 32), True, "not 32", "64"),
+    (is_not("linear.in_features", 64), False, "not 64", "64"),
     (one_of("linear.out_features", 32, 64), True, "one of (32, 64)", "64"),
     (one_of("linear.out_features", 32), False, "one of (32,)", "64"),
     (at_least("linear.in_features", 64), True, ">= 64", "64"),
     (at_least("linear.in_features", 65), False, ">= 65", "64"),
     (at_least("env.arch", (9, 0)), False, ">= (9, 0)", "(0, 0)"),
-    (multiple_of("linear.in_features", 32), True, "a multiple of 32", "64"),
-    (multiple_of("linear.in_features", 48), False, "a multiple of 48", "64"),
-    (multiple_of("env.rows_class", 32), True, "a multiple of 32", "32"),
+    (at_most("linear.in_features", 64), True, "<= 64", "64"),
+    (at_most("linear.in_features", 63), False, "<= 63", "64"),
+    (at_most("env.device", 2), False, "<= 2", "'cpu'"),
+    (multiple_of("linear.in_features", 32), True, "multiple of 32", "64"),
+    (multiple_of("linear.in_features", 48), False, "multiple of 48", "64"),
+    (multiple_of("env.rows_class", 32), True, "multiple of 32", "32"),
     (is_("linear.weight.dtype", BF16), True, "torch.bfloat16", "torch.bfloat16"),
     (is_("linear.weight.requires_grad", False), False, "False", "True"),
     (is_("linear.weight.quantized", None), True, "None", "None"),
@@ -158,23 +161,23 @@ GUARDS = [
     (is_("linear.kind", "linear"), True, "'linear'", "'linear'"),
     # what is absent is a miss under every word, never an error
     (is_("linear.bias", None), False, "None", "nothing"),
-    (is_not("linear.bias", 1), False, "anything but 1", "nothing"),
+    (is_not("linear.bias", 1), False, "not 1", "nothing"),
     (one_of("env.recipe.margin", None), False, "one of (None,)", "nothing"),
     (at_least("linear.bias.dtype", 1), False, ">= 1", "nothing"),
-    (multiple_of("env.recipe.margin.more", 2), False, "a multiple of 2", "nothing"),
+    (multiple_of("env.recipe.margin.more", 2), False, "multiple of 2", "nothing"),
     (at_least("env.autocast", 1), False, ">= 1", "None"),
-    (multiple_of("env.device", 2), False, "a multiple of 2", "'cpu'"),
+    (multiple_of("env.device", 2), False, "multiple of 2", "'cpu'"),
     # so is what has another type, or no order
     (at_least("env.device", 1), False, ">= 1", "'cpu'"),
     (at_least("env.arch", 9), False, ">= 9", "(0, 0)"),
     (one_of("env.grad", 1), False, "one of (1,)", "True"),
     (one_of("env.grad", 1, True), True, "one of (1, True)", "True"),
-    (is_not("env.grad", 1), True, "anything but 1", "True"),
+    (is_not("env.grad", 1), True, "not 1", "True"),
     (is_("env.arch", (0, False)), False, "(0, False)", "(0, 0)"),
     (is_("linear.weight.shape", (64, 64)), True, "(64, 64)", "torch.Size([64, 64])"),
-    (is_not("linear.weight.shape", (64, 64)), False, "anything but (64, 64)", "torch.Size([64, 64])"),
-    (multiple_of("env.grad", 1), False, "a multiple of 1", "True"),
-    (is_not("env.recipe.rounding.upper", None), False, "anything but None", "nothing"),
+    (is_not("linear.weight.shape", (64, 64)), False, "not (64, 64)", "torch.Size([64, 64])"),
+    (multiple_of("env.grad", 1), False, "multiple of 1", "True"),
+    (is_not("env.recipe.rounding.upper", None), False, "a value", "nothing"),
 ]
 
 
@@ -258,7 +261,7 @@ def test_without_a_recipe_its_fields_are_absent():
     outcome = only(planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((guarded,))), "pair")
     assert (outcome.status, outcome.got) == ("missed", "nothing")
     builtin = only(planned(ops.GELU(), ops.GELU(), rules=RULES), "backward_activation_bias")
-    assert str(builtin).endswith("env.recipe: wants anything but None, got None")
+    assert str(builtin).endswith("env.recipe: wants a value, got None")
 
 
 def test_a_guard_reads_every_node_of_a_run_and_none_of_an_absent_place():

@@ -68,7 +68,7 @@ def test_the_shape_is_that_of_a_compiler(tmp_path, monkeypatch):
         ("{op: dropout, p: .nan}", "bad-value", ".nan", ""),
         ("{op: gelu, extra_input: x}", "unknown-key", "extra_input", ""),
         ("{size: 4}", "missing-key", "{size: 4}", "add `op: ...`"),
-        ("gelu", "bad-value", "gelu", ""),
+        ("gelu", "bad-value", "gelu", "write `{op: gelu}`"),
         ("{op: add_extra_input, extra_input: x}", "unknown-channel", "x", ""),
         ("{op: make_extra_output, extra_output: x}", "unused-channel", "x", "name it as the extra_input of a later op"),
         ("{op: add_extra_input, extra_input: [x, y]}", "bad-value", "[x, y]", ""),
@@ -153,6 +153,25 @@ trains: 3
         *("unknown-key", "bad-value", "unknown-op", "bad-value", "bad-value", "unknown-rule", "unknown-op", "unknown-key"),
     ]
     assert [finding.span.line for finding in found] == [2, 4, 6, 7, 9, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "places"),
+    [
+        ("{kind: mxfp, roundin: single}", [("unknown-recipe", 16), ("unknown-key", 22)]),
+        ("{kind: mxfp, rounding: sngle, fp8_format: E5M3}", [("unknown-recipe", 16), ("bad-value", 32), ("bad-value", 51)]),
+        ("{kind: mxfp, amax_history_len: 3}", [("unknown-recipe", 16)]),  # of another recipe, which may be meant
+        ("{kind: zzzzzzzz, roundin: single}", [("unknown-recipe", 16)]),
+    ],
+)
+def test_an_unknown_recipe_hides_nothing(recipe, places):
+    found = findings(f"version: 1\nrecipe: {recipe}\npipeline: {{ops: [{{op: gelu}}]}}\n")
+    assert [(finding.code, finding.span.column) for finding in found] == places
+
+
+def test_an_unknown_op_hides_nothing():
+    found = findings(f"{TOP}    - {{op: lineer, in_features: x, out_featres: 4}}\n")
+    assert [finding.code for finding in found] == ["unknown-op", "bad-value", "unknown-key"]
 
 
 # -- what fits together ------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def test_channels_are_locked_once_an_op_ran(call):
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (lambda: [add("h")], "an earlier op that produces channel 'h'"),
+        (lambda: [add("h")], "an earlier op that produces channel 'h', got none that produces any"),
+        (lambda: [tap("g"), tap("f"), add("h")], "channel 'h', got only 'f', 'g'"),
         (lambda: [add("h"), tap("h")], "an earlier op that produces channel 'h'"),
         (lambda: [add("h"), nn.Tanh(), tap("h")], "an earlier op that produces channel 'h'"),
         (lambda: [tap("h"), tap("h"), add("h")], "one producer a channel"),

@@ -86,12 +86,11 @@ def test_channels_are_locked_once_an_op_ran(call):
     ("modules", "message"),
     [
         (lambda: [add("h")], "an earlier op that produces channel 'h', got none that produces any"),
-        (lambda: [tap("g"), tap("f"), add("h")], "channel 'h', got only 'f', 'g'"),
         (lambda: [add("h"), tap("h")], "an earlier op that produces channel 'h'"),
         (lambda: [add("h"), nn.Tanh(), tap("h")], "an earlier op that produces channel 'h'"),
         (lambda: [tap("h"), tap("h"), add("h")], "one producer a channel"),
         (lambda: [tap("h"), nn.Tanh(), tap("h"), add("h")], "one producer a channel"),
-        (lambda: [tap("g"), add("h")], r"got \['g'\]"),
+        (lambda: [tap("g"), add("h")], r"channel 'h', got only 'g'"),
     ],
     ids=["missing", "late", "late, in another run", "two", "two, in two runs", "misspelt"],
 )

@@ -1,0 +1,49 @@
+"""Pages name what exists: files, chapters, and paths in text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+HISTORY = {"CHANGELOG.md", "mutants.md"}
+"""Pages that tell of what was there once."""
+EXAMPLES = {"opfuse/kernels/scaled.py", "opfuse/kernels/cases/scaled.py"}
+"""Files of the README's chapter on kernels, which its reader writes."""
+
+
+def chapters(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in chapters(target)):
+            yield link
+
+
+def dead_paths(page: Path) -> Iterator[str]:
+    """Paths below the root in backquotes; those with a placeholder or a pattern are none."""
+    for path in re.findall(r"`((?:opfuse|tests|docs|benchmarks|configs)/[\w./-]+)`", page.read_text(encoding="utf-8")):
+        if path not in EXAMPLES and not (ROOT / path).exists():
+            yield path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [*dead_links(page)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+def test_paths_exist(page: Path) -> None:
+    assert [*dead_paths(page)] == []

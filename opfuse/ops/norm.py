@@ -21,6 +21,7 @@ from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
 from opfuse.ops.operands import values_of
+from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -144,7 +145,8 @@ class _Norm(_Normalization):
     def _norm(self, ctx: Context | None = None) -> Norm:
         """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
         weight = self.weight if ctx is None or ctx.saved.weight is None else ctx.saved.weight
-        return Norm(self.computes, weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+        held = [None if each is None else stored_in(each) for each in (weight, getattr(self, "bias", None))]
+        return Norm(self.computes, held[0], held[1], self.eps, self.zero_centered_gamma)
 
     def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **_: torch.Tensor | None) -> None:
         super()._save(ctx, x, statistics, weight=self.weight if "input" in ctx.needs else None)

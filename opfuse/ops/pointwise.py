@@ -20,6 +20,7 @@ from opfuse.numerics.chain import Stage, operand_shape
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.chains import run_chain, run_chain_backward, unread
 from opfuse.ops.operands import values_of
+from opfuse.tensors.masters import stored_in
 
 
 class PointwiseOperation(BasicOperation):
@@ -144,7 +145,7 @@ class PointwiseOperation(BasicOperation):
         operands = {name: value for name in self.math.operands if (value := getattr(saved, name)) is not None}
         for name, source in self.sources.items():
             if not source.startswith("extra"):
-                operands.setdefault(name, self.parameter(source))
+                operands.setdefault(name, stored_in(self.parameter(source)))
             elif name in self.math.backward_reads - self.reads(ctx):
                 dtype = ctx.extra_dtypes[int(source.removeprefix("extra"))]
                 operands[name] = unread(operand_shape(self.math.operands[name], shape), dtype, device)

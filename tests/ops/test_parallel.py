@@ -86,6 +86,10 @@ def test_parameters_are_dtensors_with_their_names_and_a_pipeline_on_one_rank_is_
         assert torch.equal(parameter.grad.full_tensor(), grad)
     with torch.no_grad():
         assert torch.equal(model(x), want)
+    model.zero_grad()
+    model(x.detach()).sum().backward()  # nothing reads the values of the norm's weight
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), grad)
 
 
 def test_styles_of_torch_are_for_modules_of_torch(mesh):

@@ -38,7 +38,7 @@ _NAMES = {
     "register_forward_fusion": "opfuse.compiler.registry",
     "register_backward_fusion": "opfuse.compiler.registry",
     "register_forward_backward_fusion": "opfuse.compiler.registry",
-    "on_miss": "opfuse.runtime.fuser",
+    "on_miss": "opfuse.runtime.misses",
     "prepare_delayed": "opfuse.core.state",
     "plain_state_dict": "opfuse.core.state",
     "to_planes": "opfuse.tensors.files",

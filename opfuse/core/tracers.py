@@ -1,22 +1,29 @@
 """What follows a call instead of running it: torch.compile, torch.export, jit, fx, torch.func, forward-mode AD.
 
 A pipeline is no part of another graph: its plans come from values of this process, casts keep state, a backward pass is written
-by hand. torch.compile gets a graph break that says so; everything else is refused. On the way of a call stand cheap flags alone.
+by hand. In a graph of torch.compile it is one op (``runtime/compiled.py``), or a graph break where it cannot be; everything
+else is refused. On the way of a call stand cheap flags alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 from opfuse.errors import UnsupportedError, describe
 
-WHY = "opfuse runs its own plans: they, and the state that its casts keep, are no part of a graph of torch.compile"
+WHY = (
+    "opfuse runs its own plans: a call is no op of a graph of torch.compile where weights live quantized, an op writes into the "
+    "caller's tensors or has groups of rows, there are keyword arguments, or fuse_ has converted the module"
+)
 """The reason of the graph break."""
 
 _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
@@ -58,10 +65,62 @@ def check_proxy(label: str, x: object) -> None:
         _refuse(label, "a torch.Tensor", "a torch.fx.Proxy: symbolic tracing does not run a call", cure)
 
 
-def break_graph(label: str) -> None:
-    """Under torch.compile, a graph break that says whose it is and why; UnsupportedError under torch.export."""
+_enrolled: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_handles, _sites = itertools.count(1), itertools.count(1)
+
+
+def enroll(thing: Any) -> str:
+    """A name for an object of this process, by which a graph knows it."""
+    handle = f"{type(thing).__name__} {next(_handles)}"
+    _enrolled[handle] = thing
+    return handle
+
+
+def enrolled(name: str) -> Any:
+    """The object of that name, or of the place of a call, which begins with it; UnsupportedError if there is none."""
+    thing = _enrolled.get(name.partition(",")[0])
+    if thing is None:
+        got, cure = "a graph that outlived it", "compile the model anew"
+        _refuse(f"{name} in a graph of torch.compile", "a model that is alive", got, cure)
+    return thing
+
+
+def prepared(handle: str) -> str:
+    """Have the object of that name get ready to be followed; a name for the place of the call.
+
+    Dynamo runs it where it meets it, looks not into it, and takes what it returns for a constant.
+    """
+    enrolled(handle).get_ready()
+    return f"{handle}, call {next(_sites)}"
+
+
+# What torch.compiler.assume_constant_result does, after an import that takes a second.
+prepared._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Enrolled(nn.Module):
+    """A module that graphs of torch.compile know by ``handle``, which a copy has anew."""
+
+    handle: str
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        made = super().__new__(cls)
+        made.__dict__["handle"] = enroll(made)
+        return made
+
+    def get_ready(self) -> Any:
+        """Make what dynamo reads but must not follow the making of."""
+
+
+def check_exported(label: str) -> None:
+    """UnsupportedError under torch.export."""
     if torch.compiler._is_exporting_flag:  # is_exporting() says yes to every trace of torch 2.11
         _refuse(label, "a call that runs", "torch.export", _TORCH)
+
+
+def break_graph(label: str) -> None:
+    """Under torch.compile, a graph break that says whose it is and why; UnsupportedError under torch.export."""
+    check_exported(label)
     torch._dynamo.graph_break(msg=WHY)
 
 

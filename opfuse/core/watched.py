@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from opfuse.core.tracers import Enrolled
 from opfuse.errors import OpfuseWarning, describe
 
 Slots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
@@ -40,7 +41,7 @@ class Tree(NamedTuple):
         )
 
 
-class WatchedModule(nn.Module):
+class WatchedModule(Enrolled):
     """A module that counts the changes of what its class says, of its parameters' names and of its submodules.
 
     epoch: the changes of all modules that a pipeline runs. revision: those of this one. Before a pipeline has it, nothing counts.
@@ -94,7 +95,7 @@ class WatchedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops, and a copy is in no pipeline yet.
-        own = ("_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
+        own = ("handle", "_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,7 +15,7 @@ from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.channels import cure_of_extras
 from opfuse.core.operation import BasicOperation, FusibleOperation
-from opfuse.core.tracers import break_graph, check_partial, check_proxy, outside
+from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
 from opfuse.recipes import current_recipe
@@ -61,7 +60,7 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
     return module
 
 
-class Sequential(nn.Module):
+class Sequential(Enrolled):
     """Runs modules one after another, maximal runs of fusible ops each as one pipeline.
 
     Behaves as a list: indices, slices, ``append``, ``extend``, ``insert``, ``pop``, ``del``, ``+`` and ``+=``; a dictionary
@@ -69,6 +68,8 @@ class Sequential(nn.Module):
     a Sequential inside take their place among them. A channel may start in one run and end in a later one. Every change of the
     list makes its pipelines anew, with empty plan caches. rules: a rule set of its own; None takes the active one at each call.
     """
+
+    _made: _Made | None
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
@@ -162,19 +163,19 @@ class Sequential(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {**self.__dict__, "_made": None}
+        return {name: value for name, value in self.__dict__.items() if name != "handle"} | {"_made": None}
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
-        made: _Made | None = self.__dict__["_made"]
+        made: _Made | None = self._made
         modules = [*self._modules.values()]
         if made is None or made.modules != modules or (made.epoch != WatchedModule.epoch and not made.stands()):
-            # Torch's tracer, if it is there at all, must not follow the making of pipelines.
-            make = torch.compiler.disable(Sequential._make_runs) if "torch._dynamo" in sys.modules else Sequential._make_runs
-            made = self.__dict__["_made"] = _Made(modules, make(self))
+            made = self.__dict__["_made"] = _Made(modules, self._make_runs())
         return made.runs
+
+    get_ready = runs
 
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         parts: list[nn.Module | Run] = []
@@ -227,14 +228,16 @@ class Sequential(nn.Module):
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
-        if self.__dict__["_made"] is None and torch.compiler.is_compiling():  # no tracer must follow the making of pipelines
-            break_graph("Sequential")
-            return outside(_first_call)(self, x, *extra_inputs, op_kwargs=op_kwargs)
-        if type(x) is not torch.Tensor:
-            check_proxy("Sequential", x)
-        runs = self.runs()
-        if self.__dict__["_made"].unquantized and current_recipe() is not None:
-            self._tell_unquantized()
+        if torch.compiler.is_compiling():
+            check_exported("Sequential")
+            prepared(self.handle)  # no tracer must follow the making of pipelines
+            runs = self.runs()
+        else:
+            if type(x) is not torch.Tensor:
+                check_proxy("Sequential", x)
+            runs = self.runs()
+            if self.__dict__["_made"].unquantized and current_recipe() is not None:
+                self._tell_unquantized()
         kwargs = self._kwargs(op_kwargs or {})
         given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
@@ -316,12 +319,6 @@ class Sequential(nn.Module):
         last = max(pipelines, key=lambda run: run.last_missed, default=None)
         reason = None if last is None else last.cache_info().last_miss
         return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
-
-
-def _first_call(model: Sequential, *args: Any, **kwargs: Any) -> Any:
-    """What compiled code calls before there are pipelines."""
-    check_partial("Sequential")
-    return model(*args, **kwargs)
 
 
 def _channels(run: Run, side: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from math import gcd
 from types import MappingProxyType
@@ -20,22 +21,34 @@ from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.core.channels import cure_of_extras
 from opfuse.core.fused import FusedOperation
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
-from opfuse.core.tracers import break_graph, check_followed, check_partial, check_proxy, is_followed, outside
+from opfuse.core.tracers import (
+    break_graph,
+    check_exported,
+    check_followed,
+    check_partial,
+    check_proxy,
+    enroll,
+    is_followed,
+    outside,
+    prepared,
+)
 from opfuse.core.watched import Tree, WatchedModule
-from opfuse.errors import PipelineError, PlanMissError, describe
+from opfuse.errors import PipelineError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import Recipe, current_amax_group, current_recipe, note_use
+from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
+from opfuse.runtime.compiled import follow, is_followable
 from opfuse.runtime.inputs import check_call, check_tensors
+from opfuse.runtime.misses import check_miss
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import recorded_saves, run_plan
+from opfuse.runtime.told import Told
 
 ROWS = 128
 PLANS = 64
 _log = logging.getLogger("opfuse.misses")
-_on_miss: ContextVar[str] = ContextVar("opfuse_on_miss", default="plan")
 _recording: ContextVar[_Recording | None] = ContextVar("opfuse_recording", default=None)
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
@@ -73,18 +86,6 @@ class CacheInfo(NamedTuple):
 
 
 @contextmanager
-def on_miss(policy: str) -> Iterator[None]:
-    """Inside the block a plan miss is made up for (``"plan"``) or raises PlanMissError (``"error"``)."""
-    if policy not in ("plan", "error"):
-        raise PlanMissError(describe("on_miss", wanted="'plan' or 'error'", got=repr(policy), cure="choose one of the two"))
-    reset = _on_miss.set(policy)
-    try:
-        yield
-    finally:
-        _on_miss.reset(reset)
-
-
-@contextmanager
 def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
     """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
     plans: list[Plan] = []
@@ -102,30 +103,6 @@ def _device(device: torch.device) -> tuple[str, tuple[int, int], bool]:
     return device.type, arch, torch.amp.is_autocast_available(device.type)
 
 
-class _Told:
-    """Ops that ask to be told of calls, by overriding a method of the protocol; other ops cost a call nothing."""
-
-    def __init__(self, ops: Sequence[BasicOperation]) -> None:
-        numbered = tuple(enumerate(ops))
-        self.call_listeners = tuple((i, op) for i, op in numbered if _overrides(op, "pre_fuser_forward"))
-        self.recipe_listeners = tuple(op for _, op in numbered if _overrides(op, "reset_recipe_state"))
-        self.recipe: Any = _NONE_YET
-
-    def of_recipe(self, recipe: Recipe | None) -> None:
-        """Tell of a recipe that is not that of the last call."""
-        if recipe is not self.recipe and recipe != self.recipe:
-            self.recipe = recipe
-            for op in self.recipe_listeners:
-                op.reset_recipe_state(recipe=recipe)
-
-
-_NONE_YET = object()
-
-
-def _overrides(op: BasicOperation, method: str) -> bool:
-    return getattr(type(op), method) is not getattr(BasicOperation, method)
-
-
 def _rows(x: torch.Tensor) -> int:
     """How many rows an input has."""
     shape = x.shape
@@ -138,9 +115,9 @@ class OperationFuser:
     names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
     channels that come from earlier pipelines, and that later ones read. before: the key of a pipeline that it replaces.
     extra_inputs: for every extra input of a call its channel, None for one without. extra_outputs: the channels of the extra
-    outputs. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the number of its last miss
-    among the misses of all pipelines, 0 before the first. members: the ops whose module hooks it passes over. path: that of its
-    module, once it is known.
+    outputs. slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name.
+    last_missed: the number of its last miss among the misses of all pipelines, 0 before the first. members: the ops whose module
+    hooks it passes over. path: that of its module, once it is known. handle: what graphs of torch.compile call it.
     """
 
     def __init__(
@@ -155,6 +132,7 @@ class OperationFuser:
         exports: Collection[str] = (),
         before: PlanKey | None = None,
     ) -> None:
+        self.handle = enroll(self)
         self.given = tuple(ops)
         self.names = tuple(map(str, range(len(self.given)))) if names is None else tuple(names)
         self.members = () if alone else self.given
@@ -180,7 +158,7 @@ class OperationFuser:
         check_channels(self.ops, self.imports)
         for op in self.ops:
             op.capture()
-        self._told = _Told(self.ops)
+        self._told = Told(self.ops)
         for member in self.given:
             member.capture(member=bool(self.members))
         numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
@@ -193,7 +171,7 @@ class OperationFuser:
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         slots = [(slot, name.rpartition(".")[2]) for op in self.ops for name, slot in op.parameter_slots()]
-        self._slots = tuple(slots)
+        self.slots = tuple(slots)
         self._parameters = record(self._parameter_names())
         self._modal = tuple(op for op in self.ops if op.reads_training)
         self._modes = {
@@ -253,7 +231,7 @@ class OperationFuser:
         inputs = (
             input_signature(x),
             tuple([input_signature(extra) for extra in extras]),
-            parameter_signatures(self._slots),
+            parameter_signatures(self.slots),
             tuple([op.training for op in (self.ops if rules.functions else self._modal)]),
         )
         return self.structure, env, inputs, rules.digest
@@ -286,15 +264,7 @@ class OperationFuser:
         return plan
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
-        if _on_miss.get() == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            raise PlanMissError(
-                describe(
-                    f"plan of {self.where}",
-                    wanted="a plan made before",
-                    got=str(self.cache.why(key)),
-                    cure="run the call once before graph capture or on_miss('error')",
-                )
-            )
+        check_miss(self.where, lambda: str(self.cache.why(key)))
         start = time.perf_counter()
         plan = self._compiled(key, rules)
         why = self.cache.put(key, plan)
@@ -322,30 +292,34 @@ class OperationFuser:
         recording.plans.append(plan)
         return plan
 
-    def __call__(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None = None) -> Any:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *extras: torch.Tensor,
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+        instead: Mapping[int, torch.Tensor] | None = None,
+    ) -> Any:
         """The main output, or a tuple of it and the extra outputs that go to the caller.
 
-        Under ``torch.compile`` it is a graph break: plans, and state that casts keep, are no part of torch's graphs.
+        instead: what takes the gradients of parameters, by their ``id()``; they themselves otherwise.
+
+        Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
         """
         if torch.compiler.is_compiling():
+            check_exported(self.label)
+            if not kwargs and is_followable(self):
+                return follow(self, x, extras)
             break_graph(self.label)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
         if (repeat := repeated(self)) is not None:
-            return repeat(partial(self._repeated, x, *extras, kwargs=kwargs))
+            return repeat(partial(self._repeated, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
             check_tensors(self.label, x)
         if is_followed():
-            check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self._slots]))
+            check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
         if len(extras) != len(self.extra_inputs):
-            raise PipelineError(
-                describe(
-                    self.label,
-                    wanted=f"{len(self.extra_inputs)} extra inputs",
-                    got=len(extras),
-                    cure=cure_of_extras(self.ops),
-                )
-            )
+            raise self._wrong_extras(extras)
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
         if self._told.recipe_listeners:
@@ -354,15 +328,34 @@ class OperationFuser:
         plan = self.plan(x, *extras) if recording is None else self._recorded(recording, x, extras)
         for i, op in self._told.call_listeners:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
-        outputs = run_plan(plan, self.ops, x, extras, kwargs or ({},) * len(self.ops))
+        outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, kwargs: Sequence[Mapping[str, Any]] | None) -> Any:
+    def _wrong_extras(self, extras: Sequence[torch.Tensor]) -> PipelineError:
+        wanted = f"{len(self.extra_inputs)} extra inputs"
+        return PipelineError(describe(self.label, wanted=wanted, got=len(extras), cure=cure_of_extras(self.ops)))
+
+    def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, **given: Any) -> Any:
         """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
         if not is_recomputing():
-            return self(x, *extras, kwargs=kwargs)
+            return self(x, *extras, **given)
         with recorded_plans(), recorded_saves():
-            return self(x, *extras, kwargs=kwargs)
+            return self(x, *extras, **given)
+
+    # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
+
+    get_ready = _look_again
+
+    def plain_plan(self, x: torch.Tensor, extras: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Plan:
+        """A plan that tells how outputs look, for which recipes, fusions and gradients make no difference."""
+        if len(extras) != len(self.extra_inputs):
+            raise self._wrong_extras(extras)
+        rules = replace(self.rules or active_rules(), level=0)
+        device, arch, _ = _device(x.device)
+        env = Env(None, None, False, autocast, device, arch, ROWS, True, rules.level)
+        sigs = [TensorSig(each.dtype, None, False, each.device, None) for each in (x, *extras)]
+        inputs = sigs[0], tuple(sigs[1:]), parameter_signatures(self.slots), tuple([op.training for op in self._modal])
+        return self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss."""
@@ -376,11 +369,22 @@ def _call_outside(fuser: OperationFuser, x: torch.Tensor, *extras: torch.Tensor,
     return fuser(x, *extras, kwargs=kwargs)
 
 
-def _run_alone(op: FusibleOperation, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
+def _alone(op: FusibleOperation) -> OperationFuser:
+    """The pipeline that is the op alone."""
     fuser: OperationFuser | None = op.__dict__.get("_fuser")
     if fuser is None:
         fuser = op.__dict__["_fuser"] = OperationFuser((op,), name=op.label, names=("",), alone=True)
+    return fuser
+
+
+def _run_alone(op: Any, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        prepared(op.handle)
+        fuser: OperationFuser = op._fuser
+    else:
+        fuser = _alone(op)
     return fuser(x, *extras, kwargs=[kwargs, *[{}] * (len(fuser.ops) - 1)] if kwargs else None)
 
 
 FusibleOperation.run_alone = staticmethod(_run_alone)
+FusibleOperation.get_ready = _alone  # type: ignore[assignment]

@@ -196,6 +196,9 @@ def _changed(pipeline: Pipeline, wanted: Pipeline | None) -> UnsupportedError:
 _ENGINE = "_engine_run_backward"
 """The function of torch that runs a backward pass on the calling thread."""
 
+_COMPILED = ("torch._functorch.", "torch._library.")
+"""Modules whose functions run what torch.compile has made."""
+
 _REENTRANT = "CheckpointFunctionBackward"
 """What the node of a reentrant checkpoint is called, torch's own as well as those of others."""
 
@@ -244,7 +247,7 @@ def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_
                 yield _Found(run.f_locals["new_frame"], None, strict=True, trains=False)
         elif code is codes.unpack:
             yield _Found(frame.f_locals["frame"], frame.f_locals["gid"], strict=True, trains=False)
-        elif code.co_name in ("forward", "backward") and code.co_argcount and not _is_ours(frame):
+        elif code.co_name in ("forward", "backward") and code.co_argcount and not _is_part(frame):
             ctx = frame.f_locals.get(code.co_varnames[0])
             if isinstance(ctx, FunctionCtx):
                 again = task if code.co_name == "backward" else None
@@ -257,6 +260,21 @@ def _needs(ctx: Any) -> tuple[bool, ...]:
     return getattr(ctx, "needs_input_grad", ())
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Whether the function is one of opfuse: what runs inside of those is a part of the call."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
+_PARTS = ("opfuse.", *_COMPILED)
+
+
+def _is_part(frame: FrameType) -> bool:
+    """Whether the function is one of opfuse, or of compiled code: what runs inside of those is a part of a call."""
+    return str(frame.f_globals.get("__name__", "")).startswith(_PARTS)
+
+
+def check_recomputed_in_graph(label: str) -> None:
+    """UnsupportedError where compiled code runs a call again in its backward pass: its recipe and its scales are gone."""
+    frame: FrameType | None = sys._getframe(1) if _in_backward() >= 0 else None
+    while frame is not None and frame.f_code.co_name != _ENGINE and frame.f_code not in _codes():
+        if frame.f_code.co_name == "backward" and str(frame.f_globals.get("__name__", "")).startswith(_COMPILED):
+            where, wanted = f"{label} in a graph of torch.compile", "a call that runs once"
+            got = "a checkpoint inside of what is compiled, which would run it again under another recipe"
+            cure = "checkpoint the compiled function, or compile without fullgraph what is inside of the checkpoint"
+            raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
+        frame = frame.f_back

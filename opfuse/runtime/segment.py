@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -147,28 +147,38 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def run_plan(
-    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+    plan: Plan,
+    ops: Sequence[BasicOperation],
+    given: Sequence[torch.Tensor],
+    kwargs: Kwargs,
+    instead: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The pipeline's outputs, main first, for its inputs."""
+    """The pipeline's outputs, main first, for its inputs. instead: what takes the gradients of parameters, by their ``id()``."""
     if not plan.reads_sizes:
-        return _run_segments(plan, ops, x, extras, kwargs)
+        return _run_segments(plan, ops, given, kwargs, instead)
     with sizes_read_once():
-        return _run_segments(plan, ops, x, extras, kwargs)
+        return _run_segments(plan, ops, given, kwargs, instead)
 
 
 def _run_segments(
-    plan: Plan, ops: Sequence[BasicOperation], x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Kwargs
+    plan: Plan,
+    ops: Sequence[BasicOperation],
+    given: Sequence[torch.Tensor],
+    kwargs: Kwargs,
+    instead: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     graph = plan.graph
-    values: dict[int, torch.Tensor] = {0: x, **dict(zip(graph.extra_inputs, extras))}
+    values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
     observed = _recording.get() is not None
     for segment in plan.segments:
         inputs = [values[value] for value in segment.inputs]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
-        params = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
+        params: list[Any] = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
         runner = Runner(plan, segment, ops, kwargs) if observed else runner_of(plan, segment, ops, kwargs, [*inputs, *params])
         if segment.requires_grad:
             again = [values[value] for value in segment.again]
+            if instead is not None:
+                params = [instead.get(id(p), p) for p in params]
             try:
                 outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
             except RuntimeError:

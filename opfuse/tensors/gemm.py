@@ -74,7 +74,7 @@ def gemm(
             result = _high_precision(name, one, other, torch.float32).to(out_dtype)
         else:
             raise GemmError(reason)
-    if name != "wgrad" and len(result) != (rows := matrix_shape(left.shape)[0]):
+    if name != "wgrad" and result.shape[0] != (rows := matrix_shape(left.shape)[0]):
         result = result[:rows]
     if out is not None:
         return out if out.data_ptr() == result.data_ptr() else out.copy_(result)

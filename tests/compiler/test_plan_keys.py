@@ -23,7 +23,8 @@ from opfuse.fusions import RULES
 from opfuse.keys import diff, digest
 from opfuse.recipes import RECIPES, CustomRecipe, Recipe
 from opfuse.runtime import fuser as fuser_module
-from opfuse.runtime.fuser import OperationFuser, on_miss
+from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.misses import on_miss
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
 from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train

@@ -1,4 +1,7 @@
-"""What follows a call instead of running it is refused by one type of error; torch.compile gets a graph break that says why."""
+"""What follows a call instead of running it is refused by one type of error; torch.compile gets a graph break that says why.
+
+Where a call can be an op of its graph, ``tests/runtime/test_compiled.py`` has it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+import opfuse
 from opfuse import ops
 from opfuse.errors import PipelineError, UnsupportedError
 from tests.ops.test_op_errors import raised
@@ -48,16 +52,19 @@ def test_what_does_not_run_a_call_is_refused(follower, make_model):
 @pytest.mark.cpu
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_graph_break_says_whose_it_is(called_before):
+    """Where weights live quantized; other pipelines are ops of the graph."""
     torch._dynamo.reset()
-    made = model()
-    wanted = made(X) if called_before else None
+    with opfuse.quantized_model_init():
+        made = ops.Sequential(ops.Linear(16, 16), ops.GELU())
+    x = torch.randn(16, 16)
+    wanted = made(x) if called_before else None
     with pytest.raises(Exception, match="opfuse runs its own plans") as caught:
-        torch.compile(made, backend="eager", fullgraph=True)(X)
+        torch.compile(made, backend="eager", fullgraph=True)(x)
     assert type(caught.value).__module__.startswith("torch._dynamo")
-    found = torch.compile(made, backend="eager")(X)
+    found = torch.compile(made, backend="eager")(x)
     assert wanted is None or torch.equal(found, wanted)
     with pytest.raises(Exception, match=r"opfuse runs its own plans|fullgraph=True"):  # which torch alone would let pass
-        torch.compile(made, backend="eager", fullgraph=True)(X)
+        torch.compile(made, backend="eager", fullgraph=True)(x)
     torch._dynamo.reset()
 
 

@@ -1,0 +1,344 @@
+"""A pipeline in a graph of torch.compile: one op of torch.library runs it, and another its backward pass.
+
+Dynamo follows a call as far as :func:`follow` and puts ``opfuse::pipeline`` into its graph, with inputs and parameters as
+arguments. Everything else the op asks when it runs: the recipe that is active then, the plan of the call. So nothing that a plan
+depends on is baked into the graph, and another recipe is no recompilation.
+
+What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`_Held`. The op returns it as a tensor of
+one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when torch lets it go,
+all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what lies in the
+memory of one, and is no parameter, is held as a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from opfuse.compiler.graph import GROUPED
+from opfuse.compiler.plan import Plan
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import DTYPES, Slots
+from opfuse.core.tracers import enrolled, prepared
+from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.runtime.recompute import check_recomputed_in_graph
+from opfuse.runtime.run import outlined
+from opfuse.tensors.tensor import QuantizedTensor
+
+
+class Pipeline(Protocol):
+    """What is called. slots: where its parameters are found."""
+
+    label: str
+    handle: str
+    ops: tuple[BasicOperation, ...]
+
+    @property
+    def slots(self) -> Slots: ...
+
+    def plain_plan(self, x: torch.Tensor, extras: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Plan: ...
+
+    def __call__(self, x: torch.Tensor, *extras: torch.Tensor, instead: Mapping[int, torch.Tensor] | None = ...) -> Any: ...
+
+
+# -- what dynamo follows -------------------------------------------------------------------------------------------------------
+
+
+def follow(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
+    """The call as an op of the graph that is being made."""
+    call = prepared(pipeline.handle)
+    tensors = [x, *extras]
+    for slot, name in pipeline.slots:
+        parameter = slot.get(name)
+        if parameter is not None:
+            tensors.append(parameter)
+    grad = torch.is_grad_enabled()
+    wanted = [grad and tensor.requires_grad for tensor in tensors]
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    made = torch.ops.opfuse.pipeline(tensors, wanted, 1 + len(extras), call, autocast)
+    outputs = made[:-1] if any(wanted) else made
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def is_followable(pipeline: Pipeline) -> bool:
+    """Whether a call can be an op: no weight lives quantized, no op writes into the caller's tensors or reads sizes of groups."""
+    for op in pipeline.ops:
+        if GROUPED in op.traits or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
+            return False
+    return all(not isinstance(slot.get(name), QuantizedTensor) for slot, name in pipeline.slots)
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------------------
+
+
+class _Held(ctypes.c_int64 * 1):  # type: ignore[misc]
+    """What one call left for its backward pass, and the memory of the tensor that stands for it.
+
+    ends: where the gradient of each output enters; None for one without. begins: where those of arguments leave.
+    """
+
+    ends: list[GradientEdge | None]
+    begins: list[GradientEdge]
+
+
+_held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def held_calls() -> int:
+    """How many calls of compiled pipelines hold something for a backward pass."""
+    return len(_held)
+
+
+def _token(held: _Held) -> torch.Tensor:
+    """The tensor that stands for it. Its memory is ``held`` itself, which lives as long as any tensor in that memory."""
+    held[0] = next(_numbers)
+    _held[held[0]] = held
+    return torch.frombuffer(held, dtype=torch.int64)
+
+
+class _Saved(NamedTuple):
+    """A tensor that an op saved, and the count of its writes: autograd counts none where there are hooks."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpacked(self) -> torch.Tensor:
+        """Autograd's hook."""
+        if self.tensor._version != self.version:
+            where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
+            cure = "change parameters after the backward pass"
+            raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure))
+        return self.tensor
+
+
+class _Keeper:
+    """Keeps what a call saves: of what lies in the memory of ``given`` a copy."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.given = given
+        self.kept: list[torch.Tensor] = []
+        self._copies: dict[Any, torch.Tensor] = {}
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        """Autograd's hook."""
+        if _overlaps(tensor, self.given):
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            if place not in self._copies:
+                self._copies[place] = tensor.detach().clone()
+            tensor = self._copies[place]
+        else:
+            self.kept.append(tensor)
+        return _Saved(tensor, tensor._version)
+
+
+def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return any(_share_memory(tensor, other) for other in others)
+
+
+_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def _apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``results`` in memory that neither ``others`` nor another of them has, for a compiler may write over each."""
+    made: list[torch.Tensor] = []
+    for result in results:
+        whole = result.detach().contiguous()
+        made.append(whole.clone() if _overlaps(whole, [*others, *made]) else whole)
+    return made
+
+
+class _Entry(torch.autograd.Function):
+    """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise RuntimeError("no gradient goes beyond the arguments of a compiled pipeline")
+
+
+_entry: Callable[..., torch.Tensor] = _Entry.apply
+
+
+# -- the ops ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "opfuse::pipeline",
+    mutates_args=(),
+    schema="(Tensor[] tensors, bool[] wanted, int count, str call, ScalarType? autocast) -> Tensor[]",
+)
+def pipeline_op(
+    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: str, autocast: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The outputs of a pipeline and, if a gradient is wanted, the tensor that stands for what was kept.
+
+    tensors: the first ``count`` are its inputs, then come its parameters. wanted: whose gradient is. call: which pipeline, and
+    where the call stands, so that no compiler takes two of them for one.
+    """
+    pipeline: Pipeline = enrolled(call)
+    check_recomputed_in_graph(pipeline.label)
+    given, parameters = tensors[:count], tensors[count:]
+    _check_parameters(pipeline, parameters)
+    writes = [tensor._version for tensor in given]
+    keeper, held, trains = _Keeper(given), _Held(), any(wanted)
+    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, _Saved.unpacked):
+        root = torch.empty((), requires_grad=trains)
+        entries = [_entry(root, each) if want else each.detach() for each, want in zip(tensors, wanted)]
+        instead: dict[int, torch.Tensor] = {}
+        for parameter, entry in zip(parameters, entries[count:]):
+            instead.setdefault(id(parameter), entry)
+        result = pipeline(*entries[:count], instead=instead)
+        outputs: tuple[torch.Tensor, ...] = result if isinstance(result, tuple) else (result,)
+        held.ends = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        held.begins = [get_gradient_edge(entry) for entry, want in zip(entries, wanted) if want]
+    _check_result(pipeline, [each._version for each in given] != writes, outputs)
+    results = _apart(outputs, [*tensors, *keeper.kept])
+    return [*results, _token(held)] if trains else results
+
+
+@torch.library.custom_op(
+    "opfuse::pipeline_backward",
+    mutates_args=(),
+    schema="(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] looks, Device device) -> Tensor[]",
+)
+def backward_op(
+    token: torch.Tensor,
+    grads: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    looks: Sequence[int],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The gradients of the arguments that want one, zeros where there is none, for those of the outputs.
+
+    sizes, looks, device: how these arguments look; ``looks`` has the rank and the place in ``DTYPES`` of each, in turn.
+    """
+    where = "backward of a compiled pipeline"
+    held = _held.get(int(token))
+    if held is None:
+        cure = "leave hooks of saved tensors that copy them (save_on_cpu) outside of what is compiled"
+        got = "a copy of the tensor that stands for it"
+        raise SavedTensorError(describe(where, wanted="what the forward pass has kept", got=got, cure=cure))
+    if torch.is_grad_enabled():
+        cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
+        raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
+    pairs = [(end, grad) for end, grad in zip(held.ends, grads) if end is not None and grad is not None]
+    found: Sequence[torch.Tensor | None] = [None] * len(held.begins)
+    if pairs:
+        ends, given = zip(*pairs)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = torch.autograd.grad(ends, held.begins, given, retain_graph=keep, allow_unused=True)
+    empty = backward_fake(token, grads, sizes, looks, device)
+    made = (torch.zeros_like(like) if grad is None else grad for grad, like in zip(found, empty))
+    return _apart(made, [grad for grad in grads if grad is not None])
+
+
+def _check_parameters(pipeline: Pipeline, given: Sequence[torch.Tensor]) -> None:
+    """UnsupportedError unless ``given`` are the parameters that the pipeline reads."""
+    own = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
+    if len(own) != len(given) or any(a.data_ptr() != b.data_ptr() or a.shape != b.shape for a, b in zip(own, given)):
+        wanted, got = "the parameters of its ops", "others, as torch.func.functional_call passes them"
+        raise _refusal(pipeline, wanted, got, "assign parameters to the ops, and compile the model itself")
+
+
+def _check_result(pipeline: Pipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
+    if written:
+        raise _refusal(pipeline, "inputs that a call only reads", "an op that writes into one", "use in_place=False")
+    if any(isinstance(output, QuantizedTensor) for output in outputs):
+        raise _refusal(pipeline, "plain outputs", "one that is quantized", "end the pipeline with an op that computes")
+
+
+def _refusal(pipeline: Pipeline, wanted: str, got: str, cure: str) -> UnsupportedError:
+    return UnsupportedError(describe(f"{pipeline.label} in a graph of torch.compile", wanted=wanted, got=got, cure=cure))
+
+
+def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch.autocast as it was where the call stands in the compiled code."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+# -- what a compiler asks --------------------------------------------------------------------------------------------------------
+
+
+@pipeline_op.register_fake
+def pipeline_fake(
+    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: str, autocast: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Tensors like those of the op: the ops compute without a recipe on tensors that have no values.
+
+    Where they cannot, dynamo is told that it cannot know: it has the op run outside of its graphs, which then says what is wrong.
+    """
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    pipeline: Pipeline = enrolled(call)
+    x = tensors[0]
+    shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+    known: dict[Any, list[Any]] = {} if shapes is None else _known_looks.setdefault(shapes, {})
+    key = call, autocast, *((str(tensor.shape), str(tensor.stride()), tensor.dtype) for tensor in tensors[:count])
+    if key not in known:
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        values_read = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
+        with mode, values_read, torch.no_grad(), _autocast(x, autocast):
+            given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]]
+            try:
+                outputs = outlined(pipeline.plain_plan(given[0], given[1:], autocast), pipeline.ops, given)
+            except Exception as error:
+                raise DynamicOutputShapeException(torch.ops.opfuse.pipeline.default) from error
+        if free_unbacked_symbols(outputs):
+            raise DynamicOutputShapeException(torch.ops.opfuse.pipeline.default)
+        known[key] = [(output.shape, output.dtype, output.device) for output in outputs]
+    made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key]]
+    return [*made, torch.empty(1, dtype=torch.int64, device="cpu")] if any(wanted) else made
+
+
+_known_looks: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+"""How outputs look, by the symbols that sizes are made of: compilers ask several times for each call."""
+
+
+@backward_op.register_fake
+def backward_fake(
+    token: torch.Tensor,
+    grads: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    looks: Sequence[int],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Tensors like the arguments."""
+    rest = iter(sizes)
+    return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in zip(looks[::2], looks[1::2])]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    tensors, wanted, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1])
+    ctx.places = [i for i, want in enumerate(wanted) if want]
+    likes = [tensors[i] for i in ctx.places]
+    ctx.sizes = [size for like in likes for size in like.shape]
+    ctx.looks = [number for like in likes for number in (like.ndim, DTYPES.index(like.dtype))]
+    ctx.device, ctx.count = tensors[0].device, len(tensors)
+
+
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.looks, ctx.device)
+    found = dict(zip(ctx.places, made))
+    return [found.get(i) for i in range(ctx.count)], None, None, None, None
+
+
+pipeline_op.register_autograd(_backward, setup_context=_setup)

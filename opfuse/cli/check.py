@@ -9,27 +9,18 @@ from typing import Any
 import typer
 
 from opfuse.cli.output import echo
-from opfuse.config import Finding, load
 from opfuse.config.findings import FORMATS
-from opfuse.errors import ConfigError
+from opfuse.config.load import check as check_file
 
 
 def check(configs: Sequence[Path], *, format: str) -> None:
     """Print the findings of all files, in one of :data:`FORMATS`, and end with 1 if there are any."""
-    findings = [finding for path in configs for finding in _findings(path)]
+    findings = [finding for path in configs for finding in check_file(path)]
     if findings or format == "json":
         echo(FORMATS[format](findings))
     if format == "text":
         echo(f"{_count(findings, 'finding')} in {_count(configs, 'file')}")
     raise typer.Exit(1 if findings else 0)
-
-
-def _findings(path: Path) -> tuple[Finding, ...]:
-    try:
-        load(path)
-    except ConfigError as error:
-        return error.findings
-    return ()
 
 
 def _count(things: Sequence[Any], noun: str) -> str:

@@ -11,14 +11,16 @@ from pydantic import ValidationError
 
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
-from opfuse.config.document import MAX_BYTES, read
+from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
+from opfuse.config.expect import Call, unmet
 from opfuse.config.findings import Finding, Span, refuse, similar
 from opfuse.config.models import PydocTopics, Train
 from opfuse.config.operations import Entry
 from opfuse.config.report import report
 from opfuse.config.root import DTYPES, SECTIONS, Root
 from opfuse.config.trial import input_columns
+from opfuse.errors import ConfigError
 from opfuse.recipes import Recipe
 
 
@@ -51,20 +53,46 @@ class Config:
 
 def load(path: str | Path) -> Config:
     """The configuration in the file at ``path``, or in the example of that name. ConfigError with every finding, if any."""
+    return loads(*_found(path))
+
+
+def check(path: str | Path) -> tuple[Finding, ...]:
+    """Every finding of the file at ``path``: those of :func:`load` and, where there are none, what rules expect in vain."""
+    try:
+        data, name = _found(path)
+        return checked(data, name)
+    except ConfigError as error:
+        return error.findings
+
+
+def _found(path: str | Path) -> tuple[bytes, str]:
+    """The text of a file or an example, and where it is."""
     file, known = Path(path), examples()
     if not file.exists():
         file = known.get(str(path), file)
     try:
         with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            return stream.read(MAX_BYTES + 1), str(file)
     except OSError as error:
         help = similar(str(path), known) or f"write the path of a file, or an example: {', '.join(known)}"
-        refuse([Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), help)])
-    return loads(data, str(file))
+        raise ConfigError(Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), help)) from None
 
 
 def loads(data: str | bytes, path: str = "<text>") -> Config:
     """The configuration in ``data``, YAML in UTF-8; ``path`` is how findings call it. ConfigError with all findings."""
+    return _validated(data, path)[0]
+
+
+def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
+    """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
+    config, root, document = _validated(data, path)
+    call = Call(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
+    for problem in unmet(root.fusions.rules, call):
+        document.report(document.find(problem.loc), problem.code, problem.message, problem.help)
+    return tuple(document.findings)
+
+
+def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
     refuse(document.findings)
     try:
@@ -73,6 +101,6 @@ def loads(data: str | bytes, path: str = "<text>") -> Config:
         report(document, error, SECTIONS)
         refuse(document.findings)
         raise
-    return Config(
-        path, root.recipe, DTYPES[root.pipeline.dtype], root.fusions.apply(), tuple(root.pipeline.ops), root.data, root.train
-    )
+    pipeline = root.pipeline
+    config = Config(path, root.recipe, DTYPES[pipeline.dtype], root.fusions.apply(), tuple(pipeline.ops), root.data, root.train)
+    return config, root, document

@@ -47,6 +47,7 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("fusions",): rules.Fusions,
     ("data",): PydocTopics,
     ("train",): Train,
+    **{("fusions", "rules", tag, "expect"): rules.Expect for tag in ("use", "name")},
     **{(*place, tag): model for place, models in TAGGED.items() for tag, model in models.items()},
 }
 """The model of each place in the file; the name of one of several comes last."""

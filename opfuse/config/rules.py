@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
@@ -14,7 +14,7 @@ from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
-from opfuse.config.shadows import covers
+from opfuse.config.order import Change, changed, check_changes
 from opfuse.errors import FusionError
 from opfuse.fusions.declared import EMITTERS, WORDS, declared, unknown_word
 
@@ -78,12 +78,31 @@ _PATTERN = {"anyOf": [{"type": "array", "items": {"anyOf": [*_WORD["anyOf"], {"t
 Pattern = Annotated[Any, BeforeValidator(_places), WithJsonSchema(_PATTERN)]
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
+class Expect(Section):
+    """How often a rule shall have each outcome."""
+
+    fused: Count | None = None
+    shadowed: Count | None = None
+    missed: Count | None = None
+    absent: Count | None = None
+
+
 class Use(Section):
-    """A rule that is there already, with more guards, or earlier than others (higher priority first; 0 by default)."""
+    """A rule that is there already, with more guards, or at another place in the order in which rules claim.
+
+    priority: higher ones claim first; 0 by default. before, after: next to another rule of the same direction. expect: how often
+    the file's pipeline shall have each outcome, which `opfuse check` counts on a CPU.
+    """
 
     use: RuleName
     when: Conditions = {}
     priority: int | None = None
+    before: str | None = None
+    after: str | None = None
+    expect: Expect | None = None
 
 
 class Disable(Section):
@@ -99,7 +118,10 @@ class Declare(Section):
     pattern: Pattern
     when: Conditions = {}
     emit: Literal["epilogue"] = "epilogue"
-    priority: int = 0
+    priority: int | None = None
+    before: str | None = None
+    after: str | None = None
+    expect: Expect | None = None
 
 
 ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "name": Declare}
@@ -111,24 +133,21 @@ def _entry_key(value: Any) -> str | None:
     return next((key for key in ENTRIES if key in given), None)
 
 
-@dataclass(frozen=True)
-class Change:
-    """What an entry does to the rule set. rule: the one that is added, or put in place of its namesake; None: it is disabled."""
-
-    name: str
-    rule: Fusion | None = None
-    new: bool = False
-
-
 def to_change(section: Any) -> Change:
     """What ``section`` asks for. Refused if its guards or its pattern cannot be."""
     if isinstance(section, Disable):
         return Change(section.disable)
+    orders = [key for key in ("priority", "before", "after") if getattr(section, key) is not None]
+    if len(orders) > 1:
+        message = f"{orders[0]!r} and {orders[1]!r} both say when rule {getattr(section, 'use', None) or section.name!r} claims"
+        raise Refused(Problem("bad-value", message, "keep one of the two", (orders[1],)))
     rule = _narrowed(section) if isinstance(section, Use) else _declared(section)
     if path := contradiction(rule.when):
         message = f"rule {rule.name!r} can never match: its guards on {path} exclude each other"
         raise Refused(Problem("never-matches", message, loc=("when",)))
-    return Change(rule.name, rule, new=isinstance(section, Declare))
+    expected = None if section.expect is None else section.expect.model_dump(exclude_none=True)
+    order = {"before": section.before, "after": section.after}
+    return Change(rule.name, rule, new=isinstance(section, Declare), expect=expected, **order)
 
 
 def _guards(section: Any, places: Places) -> tuple[Guard, ...]:
@@ -153,42 +172,9 @@ def _declared(section: Declare) -> Fusion:
         raise Refused(Problem("never-matches", f"pattern can never match: {misfit.reason}", loc=("pattern", misfit.place)))
     guards = _guards(section, {term.name: term.words for term in section.pattern})
     try:
-        return declared(section.name, section.pattern, when=guards, emit=section.emit, priority=section.priority)
+        return declared(section.name, section.pattern, when=guards, emit=section.emit, priority=section.priority or 0)
     except FusionError as error:
         raise Refused(Problem("bad-value", *sentence(str(error)), ("pattern",))) from error
-
-
-# -- entries among each other ------------------------------------------------------------------------------------------
-
-
-def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
-    """Refused if two entries speak of one rule, or if a declared rule leaves nothing to a later one."""
-    problems: list[Problem] = []
-    first: dict[str, int] = {}
-    for i, change in enumerate(changes):
-        if change.new and change.name in default_rules().names:
-            help = f"choose another name, or write `use: {change.name}`"
-            problems.append(Problem("duplicate-rule", f"there is a rule {change.name!r} already", help, (i, "name")))
-        elif first.setdefault(change.name, i) != i:
-            message = f"rule {change.name!r} has an entry already, number {first[change.name] + 1}"
-            problems.append(Problem("duplicate-rule", message, "make one entry of the two", (i,)))
-        elif by := _shadow(changes, i):
-            message = (
-                f"rule {change.name!r} can never claim anything: {by!r} comes first and takes the same ops under no more guards"
-            )
-            problems.append(Problem("shadowed-rule", message, "put the more particular rule first", (i, "name")))
-    if problems:
-        raise Refused(*problems)
-    return changes
-
-
-def _shadow(changes: Sequence[Change], index: int) -> str | None:
-    """The declared rule that claims all that the one at ``index`` could."""
-    order = [change for change in changes if change.rule is not None and change.new]
-    order.sort(key=lambda change: -change.rule.priority)  # type: ignore[union-attr]
-    here = changes[index]
-    earlier = order[: order.index(here)] if here in order else []
-    return next((other.name for other in earlier if covers(other.rule, here.rule)), None)  # type: ignore[arg-type]
 
 
 if TYPE_CHECKING:
@@ -209,12 +195,5 @@ class Fusions(Section):
     rules: Annotated[list[RuleSection], Field(max_length=MAX_RULES), AfterValidator(check_changes)] = []
 
     def apply(self) -> RuleSet:
-        """The rule set in force with this section's changes: declared rules first."""
-        rules = default_rules()
-        for change in self.rules:
-            if change.rule is None:
-                rules = rules.without(change.name)
-            elif not change.new:
-                rules = rules.replaced(change.rule)
-        new = tuple(change.rule for change in self.rules if change.new and change.rule is not None)
-        return replace(rules, rules=(*new, *rules.rules), level=LEVELS[self.level])
+        """The rule set in force with this section's changes: declared rules first, where they name no other place."""
+        return replace(changed(self.rules), level=LEVELS[self.level])

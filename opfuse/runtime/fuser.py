@@ -363,6 +363,18 @@ class OperationFuser:
         return CacheInfo(len(self.cache), self.cache.hits, self.cache.misses, None if last is None else str(last))
 
 
+def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:
+    """The plan that ``ops`` would have on ``device``; they and ``x`` lie on the meta device. PipelineError if they take more."""
+    fuser = OperationFuser(ops, rules=rules)
+    if len(fuser.extra_inputs):
+        cure = "write a plan that needs no tensors of the caller, or count what opfuse.explain returns"
+        raise PipelineError(describe(fuser.label, wanted="no extra inputs", got=len(fuser.extra_inputs), cure=cure))
+    key = fuser.named(fuser.key(x, [], rules), _rows(x))
+    kind, arch, _ = _device(torch.device(device))
+    note_use()
+    return fuser._compiled(key._replace(env=key.env._replace(device=kind, arch=arch)), rules)
+
+
 def _call_outside(fuser: OperationFuser, x: torch.Tensor, *extras: torch.Tensor, kwargs: Any) -> Any:
     """What compiled code calls."""
     check_partial(fuser.label)

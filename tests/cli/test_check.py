@@ -79,7 +79,7 @@ def test_errors_are_one_message(files, capsys, monkeypatch, error, code):
     def broken(path):
         raise error
 
-    monkeypatch.setattr(opfuse.cli.check, "load", broken)
+    monkeypatch.setattr(opfuse.cli.check, "check_file", broken)
     assert main(["check", "good.yaml"]) == code
     captured = capsys.readouterr()
     assert captured.err == f"{error}\n"

@@ -8,6 +8,7 @@ from opfuse.compiler.patterns import printed, terms_of
 from opfuse.compiler.registry import default_rules
 from opfuse.compiler.rules import Guard
 from opfuse.config import loads
+from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared
 from opfuse.runtime.fuser import recorded_plans
@@ -345,3 +346,86 @@ def test_a_registered_function_can_be_disabled_but_not_narrowed():
     with opfuse.register_forward_fusion(function, name="by_function"):
         assert finding("{use: by_function, when: {env.grad: true}}") == ("bad-value", "by_function")
         assert "by_function" not in config("{disable: by_function}").rules.names
+
+
+# -- order and expectations ----------------------------------------------------------------------------------------------
+
+
+def names(*rules, direction="forward"):
+    return [rule.name for rule in config(*rules).rules.of(direction)]
+
+
+def test_a_rule_claims_before_or_after_another():
+    built_in = ["linear_scale_add", "linear_add", "norm_quantize", "epilogue"]
+    assert names("{use: epilogue, before: norm_quantize}") == [*built_in[:2], "epilogue", "norm_quantize"]
+    assert names("{use: linear_scale_add, after: linear_add}")[:2] == ["linear_add", "linear_scale_add"]
+    mine = "name: mine, pattern: [grouped_linear, gelu]"
+    assert names(f"{{{mine}, after: norm_quantize}}") == [*built_in[:3], "mine", "epilogue"]
+    assert names(f"{{{mine}, after: norm_quantize}}", "{use: norm_quantize, priority: 2}") == [
+        *("norm_quantize", "mine", "linear_scale_add", "linear_add", "epilogue")
+    ]
+    later = "{name: later, pattern: [grouped_linear, silu], before: linear_add}"
+    assert names(f"{{{mine}, before: later}}", later)[1:4] == ["mine", "later", "linear_add"]
+    assert names(later, f"{{{mine}, before: later}}")[1:4] == ["mine", "later", "linear_add"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "code", "under"),
+    [
+        (("{use: epilogue, before: linear_ad}",), "unknown-rule", "linear_ad"),
+        (("{use: epilogue, before: epilogue}",), "unknown-rule", "epilogue"),
+        (("{use: epilogue, before: backward_elementwise}",), "bad-value", "backward_elementwise"),
+        (("{use: epilogue, before: linear_add, priority: 1}",), "bad-value", "linear_add"),
+        (("{use: epilogue, before: linear_add, after: norm_quantize}",), "bad-value", "norm_quantize"),
+        (("{disable: linear_add}", "{use: epilogue, before: linear_add}"), "unknown-rule", "linear_add"),
+        (("{use: epilogue, before: linear_add}", "{use: linear_add, before: epilogue}"), "bad-value", "linear_add"),
+        (("{name: mine, pattern: [linear, bias?, gelu], after: epilogue}",), "shadowed-rule", "mine"),
+        (("{name: mine, pattern: [linear, bias?, gelu], priority: -1}",), "shadowed-rule", "mine"),
+        (("{use: epilogue, expect: {fused: -1}}",), "bad-value", "-1"),
+        (("{use: epilogue, expect: {fuse: 1}}",), "unknown-key", "fuse"),
+    ],
+)
+def test_an_order_that_cannot_be(rules, code, under):
+    assert finding(*rules) == (code, under)
+
+
+def expected(*rules, top=TOP):
+    return checked(f"{top}  rules:\n" + "".join(f"    - {rule}\n" for rule in rules), "f.yaml")
+
+
+def test_what_rules_expect_is_counted():
+    assert expected("{use: epilogue, expect: {fused: 2}}", "{use: norm_quantize, expect: {absent: 1, fused: 0}}") == ()
+    assert expected("{use: epilogue, when: {env.arch: '>= 9.0'}, expect: {missed: 2, fused: 0}}") == ()
+    assert (
+        expected("{name: mine, pattern: [linear, bias, gelu], expect: {fused: 1}}", "{use: epilogue, expect: {fused: 1}}") == ()
+    )
+    (found,) = expected("{use: epilogue, expect: {fused: 3}}")
+    assert (found.code, found.span.line, found.span.column) == ("not-as-expected", 11, 39)
+    assert found.message == "rule 'epilogue' is fused 2 times, not 3: 2 fused"
+    assert found.help == "`opfuse explain` says why, place by place"
+
+
+@pytest.mark.filterwarnings("error")
+def test_expectations_are_counted_on_no_data():
+    huge = TOP.replace("64", "131072")
+    assert expected("{use: epilogue, expect: {fused: 2}}", top=huge) == ()
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ("{op: gelu}", "nothing tells the columns of the input"),
+        ("{op: linear, in_features: 64, out_features: 64}\n    - {op: add_extra_input}", "wants no extra inputs, got 1"),
+    ],
+)
+def test_what_cannot_be_counted_is_told(ops, message):
+    top = f"version: 1\nrecipe: {{kind: none}}\npipeline:\n  ops:\n    - {ops}\nfusions:\n"
+    (found,) = expected("{use: epilogue, expect: {fused: 1}}", top=top)
+    assert found.code == "not-countable"
+    assert message in found.message
+
+
+def test_what_is_counted_is_what_a_call_does():
+    seen, _ = outcomes(config())
+    rules = [f"{{use: {rule}, expect: {{{status}: 1}}}}" for rule, status in seen if status == "absent"]
+    assert expected(*rules) == ()

@@ -1,0 +1,60 @@
+"""What a file expects of its rules, counted on the plan of a training call on a CPU: nothing is computed, whatever the sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from opfuse.compiler.registry import RuleSet
+from opfuse.config.findings import Problem, sentence
+from opfuse.config.operations import Entry
+from opfuse.config.order import Change
+from opfuse.errors import OpfuseError
+from opfuse.recipes import Recipe, autocast
+from opfuse.runtime.fuser import planned_on
+
+
+class Call(NamedTuple):
+    """The training call that is planned. columns: None where nothing tells them."""
+
+    entries: Sequence[Entry]
+    rules: RuleSet
+    recipe: Recipe | None
+    dtype: torch.dtype
+    rows: int
+    columns: int | None
+
+
+def unmet(changes: Sequence[Change], call: Call) -> Iterator[Problem]:
+    """A problem for every number that is not as an entry expects."""
+    expecting = [(i, change) for i, change in enumerate(changes) if change.expect is not None]
+    if not expecting:
+        return
+    outcomes = _outcomes(call)
+    for i, change in expecting:
+        place = ("fusions", "rules", i, "expect")
+        if isinstance(outcomes, Problem):
+            yield Problem(outcomes.code, outcomes.message, outcomes.help, place)
+            continue
+        for status, wanted in (change.expect or {}).items():
+            if (got := outcomes[change.name, status]) != wanted:
+                others = ", ".join(f"{n} {other}" for (name, other), n in outcomes.items() if name == change.name)
+                message = f"rule {change.name!r} is {status} {got} times, not {wanted}: {others or 'it has no outcome'}"
+                yield Problem("not-as-expected", message, "`opfuse explain` says why, place by place", (*place, status))
+
+
+def _outcomes(call: Call) -> Counter[tuple[str, str]] | Problem:
+    """How often each rule had each status; a Problem where there is no plan to count on."""
+    if call.columns is None:
+        return Problem("not-countable", "nothing tells the columns of the input", "add a data section")
+    x = torch.empty(call.rows, call.columns, dtype=call.dtype, device="meta", requires_grad=True)
+    try:
+        ops = [entry.build(dtype=call.dtype, device="meta") for entry in call.entries]
+        with autocast(enabled=call.recipe is not None, recipe=call.recipe):
+            plan = planned_on("cpu", ops, x, call.rules)
+    except OpfuseError as error:
+        return Problem("not-countable", *sentence(str(error)))
+    return Counter((outcome.rule, outcome.status) for outcome in plan.outcomes)

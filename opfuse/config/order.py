@@ -1,0 +1,121 @@
+"""Entries of a file among each other: what they make of the rule set, in which order, and what they leave to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.rules import Fusion
+from opfuse.config.findings import Problem, Refused, shown, similar
+from opfuse.config.shadows import covers
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an entry does to the rule set.
+
+    rule: the one that is added, or put in place of its namesake; None: it is disabled. before, after: the rule that it shall
+    claim next to. expect: how often each outcome shall be counted.
+    """
+
+    name: str
+    rule: Fusion | None = None
+    new: bool = False
+    before: str | None = None
+    after: str | None = None
+    expect: Mapping[str, int] | None = None
+
+    @property
+    def anchor(self) -> tuple[str, str] | None:
+        """The key and the name of the rule that it stands next to."""
+        return next(((key, name) for key in ("before", "after") if (name := getattr(self, key)) is not None), None)
+
+
+def changed(changes: Sequence[Change]) -> RuleSet:
+    """The rule set in force with ``changes``."""
+    rules = default_rules()
+    for change in changes:
+        if change.rule is None:
+            rules = rules.without(change.name)
+        elif not change.new:
+            rules = rules.replaced(change.rule)
+    new = tuple(change.rule for change in changes if change.new and change.rule is not None)
+    order = [*new, *rules.rules]
+    moves = [(change.name, *change.anchor) for change in changes if change.anchor is not None]
+    for move in moves * len(moves):  # as often as one can put another astray that went before
+        _move(order, *move)
+    return replace(rules, rules=tuple(order))
+
+
+def _move(order: list[Fusion], name: str, key: str, anchor: str) -> None:
+    """Put a rule right before or after another, among those of its priority."""
+    rule = order.pop(_place(order, name))
+    at = _place(order, anchor)
+    order.insert(at + (key == "after"), replace(rule, priority=order[at].priority))
+
+
+def _place(order: Sequence[Fusion], name: str) -> int:
+    return next(i for i, rule in enumerate(order) if rule.name == name)
+
+
+def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
+    """Refused if entries speak of one rule, stand next to none, or leave nothing to a declared rule."""
+    for check in (_twice, _astray, _contrary, _shadowed):
+        if problems := [problem for i in range(len(changes)) if (problem := check(changes, i)) is not None]:
+            raise Refused(*problems)
+    return changes
+
+
+def _twice(changes: Sequence[Change], index: int) -> Problem | None:
+    change = changes[index]
+    if change.new and change.name in default_rules().names:
+        help = f"choose another name, or write `use: {change.name}`"
+        return Problem("duplicate-rule", f"there is a rule {change.name!r} already", help, (index, "name"))
+    first = next(i for i, each in enumerate(changes) if each.name == change.name)
+    if first == index:
+        return None
+    message = f"rule {change.name!r} has an entry already, number {first + 1}"
+    return Problem("duplicate-rule", message, "make one entry of the two", (index,))
+
+
+def _astray(changes: Sequence[Change], index: int) -> Problem | None:
+    change = changes[index]
+    if change.anchor is None or change.rule is None:
+        return None
+    key, anchor = change.anchor
+    known = {rule.name: rule for rule in default_rules().rules} | {each.name: each.rule for each in changes}
+    others = {name: rule for name, rule in known.items() if rule is not None and name != change.name}
+    if anchor not in others:
+        message = f"there is no other rule {shown(anchor)} to claim {key}"
+        return Problem("unknown-rule", message, similar(anchor, others), (index, key))
+    if others[anchor].direction != change.rule.direction:
+        message = f"{anchor!r} is a {others[anchor].direction} rule, {change.name!r} a {change.rule.direction} one"
+        return Problem("bad-value", message, "they never ask for the same nodes in one pass: leave it out", (index, key))
+    return None
+
+
+def _contrary(changes: Sequence[Change], index: int) -> Problem | None:
+    """Of an entry whose place in the order the others take away."""
+    change = changes[index]
+    if change.anchor is None or change.rule is None:
+        return None
+    key, anchor = change.anchor
+    order = changed(changes).of(change.rule.direction)
+    if (_place(order, change.name) < _place(order, anchor)) == (key == "before"):
+        return None
+    message = f"{change.name!r} cannot claim {key} {anchor!r}: other entries say the contrary"
+    return Problem("bad-value", message, "drop one of them", (index, key))
+
+
+def _shadowed(changes: Sequence[Change], index: int) -> Problem | None:
+    """Of a declared rule that one before it leaves nothing to."""
+    change = changes[index]
+    if change.rule is None or not change.new:
+        return None
+    order = changed(changes).of(change.rule.direction)
+    by = next((other.name for other in order[: _place(order, change.name)] if covers(other, change.rule)), None)
+    if by is None:
+        return None
+    message = f"rule {change.name!r} can never claim anything: {by!r} comes first and takes the same ops under no more guards"
+    return Problem("shadowed-rule", message, "put the more particular rule first", (index, "name"))

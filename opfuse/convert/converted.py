@@ -9,8 +9,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -44,10 +46,15 @@ class Run:
     path: str = ""
     fuser: OperationFuser | None = None
     spare: dict[Any, int] = field(default_factory=dict)
+    lock: AbstractContextManager[Any] = field(default_factory=RLock)
+    """Held while there are made parameters, so that another thread does not drop them."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {**self.__dict__, "fuser": None, "spare": {}}
+        return {name: value for name, value in vars(self).items() if name != "lock"} | {"fuser": None, "spare": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=RLock())
 
     def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         fuser = self.fuser
@@ -56,14 +63,17 @@ class Run:
         for op, module in self.modes:
             if op.training != module.training:
                 op.train(module.training)
-        try:
-            for made in self.made:
-                made.fill()
-            result = self._filled(fuser, x, [arguments[i] for i in self.extras])
-        finally:
-            for made in self.made:
-                made.drop()
-        return result
+        extras = [arguments[i] for i in self.extras]
+        if not self.made:
+            return self._filled(fuser, x, extras)
+        with self.lock:
+            try:
+                for made in self.made:
+                    made.fill()
+                return self._filled(fuser, x, extras)
+            finally:
+                for made in self.made:
+                    made.drop()
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, with rows of zeros behind it where the recipe wants more of them."""
@@ -94,6 +104,7 @@ class Converted:
 
     path: that of the module in the model. arguments: names of what its parts take. parts: runs, and submodules between them.
     recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made from, by path.
+    awaited: what a norm has handed on, by thread.
     """
 
     def __init__(
@@ -116,16 +127,16 @@ class Converted:
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[Run | Opaque, ...] = ()
         self.warned = False
-        self.awaited: weakref.ref[torch.Tensor] | None = None
+        self.awaited: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "awaited": None}
+        return {**self.__dict__, "awaited": {}}
 
     def begin_with(self, norm: BasicOperation, name: str) -> None:
         """Have the parts begin with a norm, where its module hands its input on: see ``feeds.py``."""
         first = self.parts[0]
         if isinstance(first, Run):
-            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None, spare={})
+            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None, spare={}, lock=RLock())
             self.normed = (run, *self.parts[1:])
 
     @property
@@ -192,8 +203,8 @@ class Converted:
 
     def _is_awaited(self, x: torch.Tensor) -> bool:
         """Whether ``x`` is what a norm has handed on. ConversionError if that is somewhere, and ``x`` is something else."""
-        handed = None if self.awaited is None else self.awaited()
-        self.awaited = None
+        awaited = self.awaited.pop(get_ident(), None)
+        handed = None if awaited is None else awaited()
         if handed is not None and handed is not x:
             where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
             cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Fed(Converted):
     def _compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
         """The input itself, under another name."""
         handed = x.view_as(x)
-        self.reader.awaited = weakref.ref(handed)
+        self.reader.awaited[get_ident()] = weakref.ref(handed)
         return handed
 
 

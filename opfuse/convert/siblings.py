@@ -9,7 +9,8 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -21,42 +22,45 @@ from opfuse.convert.weights import Made, Weight, product_of
 from opfuse.recipes import current_recipe, note_use
 
 
+class _Waiting(NamedTuple):
+    """Columns that were computed and not yet asked for: of which tensor, in which state it was, and by module."""
+
+    source: weakref.ref[torch.Tensor]
+    state: Any
+    left: dict[int, torch.Tensor]
+
+
 class Shared:
     """One product for several modules.
 
-    plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. left: parts that
-    were computed and not yet asked for, of the tensor ``source``.
+    plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. waiting: by thread.
     """
 
     def __init__(self, run: Run, columns: Sequence[int], *, plain: bool) -> None:
         self.run = run
         self.columns = tuple(columns)
         self.plain = plain
-        self._forget()
+        self.waiting: dict[int, _Waiting] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "source": None, "state": None, "left": {}}
-
-    def _forget(self, *_: object) -> None:
-        self.source: weakref.ref[torch.Tensor] | None = None
-        self.state: Any = None
-        self.left: dict[int, torch.Tensor] = {}
+        return {**self.__dict__, "waiting": {}}
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
         parts = self.run(x, ()).split(self.columns, dim=-1)
         one, *others = parts if self.plain else [part.contiguous() for part in parts]
-        self.left = dict(enumerate(others, 1))
-        self.source, self.state = weakref.ref(x, self._forget), _state(x)
+        thread, waiting = get_ident(), self.waiting
+        waiting[thread] = _Waiting(weakref.ref(x, lambda _: waiting.pop(thread, None)), _state(x), dict(enumerate(others, 1)))
         return one
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of another module; None where they were not computed, for this tensor as it is now and in this mode."""
-        if self.source is None or self.source() is not x or self.state != _state(x):
+        waiting = self.waiting.get(get_ident())
+        if waiting is None or waiting.source() is not x or waiting.state != _state(x):
             return None
-        found = self.left.pop(index, None)
-        if not self.left:
-            self._forget()
+        found = waiting.left.pop(index, None)
+        if not waiting.left:
+            self.waiting.pop(get_ident(), None)
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -283,6 +284,23 @@ def test_a_packed_weight_that_changes_before_the_backward_pass_is_noticed():
         model.gate_proj.weight.add_(1)
     with pytest.raises(SavedTensorError, match="changed in place"):
         y.sum().backward()
+
+
+def test_threads_do_not_take_each_others_tensors():
+    """What a norm has handed on, and what a shared product has computed."""
+    layer, x, other = Layer(), torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    opfuse.fuse_(layer, FP8)
+    normed, columns = layer.mlp(layer.second(x)), [getattr(layer.attention, name)(x) for name in "qkv"]
+    assert not torch.equal(normed, layer.mlp(x))
+    handed, query = layer.second(x), layer.attention.q(x)
+    thread = threading.Thread(target=layer, args=(other,))
+    thread.start()
+    thread.join()
+    with recorded_plans() as plans:
+        found = [query, layer.attention.k(x), layer.attention.v(x)]
+    assert plans == []
+    assert all(map(torch.equal, found, columns))
+    assert torch.equal(layer.mlp(handed), normed)
 
 
 def test_frozen_and_inference_calls():

@@ -102,12 +102,13 @@ def test_nothing_is_kept_longer_than_the_tensor():
     opfuse.fuse_(model, FP8)
     shared = converted(model.q).shared
     model(x)
-    assert shared.left == {}
+    assert shared.waiting == {}
     model.q(x)
-    assert len(shared.left) == 2
+    (waiting,) = shared.waiting.values()
+    assert len(waiting.left) == 2
     del x
     gc.collect()
-    assert shared.left == {}
+    assert shared.waiting == {}
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), None], ids=["delayed", "ambient"])

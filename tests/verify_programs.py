@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from opfuse.program.recording.steps import CallStep, OpStep
 
 from opfuse.program.program import Program
+from opfuse.program.steps import CallStep, OpStep
 from opfuse.program.tape import Tape
 from opfuse.runtime import programs
 from opfuse.tensors import QuantizedTensor

@@ -1,0 +1,35 @@
+"""The plugin that checks every program finds one whose bits are others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[2]
+LOOK = """
+import torch
+import tests.verify_programs
+from opfuse.program.program import Program
+from opfuse.program.tape import Tape
+
+tape = Tape([torch.ones(3)])
+with torch.no_grad(), tape.recording():
+    result = 2 * tape.given[0]
+number = tape.number(result)
+Program(tape, [number])
+result += 1
+try:
+    Program(tape, [number])
+except AssertionError as error:
+    print(error)
+"""
+
+
+def test_a_program_with_other_bits_is_found():
+    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout == "tensor 1 has other bits\n"

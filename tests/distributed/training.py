@@ -341,7 +341,7 @@ def worker(rank: int, folder: str, ranks: int, device: str, tasks: list[Task]) -
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
     )
     failures = []
     for check, given in tasks:

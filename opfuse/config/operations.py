@@ -22,7 +22,8 @@ PLACEMENT = ("device", "dtype")
 """Parameters that the pipeline decides, for all its ops."""
 
 IN_CODE = {
-    "delay_wgrad_compute": "leave it out: what it puts off trains nothing until backward_dw(), which only Python code calls"
+    "delay_wgrad_compute": "leave it out: what it puts off trains nothing until backward_dw(), which only Python code calls",
+    "accumulate_into_main_grad": "leave it out: gradients would go to weight.main_grad, which only Python code makes and reads",
 }
 """Parameters that only code which calls the op can make use of, and what to say of them in a file."""
 

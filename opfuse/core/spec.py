@@ -126,3 +126,8 @@ def new_parameter(where: str, shape: tuple[int, ...], *, device: Any, dtype: tor
         got = f"{placed or torch.get_default_device()}: {str(error).partition(chr(10))[0]}"
         cure = "pass device='cpu', or smaller sizes"
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure)) from error
+
+
+def accumulates(spec: object) -> bool:
+    """Whether a backward pass adds gradients to buffers that neither autograd nor a recording knows of."""
+    return getattr(spec, "accumulate_into_main_grad", False) is True

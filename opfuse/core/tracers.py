@@ -22,7 +22,7 @@ from opfuse.errors import UnsupportedError, describe
 
 WHY = (
     "opfuse runs its own plans: a call is no op of a graph of torch.compile where weights live quantized, an op writes into the "
-    "caller's tensors or has groups of rows, there are keyword arguments, or fuse_ has converted the module"
+    "caller's tensors (main_grad, too) or has groups of rows, there are keyword arguments, or fuse_ has converted the module"
 )
 """The reason of the graph break."""
 

@@ -18,9 +18,11 @@ from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, checked_spec, new_parameter
-from opfuse.errors import ShapeError, describe
+from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.numerics import pointwise
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
+from opfuse.ops.main_grad import added, main_grad_of
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
@@ -48,6 +50,7 @@ class GroupedLinearSpec:
     single_grouped_bias: bool = False
     pad_splits: bool = False
     delay_wgrad_compute: bool = False
+    accumulate_into_main_grad: bool = False
 
 
 class GroupedLinear(BasicOperation):
@@ -73,7 +76,9 @@ class GroupedLinear(BasicOperation):
     the caller have no channel: they are passed once for each layer, in op order.
 
     delay_wgrad_compute: a backward pass leaves the weights without a gradient; a training loop of your own calls
-    :meth:`backward_dw`, which computes it later. A configuration file cannot ask for it.
+    :meth:`backward_dw`, which computes it later. accumulate_into_main_grad: gradients of weights are added, in fp32, to
+    ``main_grad`` of each weight parameter, a buffer of the caller, and not to its ``grad`` (``main_grad.py``). A configuration
+    file can ask for neither.
     """
 
     spec: GroupedLinearSpec
@@ -99,15 +104,22 @@ class GroupedLinear(BasicOperation):
         single_grouped_bias: bool = False,
         pad_splits: bool = False,
         delay_wgrad_compute: bool = False,
+        accumulate_into_main_grad: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         where = type(self).__name__
-        single, options = (single_grouped_weight, single_grouped_bias), (pad_splits, delay_wgrad_compute)
+        single = single_grouped_weight, single_grouped_bias
+        options = pad_splits, delay_wgrad_compute, accumulate_into_main_grad
         sizes = num_groups, in_features, out_features
         spec = checked_spec(GroupedLinearSpec(*sizes, bias, scale_bias, *single, *options), where)
         if not spec.use_bias:
             spec = replace(spec, scale_bias=False, single_grouped_bias=False)
+        if spec.delay_wgrad_compute and spec.accumulate_into_main_grad:
+            got, cure = "delay_wgrad_compute beside it", "choose one of the two"
+            raise SpecError(
+                describe(f"{where}.accumulate_into_main_grad", wanted="gradients that come at once", got=got, cure=cure)
+            )
         if spec.scale_bias:
             self.__dict__["num_extra_inputs"] = 2
         super().__init__(spec)
@@ -308,6 +320,11 @@ class GroupedLinear(BasicOperation):
         if not weights:
             return {}
         x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, **ctx.env.product("wgrad")}
+        if self.accumulate_into_main_grad:
+            for name, weight in weights.items():
+                main_grad_of(weight, where=f"{self.label} {name}")
+            options["out_dtype"] = pointwise.compute_dtype(ctx.compute_dtype)
+            groups = Groups(groups.sizes or read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0]), groups.splits)
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()
@@ -323,6 +340,9 @@ class GroupedLinear(BasicOperation):
         if self.single_grouped_weight:
             grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
         made = zip(self.weight_names, cast(Iterable[torch.Tensor], grads))
+        if self.accumulate_into_main_grad:
+            kept = {name: added(weights[name], grad, where=f"{self.label} {name}") for name, grad in made if name in weights}
+            return {name: grad for name, grad in kept.items() if grad is not None}
         return {name: grad.to(weights[name].dtype) for name, grad in made if name in weights}
 
     def backward_dw(self) -> None:

@@ -19,6 +19,7 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, checked_spec
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
+from opfuse.ops.main_grad import added, main_grad_of
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
@@ -35,13 +36,15 @@ class BasicLinearSpec:
 
     in_features: Size
     out_features: Size
+    accumulate_into_main_grad: bool = False
 
 
 class BasicLinear(BasicOperation):
     """y = x W^T for x (..., in_features) and W (out_features, in_features), without a bias.
 
     weight: fp32, fp16 or bf16 (fp64 without a recipe), initialised as ``nn.Linear`` does; inside ``quantized_model_init`` a
-    QuantizedTensor. Computes in torch.autocast's dtype if active, else in the weight's.
+    QuantizedTensor. Computes in torch.autocast's dtype if active, else in the weight's. accumulate_into_main_grad: the weight's
+    gradient is added, in fp32, to ``weight.main_grad``, a buffer of the caller, and not to ``weight.grad`` (``main_grad.py``).
     """
 
     spec: BasicLinearSpec
@@ -61,9 +64,10 @@ class BasicLinear(BasicOperation):
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
         owner: nn.Module | None = None,
     ) -> None:
-        super().__init__(BasicLinearSpec(in_features, out_features), owner=owner)
+        super().__init__(BasicLinearSpec(in_features, out_features, accumulate_into_main_grad), owner=owner)
         self.owner.weight = new_weight(self, "weight", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -121,15 +125,23 @@ class BasicLinear(BasicOperation):
         return dx.to(out_dtype or ctx.input_dtype)
 
     def weight_gradient(self, ctx: Context, dy: Value, *, scale: float | None = None) -> torch.Tensor | None:
-        """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient."""
+        """dW = dy^T x in the weight's dtype, times ``scale``, or None if the weight wants no gradient.
+
+        With ``accumulate_into_main_grad`` it is added to that, unrounded, and what is returned stands for it.
+        """
         if "weight" not in ctx.needs:
             return None
-        wide = None if scale is None else pointwise.compute_dtype(ctx.compute_dtype)
+        weight, main = self.parameter("weight"), self.spec.accumulate_into_main_grad
+        if main:
+            main_grad_of(weight, where=f"{self.label} weight")
+        wide = pointwise.compute_dtype(ctx.compute_dtype) if main or scale is not None else None
         dy = self._gradient(ctx, dy)
         grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, **ctx.env.product("wgrad"))
         if scale is not None:
-            grad = (grad * scale).to(ctx.compute_dtype)
-        return grad.to(self.parameter("weight").dtype)
+            grad = grad * scale
+        if main:
+            return added(weight, grad, where=f"{self.label} weight")
+        return grad.to(ctx.compute_dtype).to(weight.dtype)
 
     def _gradient(self, ctx: Context, dy: Value) -> Value:
         dy = ctx.cast("grad_output", dy)
@@ -146,26 +158,36 @@ class LinearSpec:
     in_features: Size
     out_features: Size
     use_bias: bool = True
+    accumulate_into_main_grad: bool = False
 
 
 class Linear(FusibleOperation):
     """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
 
     x: (..., in_features); y: (..., out_features). State-dict keys are ``weight`` and ``bias``; those of ``nn.Linear`` and of
-    te.ops load as well.
+    te.ops load as well. accumulate_into_main_grad: as of :class:`BasicLinear`, for the weight; the bias has its gradient as ever.
     """
 
     spec: LinearSpec
     kind = "linear"
     weight: nn.Parameter
     bias: nn.Parameter | None
+    accumulate_into_main_grad: bool
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
-        spec = checked_spec(LinearSpec(in_features, out_features, bias), type(self).__name__)
-        parts: list[BasicOperation] = [BasicLinear(spec.in_features, spec.out_features, device=device, dtype=dtype, owner=self)]
+        spec = checked_spec(LinearSpec(in_features, out_features, bias, accumulate_into_main_grad), type(self).__name__)
+        made = {"device": device, "dtype": dtype, "accumulate_into_main_grad": spec.accumulate_into_main_grad, "owner": self}
+        parts: list[BasicOperation] = [BasicLinear(spec.in_features, spec.out_features, **made)]
         if spec.use_bias:
             parts.append(Bias(spec.out_features, device=device, dtype=dtype, owner=self))
         else:
@@ -211,7 +233,8 @@ class Linear(FusibleOperation):
                 self.bias.uniform_(-bound, bound)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        main = ", accumulate_into_main_grad=True" * self.accumulate_into_main_grad
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{main}"
 
     @property
     def quantizer_states(self) -> DelayedScalingStates:  # type: ignore[override]

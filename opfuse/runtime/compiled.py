@@ -27,6 +27,7 @@ from opfuse.compiler.graph import GROUPED
 from opfuse.compiler.plan import Plan
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
+from opfuse.core.spec import accumulates
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.recompute import check_recomputed_in_graph
@@ -70,9 +71,9 @@ def follow(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) 
 
 
 def is_followable(pipeline: Pipeline) -> bool:
-    """Whether a call can be an op: no weight lives quantized, no op writes into the caller's tensors or reads sizes of groups."""
+    """Whether a call can be an op: no weight lives quantized, no op writes to tensors of the caller or reads sizes of groups."""
     for op in pipeline.ops:
-        if GROUPED in op.traits or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
+        if GROUPED in op.traits or accumulates(op.spec) or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
             return False
     return all(not isinstance(slot.get(name), QuantizedTensor) for slot, name in pipeline.slots)
 

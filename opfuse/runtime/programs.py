@@ -19,6 +19,7 @@ import torch
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
+from opfuse.core.spec import accumulates
 from opfuse.environment import variable
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.program.program import Program
@@ -135,7 +136,7 @@ def _is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool
     return (
         not any(group.opaque for group in groups)
         and all(_is_ours(function) for function in rules)
-        and all(_has_own_methods(ops[i]) for i in segment.ops)
+        and all(_has_own_methods(ops[i]) and not accumulates(ops[i].spec) for i in segment.ops)
         and all(_is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
     )
 

@@ -64,21 +64,29 @@ def grouped_rows(
 
 
 def grouped_wgrad(
-    dy: Operand, x: Operand, groups: Groups, *, wanted: Collection[int], dtype: torch.dtype, **options: Any
+    dy: Operand,
+    x: Operand,
+    groups: Groups,
+    *,
+    wanted: Collection[int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> torch.Tensor | list[torch.Tensor | None]:
     """dW (N, K) of each group, None for groups that are not ``wanted``; or of all as one (G, N, K).
 
-    That of a group without rows is exactly zero.
+    That of a group without rows is exactly zero. out_dtype: another one than ``dtype`` wants sizes that the host knows.
     """
     operands = (dy, x)
-    if groups.sizes is None or (len(wanted) == len(groups.sizes) and _plain(operands) and gemm_grouped.takes(operands)):
+    faster = out_dtype in (None, dtype) and _plain(operands) and gemm_grouped.takes(operands)
+    if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):
         values = cast(torch.Tensor, x)
         return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
     shape = dy.shape[-1], x.shape[-1]
     grads: list[torch.Tensor | None] = []
     for i, (left, right, size) in enumerate(zip(_split(dy, groups.sizes), _split(x, groups.sizes), groups.sizes)):
-        grad = gemm("wgrad", left, right, dtype=dtype, **options) if size and i in wanted else None
-        grads.append(torch.zeros(shape, dtype=dtype, device=dy.device) if grad is None and i in wanted else grad)
+        grad = gemm("wgrad", left, right, dtype=dtype, out_dtype=out_dtype, **options) if size and i in wanted else None
+        grads.append(torch.zeros(shape, dtype=out_dtype or dtype, device=dy.device) if grad is None and i in wanted else grad)
     return grads
 
 

@@ -1,0 +1,47 @@
+"""Weight gradients that are added to a buffer of the parameter, as Megatron-LM keeps them.
+
+``weight.main_grad`` is the caller's: fp32, in the shape and on the device of the weight. The words are those of te.ops.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from opfuse.errors import DtypeError, PipelineError, ShapeError, describe
+
+
+def main_grad_of(weight: nn.Parameter, *, where: str) -> torch.Tensor:
+    """The buffer of a weight; PipelineError, DtypeError, ShapeError if there is none, or another than :func:`added` can write."""
+    where = f"{where}.main_grad"
+    cure = "before the backward pass, weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)"
+    buffer = getattr(weight, "main_grad", None)
+    if not isinstance(buffer, torch.Tensor):
+        raise PipelineError(describe(where, wanted="a tensor to add the gradient to", got=buffer, cure=cure))
+    if buffer.dtype != torch.float32:
+        raise DtypeError(describe(where, wanted="torch.float32", got=buffer.dtype, cure=cure))
+    if buffer.shape != weight.shape:
+        raise ShapeError(describe(where, wanted=f"shape {tuple(weight.shape)}", got=tuple(buffer.shape), cure=cure))
+    if buffer.device != weight.device:
+        wanted = f"the weight's device {weight.device}"
+        raise PipelineError(describe(where, wanted=wanted, got=str(buffer.device), cure=cure))
+    return buffer
+
+
+@torch.no_grad()
+def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tensor | None:
+    """Add ``grad``, fp32, to the buffer; what autograd gets in its place.
+
+    Where the weight has an attribute ``overwrite_main_grad`` that is true, the buffer is overwritten. Where it has an attribute
+    ``grad_added_to_main_grad``, that becomes True, and autograd gets zeros without memory of their own, so that hooks of the
+    weight run; else it gets None.
+    """
+    buffer = main_grad_of(weight, where=where).detach()
+    if getattr(weight, "overwrite_main_grad", False):
+        buffer.copy_(grad)
+    else:
+        buffer.add_(grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

@@ -1,0 +1,132 @@
+"""Weight gradients that are added to ``main_grad``, fp32, without a rounding in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import errors, ops, recipes
+from opfuse.core.spec import accumulates
+from tests.ops.test_op_errors import raised
+
+SPLITS = torch.tensor([32, 0, 64])
+RECIPES = (None, recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling(), recipes.DelayedScaling(amax_history_len=2))
+FORMS = {
+    "linear": lambda **options: ops.Linear(32, 64, **options),
+    "grouped": lambda **options: ops.GroupedLinear(3, 32, 64, **options),
+    "single": lambda **options: ops.GroupedLinear(3, 32, 64, single_grouped_weight=True, **options),
+}
+
+
+def pipelines(form, dtype=torch.float32):
+    """Of the same values: one that adds to ``main_grad``, one that does not."""
+    made = [ops.Sequential(FORMS[form](accumulate_into_main_grad=main, dtype=dtype), ops.GELU()) for main in (True, False)]
+    made[0].load_state_dict(made[1].state_dict())
+    return made
+
+
+def weights(model):
+    return {name: p for name, p in model.named_parameters() if "weight" in name}
+
+
+def given(model, x):
+    return (x, SPLITS) if model[0].num_extra_inputs else (x,)
+
+
+def buffered(model):
+    for weight in weights(model).values():
+        weight.main_grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight.grad_added_to_main_grad = False
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_sum_in_fp32_is_that_of_the_gradients(form, recipe):
+    """Over more steps than a recording takes to be made and repeated; other gradients are as ever."""
+    main, plain = pipelines(form)
+    wanted = {name: w.main_grad.clone() for name, w in weights(buffered(main)).items()}
+    for i in range(4):
+        x = [torch.randn(96, 32, generator=torch.Generator().manual_seed(i)).requires_grad_() for _ in range(2)]
+        for model, each in zip((main, plain), x):
+            with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(*given(model, each))
+            y.square().sum().backward()
+        assert torch.equal(x[0].grad, x[1].grad)
+        for name, weight in weights(plain).items():
+            wanted[name] += weight.grad
+            own = main.get_parameter(name)
+            assert own.grad_added_to_main_grad
+            assert torch.equal(own.main_grad, wanted[name])
+            assert not own.grad.any()  # zeros, for hooks of the weight to run
+        for name, bias in plain.named_parameters():
+            assert "bias" not in name or torch.equal(bias.grad, main.get_parameter(name).grad)
+        plain.zero_grad()
+        main.zero_grad()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_of_bf16_is_not_rounded_on_its_way(form):
+    main, plain = pipelines(form, torch.bfloat16)
+    for weight in weights(main).values():
+        weight.main_grad = torch.full(weight.shape, float("nan"))
+        weight.overwrite_main_grad = True
+    for model in (main, plain):
+        model(*given(model, torch.randn(96, 32, generator=torch.Generator().manual_seed(0)).bfloat16())).sum().backward()
+    for name, weight in weights(plain).items():
+        own = main.get_parameter(name)
+        assert own.grad is None
+        assert torch.equal(own.main_grad.bfloat16(), weight.grad)
+        assert not weight.grad.any() or not torch.equal(own.main_grad, weight.grad.float())
+
+
+def test_a_scale_between_linears_and_a_weight_that_lives_quantized():
+    recipe = recipes.MXFP8BlockScaling()
+    with opfuse.quantized_model_init(recipe=recipe):
+        linears = [ops.Linear(32, 32, False, accumulate_into_main_grad=main) for main in (True, False)]
+    main, plain = (ops.Sequential(linear, ops.ConstantScale(0.5)) for linear in linears)
+    plain.load_state_dict(main.state_dict())
+    main[0].weight.main_grad = torch.zeros(32, 32)
+    x = torch.randn(32, 32)
+    with opfuse.autocast(recipe=recipe):
+        for model in (main, plain):
+            model(x).sum().backward()
+    assert torch.equal(main[0].weight.main_grad, plain[0].weight.grad)
+
+
+def test_plans_tell_them_apart_and_no_program_is_made():
+    (main, plain), x = pipelines("linear"), torch.randn(32, 32)
+    buffered(main)
+    for model in (main, plain):
+        for _ in range(4):
+            model(x).sum().backward()
+    (one,), (other,) = main.runs(), plain.runs()
+    assert one.structure != other.structure
+    assert accumulates(main[0].basic_ops[0].spec)
+    ((_, plan),) = one.cache.items()
+    assert not any(plan.programs.values())
+
+
+WRONG = {
+    "none": (lambda w: None, errors.PipelineError, "a tensor to add"),
+    "dtype": (lambda w: torch.zeros(w.shape, dtype=torch.bfloat16), errors.DtypeError, "torch.float32"),
+    "shape": (lambda w: torch.zeros(w.numel()), errors.ShapeError, "shape"),
+    "device": (lambda w: torch.zeros(w.shape, device="meta"), errors.PipelineError, "device"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_that_cannot_take_the_sum(form, wrong):
+    (main, _), (make, error, wanted) = pipelines(form), WRONG[wrong]
+    for weight in weights(main).values():
+        weight.main_grad = make(weight)
+    y = main(*given(main, torch.randn(96, 32)))
+    with raised(error, Exception, "main_grad", wanted):
+        y.sum().backward()
+
+
+def test_put_off_and_added_at_once():
+    with raised(errors.SpecError, ValueError, "come at once", "delay_wgrad_compute"):
+        ops.GroupedLinear(2, 32, 32, delay_wgrad_compute=True, accumulate_into_main_grad=True)

@@ -16,7 +16,7 @@ from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
 from opfuse.config.order import Change, changed, check_changes
 from opfuse.errors import FusionError
-from opfuse.fusions.declared import EMITTERS, WORDS, declared, unknown_word
+from opfuse.fusions.declared import WORDS, declared, misfit, unknown_word
 
 MAX_RULES = 100
 MAX_PLACES = 32
@@ -112,12 +112,17 @@ class Disable(Section):
 
 
 class Declare(Section):
-    """A new rule: ops of the lowered pipeline in a row, and the implementation that runs them as one."""
+    """A new rule: ops of the lowered pipeline in a row, and the implementation that runs them as one.
+
+    emit: epilogue, a product or a normalisation with what follows it, or chain, elementwise ops alone; chain is the one that
+    runs backward as well, and in both passes, which is joint.
+    """
 
     name: str = Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
     pattern: Pattern
     when: Conditions = {}
-    emit: Literal["epilogue"] = "epilogue"
+    direction: Literal["forward", "backward", "joint"] = "forward"
+    emit: Literal["epilogue", "chain"] | None = None
     priority: int | None = None
     before: str | None = None
     after: str | None = None
@@ -168,11 +173,15 @@ def _narrowed(section: Use) -> Fusion:
 
 
 def _declared(section: Declare) -> Fusion:
-    if misfit := EMITTERS[section.emit].misfit(section.pattern):
-        raise Refused(Problem("never-matches", f"pattern can never match: {misfit.reason}", loc=("pattern", misfit.place)))
+    emit = section.emit or ("epilogue" if section.direction == "forward" else "chain")
+    if unfit := misfit(emit, section.pattern, section.direction):
+        help = "write `emit: chain`" if misfit("chain", section.pattern, section.direction) is None else ""
+        raise Refused(Problem("never-matches", f"pattern can never match: {unfit.reason}", help, ("pattern", unfit.place)))
     guards = _guards(section, {term.name: term.words for term in section.pattern})
     try:
-        return declared(section.name, section.pattern, when=guards, emit=section.emit, priority=section.priority or 0)
+        return declared(
+            section.name, section.pattern, when=guards, emit=emit, direction=section.direction, priority=section.priority or 0
+        )
     except FusionError as error:
         raise Refused(Problem("bad-value", *sentence(str(error)), ("pattern",))) from error
 

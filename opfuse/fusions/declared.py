@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import QUANTIZE
+from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE
 from opfuse.compiler.patterns import Term, printed, terms_of
-from opfuse.compiler.rules import Fusion, Guard, fusion, is_
+from opfuse.compiler.rules import JOINT, Fusion, Guard, fusion, is_
 from opfuse.compiler.vocabulary import declared_traits
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError, describe, nearest
+from opfuse.fusions.backward import backward_activation_bias
+from opfuse.fusions.chain import elementwise
 from opfuse.fusions.epilogue import epilogue
 from opfuse.ops import OPS
 
@@ -38,10 +40,13 @@ class Misfit(NamedTuple):
 
 
 class Emitter(NamedTuple):
-    """An implementation that rules can be composed of: which patterns it runs, and the keyword function that runs one."""
+    """Implementations that rules can be composed of, by direction, and which patterns they run.
 
-    misfit: Callable[[Sequence[Term]], Misfit | None]
-    forward: Callable[[tuple[Term, ...]], Callable[..., Any]]
+    Each makes, for a pattern, the keyword function that runs it.
+    """
+
+    misfit: Callable[[Sequence[Term], str], Misfit | None]
+    makes: Mapping[str, Callable[[tuple[Term, ...]], Callable[..., Any]]]
 
 
 def _means_only(words: Iterable[str], trait: str) -> bool:
@@ -53,7 +58,7 @@ def _is_cast(term: Term) -> bool:
     return term.words == (QUANTIZE,)
 
 
-def _epilogue_misfit(pattern: Sequence[Term]) -> Misfit | None:
+def _epilogue_misfit(pattern: Sequence[Term], _direction: str) -> Misfit | None:
     first, *others = pattern
     if not _means_only(first.words, PRODUCER) or (first.low, first.high) != (1, 1):
         return Misfit(0, f"an epilogue begins with one matrix product or normalisation, not with {str(first)!r}")
@@ -106,8 +111,63 @@ def _with_places(function: Callable[..., Any], places: Sequence[str]) -> Callabl
     return function
 
 
-EMITTERS = {"epilogue": Emitter(_epilogue_misfit, _epilogue_forward)}
+# -- chains without a producer -------------------------------------------------------------------------------------------
+
+
+def _elementwise_misfit(pattern: Sequence[Term], direction: str) -> Misfit | None:
+    """A cast ends a chain in the pass in which it runs: it is the last place forward, the first backward, and none of both."""
+    end = {FORWARD: len(pattern) - 1, BACKWARD: 0}.get(direction)
+    for place, term in enumerate(pattern):
+        if _is_cast(term) and (place != end or term.high != 1):
+            where = {FORWARD: "as its last place", BACKWARD: "as its first place, for the gradient"}.get(direction, "nowhere")
+            return Misfit(place, f"a {direction} chain has one {QUANTIZE!r} {where}, not {str(term)!r} here")
+        if not _is_cast(term) and not _means_only(term.words, ELEMENTWISE):
+            return Misfit(place, f"{str(term)!r} is not elementwise, so it cannot stand in a chain")
+        if len(term.words) > 1 and (formed := [word for word in term.words if word in FORMS]):
+            return Misfit(place, f"{formed[0]!r} is elementwise in one form only, so it needs a place of its own")
+    if sum(term.high or 2 for term in pattern) == 1 or all(map(_is_cast, pattern)):
+        return Misfit(0, "one op alone is no fusion")
+    return None
+
+
+def _chained(run: Callable[..., Any], pattern: tuple[Term, ...]) -> Callable[..., Any]:
+    """``run(value, chain=..., quantize=...)`` over the places of a pattern."""
+    places = tuple(term.name for term in pattern)
+    cast_at = next((term.name for term in pattern if _is_cast(term)), None)
+
+    def declared_chain(value: Value, /, **bound: Any) -> Any:
+        cast = bound.pop(cast_at) if cast_at else None
+        return run(value, chain=tuple(contexts_of(bound[place] for place in places if place in bound)), quantize=cast)
+
+    return _with_places(declared_chain, places)
+
+
+@cache
+def _chain_forward(pattern: tuple[Term, ...]) -> Callable[..., Any]:
+    return _chained(elementwise, pattern)
+
+
+@cache
+def _chain_backward(pattern: tuple[Term, ...]) -> Callable[..., Any]:
+    return _chained(backward_activation_bias, pattern)
+
+
+EMITTERS = {
+    "epilogue": Emitter(_epilogue_misfit, {FORWARD: _epilogue_forward}),
+    "chain": Emitter(_elementwise_misfit, {FORWARD: _chain_forward, BACKWARD: _chain_backward}),
+}
 """What a declared rule can emit."""
+
+DIRECTIONS = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD,), JOINT: (FORWARD, BACKWARD)}
+"""The passes that a rule of each direction implements."""
+
+
+def misfit(emit: str, pattern: Sequence[Term], direction: str) -> Misfit | None:
+    """The place of ``pattern`` that ``emit`` cannot run in ``direction``, and why."""
+    emitter = EMITTERS[emit]
+    if missing := [side for side in DIRECTIONS[direction] if side not in emitter.makes]:
+        return Misfit(0, f"{emit} has no {missing[0]} implementation, chain has one")
+    return emitter.misfit(pattern, direction)
 
 
 def unknown_word(term: Term) -> str | None:
@@ -121,30 +181,41 @@ def forms_of(pattern: Sequence[Term]) -> tuple[Guard, ...]:
     return tuple(is_(f"{term.name}.{field}", value) for term, field, value in formed)
 
 
-def declared(name: str, pattern: object, *, when: Sequence[Guard] = (), emit: str = "epilogue", priority: int = 0) -> Fusion:
+def declared(
+    name: str,
+    pattern: object,
+    *,
+    when: Sequence[Guard] = (),
+    emit: str = "epilogue",
+    direction: str = FORWARD,
+    priority: int = 0,
+) -> Fusion:
     """The rule that runs ``pattern`` as one ``emit``.
 
     pattern: as :func:`~opfuse.compiler.patterns.terms_of` reads it, in :data:`WORDS`; a Linear is ``linear`` followed by
-    ``bias``. FusionError for an unknown word or emitter, and for a pattern that ``emit`` cannot run.
+    ``bias``. direction: of :data:`DIRECTIONS`. FusionError for an unknown word, emitter or direction, and for a pattern that
+    ``emit`` cannot run.
     """
     where = f"fusion {name!r}"
-    if emit not in EMITTERS:
-        got = f"{emit!r}{nearest(str(emit), EMITTERS)}"
-        raise FusionError(describe(where, wanted=f"an emitter of {tuple(EMITTERS)}", got=got, cure="name one of them"))
+    for what, given, known in (("an emitter", emit, EMITTERS), ("a direction", direction, DIRECTIONS)):
+        if given not in known:
+            got = f"{given!r}{nearest(str(given), known)}"
+            raise FusionError(describe(where, wanted=f"{what} of {tuple(known)}", got=got, cure="name one of them"))
     terms = terms_of(pattern, where)
     if not terms or len({term.name for term in terms}) < len(terms):
-        raise FusionError(describe(where, wanted="places of different names", got=repr(pattern), cure="write ['linear', 'gelu']"))
+        cure = "write ['linear', 'gelu']"
+        raise FusionError(describe(where, wanted="places of different names", got=repr(pattern), cure=cure))
     if unknown := [word for term in terms if (word := unknown_word(term)) is not None]:
         got, cure = f"{unknown[0]!r}{nearest(unknown[0], WORDS)}", f"use words of {sorted(WORDS)}"
         raise FusionError(describe(where, wanted="kinds or traits of built-in ops", got=got, cure=cure))
-    if misfit := EMITTERS[emit].misfit(terms):
-        cure = f"{misfit.reason}: mend place {misfit.place} of the pattern, or write the implementation and use fusion()"
+    if unfit := misfit(emit, terms, direction):
+        cure = f"{unfit.reason}: mend place {unfit.place} of the pattern, or write the implementation and use fusion()"
         raise FusionError(describe(where, wanted=f"a pattern that {emit} can run", got=printed(terms), cure=cure))
     return fusion(
         name,
         terms,
         when=(*forms_of(terms), *when),
-        forward=EMITTERS[emit].forward(terms),
         priority=priority,
         doc=f"{printed(terms)} as one {emit}.",
+        **{side: EMITTERS[emit].makes[side](terms) for side in DIRECTIONS[direction]},
     )

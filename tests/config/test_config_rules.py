@@ -10,7 +10,7 @@ from opfuse.compiler.rules import Guard
 from opfuse.config import loads
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
-from opfuse.fusions.declared import EMITTERS, KINDS, WORDS, declared
+from opfuse.fusions.declared import KINDS, WORDS, declared, misfit
 from opfuse.runtime.fuser import recorded_plans
 
 TOP = """version: 1
@@ -211,7 +211,7 @@ def test_rank11_patterns_that_can_never_match(pattern, under):
 def test_every_pattern_that_is_accepted_can_match():
     for first in sorted(WORDS):
         for second in sorted(WORDS):
-            if EMITTERS["epilogue"].misfit(terms_of((first, second))) is None:
+            if misfit("epilogue", terms_of((first, second)), "forward") is None:
                 members = [kinds for kinds in KINDS.values() if first in kinds]
                 assert all("producer" in kinds for kinds in members)
                 assert declared("mine", (first, second)).direction == "forward"
@@ -429,3 +429,68 @@ def test_what_is_counted_is_what_a_call_does():
     seen, _ = outcomes(config())
     rules = [f"{{use: {rule}, expect: {{{status}: 1}}}}" for rule, status in seen if status == "absent"]
     assert expected(*rules) == ()
+
+
+# -- directions ------------------------------------------------------------------------------------------------------------
+
+CHAINS = (
+    ("forward", "[bias, gelu, dropout, quantize]"),
+    ("forward", "[elementwise{2,4}]"),
+    ("forward", "[gelu?, dropout?, quantize]"),
+    ("backward", "[quantize, bias, gelu]"),
+    ("backward", "[quantize?, elementwise+]"),
+    ("joint", "[bias, gelu]"),
+    ("joint", "[elementwise+]"),
+)
+
+
+@pytest.mark.parametrize("recipe", ["{kind: none}", "{kind: mxfp8}", "{kind: mxfp8, backward_override: dequantized}"])
+@pytest.mark.parametrize(("direction", "pattern"), CHAINS)
+@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
+def test_chains_of_files_change_no_bit_in_either_pass(recipe, direction, pattern, cast):
+    rule = f"    - {{name: mine, pattern: '{pattern}', direction: {direction}, emit: chain}}\n"
+    top = TOP.replace("{kind: mxfp8}", recipe).replace("{op: gelu}", "{op: gelu}\n    - {op: dropout, p: 0.5}")
+    if cast:
+        top = top.replace("dtype: bfloat16", "dtype: float32")
+    fused, plain = loads(f"{top}  rules:\n{rule}"), loads(f"{top}  level: O0\n")
+    model, other = fused.build(), plain.build()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(32, 64, dtype=fused.dtype)
+    results = []
+    for each in (model, other):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        context = opfuse.autocast(enabled=fused.recipe is not None, recipe=fused.recipe)
+        with context, recorded_plans() as plans, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = each(leaf)
+        y.float().square().sum().backward()
+        results.append((y, leaf.grad, *(p.grad for p in each.parameters())))
+        seen = {(outcome.rule, outcome.status) for outcome in plans[0].outcomes}
+        needs_cast = "quantize" in pattern and "?" not in pattern.replace("gelu?", "").replace("dropout?", "")
+        has_cast = "none" not in recipe and not (direction == "backward" and "dequantized" in recipe)
+        assert (("mine", "fused") in seen) == (each is model and (has_cast or not needs_cast))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize(
+    ("direction", "pattern", "under"),
+    [
+        ("backward", "[gelu, quantize]", "quantize"),
+        ("joint", "[bias, gelu, quantize?]", "quantize?"),
+        ("forward", "[quantize, gelu]", "quantize"),
+        ("backward", "[linear, gelu]", "linear"),
+        ("backward", "[gelu]", "gelu"),
+        ("forward", "[quantize?]", "quantize?"),
+        ("joint", "[bias, gelu|add_extra_input]", "gelu|add_extra_input"),
+    ],
+)
+def test_chains_that_can_never_match(direction, pattern, under):
+    rule = f"{{name: mine, pattern: {pattern}, direction: {direction}, emit: chain}}"
+    assert finding(rule) == ("never-matches", under)
+
+
+def test_an_epilogue_runs_forward_and_says_what_runs_backward():
+    with pytest.raises(ConfigError, match=r"epilogue has no backward implementation, chain has one[\s\S]*write `emit: chain`"):
+        config("{name: mine, pattern: [bias, gelu], direction: joint, emit: epilogue}")
+    with pytest.raises(ConfigError, match="write `emit: chain`"):
+        config("{name: mine, pattern: [bias, gelu]}")

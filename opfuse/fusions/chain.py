@@ -1,0 +1,19 @@
+"""A run of elementwise ops without a producer, forward: what a declared rule may emit as ``chain``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opfuse.core.context import Context
+from opfuse.ops.chains import run_chain, run_chain_cast
+
+
+def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context | None) -> Any:
+    """Elementwise ops and the cast of their result, in one kernel; saved state as the unfused ops leave it."""
+    flow: dict[str, Any] = {"dtype": chain[0].dtype_of(x), "rounding": chain[0].env.rounding}
+    made = run_chain(x, chain, **flow) if quantize is None else run_chain_cast(x, chain, quantize.op, **flow)
+    chain[0].input_dtype = x.dtype
+    return made

@@ -90,7 +90,8 @@ def check_checkpoint(case: Case, rank: int, ranks: int, device: str) -> list[str
                 wrong.append(f"{name}: other values under {wrap}")
             if not torch.equal(train(case, other, batches[1]), loss):
                 wrong.append(f"{name}: another loss under {wrap}")
-            if not same(whole(other[0].parameters()), after):
+            ordered = ranks <= 2 or wrap == case.wrap  # more than two gradients are summed in the order of the collective
+            if ordered and not same(whole(other[0].parameters()), after):
                 wrong.append(f"{name}: another step under {wrap}")
     return wrong
 

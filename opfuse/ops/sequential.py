@@ -175,7 +175,11 @@ class Sequential(Enrolled):
             made = self.__dict__["_made"] = _Made(modules, self._make_runs())
         return made.runs
 
-    get_ready = runs
+    def get_ready(self) -> None:
+        """Have pipelines, of every Sequential inside as well, which a call asks what they take."""
+        for module in self.modules():
+            if isinstance(module, Sequential):
+                module.runs()
 
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         parts: list[nn.Module | Run] = []

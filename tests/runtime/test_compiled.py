@@ -209,6 +209,19 @@ def test_other_parameters_than_those_of_the_ops_are_refused():
         torch.compile(call, backend="eager", fullgraph=True)(x, torch.zeros(32, 32))
 
 
+def test_lists_within_lists_with_modules_between():
+    inner = ops.Sequential(
+        ops.Linear(32, 32), ops.AddExtraInput(), nn.ReLU(), ops.Sequential(ops.Dropout(0.5), ops.MakeExtraOutput())
+    )
+    model, x = ops.Sequential(nn.Linear(32, 32), inner, ops.GELU()), torch.randn(4, 32)
+    calls = torch.compile(model, backend="aot_eager", fullgraph=True), copy.deepcopy(model)
+    results = []
+    for call in calls:
+        torch.manual_seed(1)
+        results.append(call(x, x))
+    assert same(*results)
+
+
 def test_a_list_that_changes_and_a_copy_are_compiled_anew():
     model, x = small(), torch.randn(4, 32)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -21,8 +21,9 @@ from torch.autograd import forward_ad
 from opfuse.errors import UnsupportedError, describe
 
 WHY = (
-    "opfuse runs its own plans: a call is no op of a graph of torch.compile where weights live quantized, an op writes into the "
-    "caller's tensors (main_grad, too) or has groups of rows, there are keyword arguments, or fuse_ has converted the module"
+    "opfuse runs its own plans: a call is no op of a graph of torch.compile where a tensor lives quantized or in shards, an op "
+    "writes to tensors of the caller (main_grad, too) or has groups of rows, there are keyword arguments, or fuse_ has converted "
+    "the module"
 )
 """The reason of the graph break."""
 

@@ -70,12 +70,16 @@ def follow(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) 
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def is_followable(pipeline: Pipeline) -> bool:
-    """Whether a call can be an op: no weight lives quantized, no op writes to tensors of the caller or reads sizes of groups."""
+def is_followable(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> bool:
+    """Whether a call can be an op: all tensors are plain, no op writes to those of the caller or reads sizes of groups."""
     for op in pipeline.ops:
         if GROUPED in op.traits or accumulates(op.spec) or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
             return False
-    return all(not isinstance(slot.get(name), QuantizedTensor) for slot, name in pipeline.slots)
+    parameters = [slot.get(name) for slot, name in pipeline.slots]
+    return all(each is None or type(each) in _PLAIN for each in [x, *extras, *parameters])
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------------------

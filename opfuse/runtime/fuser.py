@@ -307,7 +307,7 @@ class OperationFuser:
         """
         if torch.compiler.is_compiling():
             check_exported(self.label)
-            if not kwargs and is_followable(self):
+            if not kwargs and is_followable(self, x, extras):
                 return follow(self, x, extras)
             break_graph(self.label)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)

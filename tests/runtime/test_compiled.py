@@ -235,6 +235,15 @@ def test_a_list_that_changes_and_a_copy_are_compiled_anew():
     assert torch.equal(torch.compile(other, backend="eager", fullgraph=True)(x), other(x))
 
 
+@torch.no_grad()
+def test_a_quantized_input_breaks_the_graph():
+    quantize, model = ops.Sequential(ops.Quantize()), ops.Sequential(ops.Linear(32, 32), ops.GELU())
+    with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+        x = quantize(torch.randn(32, 32))
+        assert type(x) is not torch.Tensor
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
 class ReadsValues(ops.BasicOperation):
     """Its forward cannot run without memory."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.registry import DIRECTIONS, RuleSet, default_rules
 from opfuse.compiler.rules import Fusion
 from opfuse.config.findings import Problem, Refused, shown, similar
 from opfuse.config.shadows import covers
@@ -43,8 +43,12 @@ def changed(changes: Sequence[Change]) -> RuleSet:
     new = tuple(change.rule for change in changes if change.new and change.rule is not None)
     order = [*new, *rules.rules]
     moves = [(change.name, *change.anchor) for change in changes if change.anchor is not None]
-    for move in moves * len(moves):  # as often as one can put another astray that went before
-        _move(order, *move)
+    for _ in moves:  # as often as one can put another astray that went before
+        before = list(order)
+        for move in moves:
+            _move(order, *move)
+        if all(rule is other for rule, other in zip(order, before)):
+            break
     return replace(rules, rules=tuple(order))
 
 
@@ -52,7 +56,8 @@ def _move(order: list[Fusion], name: str, key: str, anchor: str) -> None:
     """Put a rule right before or after another, among those of its priority."""
     rule = order.pop(_place(order, name))
     at = _place(order, anchor)
-    order.insert(at + (key == "after"), replace(rule, priority=order[at].priority))
+    priority = order[at].priority
+    order.insert(at + (key == "after"), rule if rule.priority == priority else replace(rule, priority=priority))
 
 
 def _place(order: Sequence[Fusion], name: str) -> int:
@@ -61,10 +66,18 @@ def _place(order: Sequence[Fusion], name: str) -> int:
 
 def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
     """Refused if entries speak of one rule, stand next to none, or leave nothing to a declared rule."""
-    for check in (_twice, _astray, _contrary, _shadowed):
-        if problems := [problem for i in range(len(changes)) if (problem := check(changes, i)) is not None]:
-            raise Refused(*problems)
+    for check in (_twice, _astray):
+        _refuse(check(changes, i) for i in range(len(changes)))
+    rules = changed(changes)
+    order = {direction: rules.of(direction) for direction in DIRECTIONS}
+    for late in (_contrary, _shadowed):
+        _refuse(late(change, i, order[change.rule.direction]) for i, change in enumerate(changes) if change.rule is not None)
     return changes
+
+
+def _refuse(found: Iterable[Problem | None]) -> None:
+    if problems := [problem for problem in found if problem is not None]:
+        raise Refused(*problems)
 
 
 def _twice(changes: Sequence[Change], index: int) -> Problem | None:
@@ -95,26 +108,23 @@ def _astray(changes: Sequence[Change], index: int) -> Problem | None:
     return None
 
 
-def _contrary(changes: Sequence[Change], index: int) -> Problem | None:
+def _contrary(change: Change, index: int, order: Sequence[Fusion]) -> Problem | None:
     """Of an entry whose place in the order the others take away."""
-    change = changes[index]
-    if change.anchor is None or change.rule is None:
+    if change.anchor is None:
         return None
     key, anchor = change.anchor
-    order = changed(changes).of(change.rule.direction)
     if (_place(order, change.name) < _place(order, anchor)) == (key == "before"):
         return None
     message = f"{change.name!r} cannot claim {key} {anchor!r}: other entries say the contrary"
     return Problem("bad-value", message, "drop one of them", (index, key))
 
 
-def _shadowed(changes: Sequence[Change], index: int) -> Problem | None:
+def _shadowed(change: Change, index: int, order: Sequence[Fusion]) -> Problem | None:
     """Of a declared rule that one before it leaves nothing to."""
-    change = changes[index]
-    if change.rule is None or not change.new:
+    if not change.new:
         return None
-    order = changed(changes).of(change.rule.direction)
-    by = next((other.name for other in order[: _place(order, change.name)] if covers(other, change.rule)), None)
+    at = _place(order, change.name)
+    by = next((other.name for other in order[:at] if covers(other, order[at])), None)
     if by is None:
         return None
     message = f"rule {change.name!r} can never claim anything: {by!r} comes first and takes the same ops under no more guards"

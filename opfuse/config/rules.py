@@ -14,6 +14,7 @@ from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
+from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import Change, changed, check_changes
 from opfuse.errors import FusionError
 from opfuse.fusions.declared import WORDS, declared, misfit, unknown_word
@@ -64,6 +65,8 @@ def _problems(loc: Loc, part: Any) -> Iterator[Problem]:
         return
     if (word := unknown_word(term)) is not None:
         yield Problem("unknown-op", f"pattern has no operation {shown(word)}", similar(word, WORDS), loc)
+    if max(term.low, term.high or 0) > MAX_OPS:
+        yield Problem("bad-value", f"{str(term)!r} counts beyond the {MAX_OPS} ops that a file has at most", "count less", loc)
     if term.name == "recipe" or not is_name(term.name):
         yield Problem("bad-value", f"a place cannot be called {shown(term.name)}", "choose another name", loc, on="key")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from opfuse.compiler.cover import bound
@@ -13,7 +14,8 @@ from opfuse.compiler.patterns import Term
 from opfuse.compiler.rules import Fusion, Guard
 from opfuse.fusions.declared import KINDS
 
-MAX_SENTENCES = 2000
+MAX_SENTENCES = 100
+MAX_NODES = 32
 """Beyond so many ways to match nothing is said: a rule may be shadowed by several others in ways that no one looks for."""
 
 MORE = 2
@@ -25,9 +27,7 @@ Sentence = Sequence[tuple[str, Node]]
 
 def covers(first: Fusion, later: Fusion) -> bool:
     """Whether ``first`` matches, under no more guards, inside of everything that ``later`` matches."""
-    if first.direction != later.direction or math.prod(map(_ways, later.pattern)) > MAX_SENTENCES:
-        return False
-    return all(_takes_part(first, later, sentence) for sentence in _sentences(later))
+    return first.direction == later.direction and all(_takes_part(first, later, spoken) for spoken in _sentences(later) or [()])
 
 
 def _numbers(term: Term) -> range:
@@ -39,7 +39,15 @@ def _ways(term: Term) -> int:
     return sum(len(term.words) ** number for number in _numbers(term))
 
 
-def _sentences(rule: Fusion) -> Iterator[Sentence]:
+@lru_cache(maxsize=128)
+def _sentences(rule: Fusion) -> Sequence[Sentence]:
+    """What the pattern of a rule matches; nothing if that is too much."""
+    if sum(_numbers(term)[-1] for term in rule.pattern) > MAX_NODES or math.prod(map(_ways, rule.pattern)) > MAX_SENTENCES:
+        return ()
+    return tuple(_spoken(rule))
+
+
+def _spoken(rule: Fusion) -> Iterator[Sentence]:
     for words in product(*([way for n in _numbers(term) for way in product(term.words, repeat=n)] for term in rule.pattern)):
         spoken = [(term.name, word) for term, way in zip(rule.pattern, words) for word in way]
         if len(spoken) > 1 or rule.single:

@@ -245,6 +245,7 @@ def test_a_pattern_is_written_as_it_is_printed(pattern):
         ("[linear, act=gelu=x]", "bad-value", "act=gelu=x"),
         ("[linear, 5]", "bad-value", "5"),
         ("[linear, null]", "bad-value", "null"),
+        ("[linear, 'gelu{9999}']", "bad-value", "'gelu{9999}'"),
         ("[linear, [gelu]]", "bad-value", "[gelu]"),
         ("[linear, {a: gelu, b: gelu}]", "bad-value", "{a: gelu, b: gelu}"),
         ("[linear, class=gelu]", "bad-value", "class=gelu"),
@@ -494,3 +495,12 @@ def test_an_epilogue_runs_forward_and_says_what_runs_backward():
         config("{name: mine, pattern: [bias, gelu], direction: joint, emit: epilogue}")
     with pytest.raises(ConfigError, match="write `emit: chain`"):
         config("{name: mine, pattern: [bias, gelu]}")
+
+
+def test_a_hundred_rules_are_no_trouble():
+    def rule(i):
+        guard = f"when: {{linear.in_features: {i + 1}}}"
+        return f"{{name: r{i}, pattern: 'linear bias? gelu|silu|relu quantize?', {guard}, before: {after[i]}}}"
+
+    after = [*(f"r{i}" for i in range(1, 100)), "epilogue"]
+    assert names(*map(rule, range(100)))[-101:] == [f"r{i}" for i in range(100)] + ["epilogue"]

@@ -154,6 +154,8 @@ def to_change(section: Any) -> Change:
         message = f"rule {rule.name!r} can never match: its guards on {path} exclude each other"
         raise Refused(Problem("never-matches", message, loc=("when",)))
     expected = None if section.expect is None else section.expect.model_dump(exclude_none=True)
+    if expected == {}:
+        raise Refused(Problem("bad-value", "expect names no outcome", "write `expect: {fused: 1}`", ("expect",)))
     order = {"before": section.before, "after": section.after}
     return Change(rule.name, rule, new=isinstance(section, Declare), expect=expected, **order)
 

@@ -382,6 +382,7 @@ def test_a_rule_claims_before_or_after_another():
         (("{use: epilogue, before: linear_add}", "{use: linear_add, before: epilogue}"), "bad-value", "linear_add"),
         (("{name: mine, pattern: [linear, bias?, gelu], after: epilogue}",), "shadowed-rule", "mine"),
         (("{name: mine, pattern: [linear, bias?, gelu], priority: -1}",), "shadowed-rule", "mine"),
+        (("{use: epilogue, expect: {}}",), "bad-value", "{}"),
         (("{use: epilogue, expect: {fused: -1}}",), "bad-value", "-1"),
         (("{use: epilogue, expect: {fuse: 1}}",), "unknown-key", "fuse"),
     ],

@@ -66,3 +66,13 @@ def calls(cls: type, method: str, other: str) -> bool:
         if code is not None and (other in code.co_names or method not in code.co_names):
             return other in code.co_names
     return True
+
+
+def kind_of(name: str) -> str:
+    """The kind of an op whose class has this name and declares none: ``MyLinear`` is ``my_linear``."""
+    out = ""
+    for i, char in enumerate(name):
+        after_lower = i and name[i - 1].islower() and char.isupper()
+        before_lower = i and char.isupper() and i + 1 < len(name) and name[i + 1].islower() and name[i - 1] != "_"
+        out += ("_" if after_lower or before_lower else "") + char.lower()
+    return out

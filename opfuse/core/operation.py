@@ -17,7 +17,7 @@ from torch import nn
 
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
-from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, place, word_of
+from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
 from opfuse.core.protocol import check_signatures, checked_gradients, checked_output
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
@@ -170,7 +170,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         super().__init_subclass__(**kwargs)
         named = "kind" in cls.__dict__
         if not named:
-            cls.kind = _snake(cls.__name__)
+            cls.kind = kind_of(cls.__name__)
         trusted = holds(cls, ("traits",), cls.speaks_for)
         for name, value in WITHOUT.items():
             if not holds(cls, (name,), cls.speaks_for):
@@ -390,12 +390,3 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
 
 def _spec_fields(op: nn.Module) -> Collection[str]:
     return getattr(type(op.__dict__.get("spec")), "__dataclass_fields__", ())
-
-
-def _snake(name: str) -> str:
-    out = ""
-    for i, char in enumerate(name):
-        after_lower = i and name[i - 1].islower() and char.isupper()
-        before_lower = i and char.isupper() and i + 1 < len(name) and name[i + 1].islower() and name[i - 1] != "_"
-        out += ("_" if after_lower or before_lower else "") + char.lower()
-    return out

@@ -19,7 +19,6 @@ import torch
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
-from opfuse.core.channels import cure_of_extras
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
@@ -40,7 +39,7 @@ from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, is_followable
-from opfuse.runtime.inputs import check_call, check_tensors
+from opfuse.runtime.inputs import check_call, check_count, check_tensors
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import recorded_saves, run_plan
@@ -318,8 +317,7 @@ class OperationFuser:
             check_tensors(self.label, x)
         if is_followed():
             check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
-        if len(extras) != len(self.extra_inputs):
-            raise self._wrong_extras(extras)
+        check_count(self, extras)
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
         if self._told.recipe_listeners:
@@ -330,10 +328,6 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def _wrong_extras(self, extras: Sequence[torch.Tensor]) -> PipelineError:
-        wanted = f"{len(self.extra_inputs)} extra inputs"
-        return PipelineError(describe(self.label, wanted=wanted, got=len(extras), cure=cure_of_extras(self.ops)))
 
     def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, **given: Any) -> Any:
         """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
@@ -348,8 +342,7 @@ class OperationFuser:
 
     def plain_plan(self, x: torch.Tensor, extras: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Plan:
         """A plan that tells how outputs look, for which recipes, fusions and gradients make no difference."""
-        if len(extras) != len(self.extra_inputs):
-            raise self._wrong_extras(extras)
+        check_count(self, extras)
         rules = replace(self.rules or active_rules(), level=0)
         device, arch, _ = _device(x.device)
         env = Env(None, None, False, autocast, device, arch, ROWS, True, rules.level)

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from opfuse.core.channels import cure_of_extras
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
@@ -23,11 +24,20 @@ _warned_plain: WeakSet[FusibleOperation] = WeakSet()
 
 
 class Pipeline(Protocol):
-    """Of a pipeline, what the checks read. members: the ops that it runs without calling them as modules."""
+    """Of a pipeline, what the checks read. members: the ops that it runs without calling them as modules. extra_inputs:
+    one entry for each that a call brings."""
 
     label: str
     ops: tuple[BasicOperation, ...]
     members: tuple[FusibleOperation, ...]
+    extra_inputs: tuple[str | None, ...]
+
+
+def check_count(pipeline: Pipeline, extras: Sequence[torch.Tensor]) -> None:
+    """PipelineError unless a call brings as many extra inputs as the pipeline takes."""
+    if len(extras) != len(pipeline.extra_inputs):
+        wanted = f"{len(pipeline.extra_inputs)} extra inputs"
+        raise PipelineError(describe(pipeline.label, wanted=wanted, got=len(extras), cure=cure_of_extras(pipeline.ops)))
 
 
 def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:

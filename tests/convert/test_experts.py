@@ -9,7 +9,7 @@ import opfuse
 from opfuse.convert.experts import experts_of
 from opfuse.recipes import MXFP8BlockScaling
 from opfuse.runtime.fuser import recorded_plans
-from tests.convert.test_fuse import EXACT, called
+from tests.convert.test_fuse import EXACT, called, converted_exactly
 
 EXPERTS = 5
 
@@ -71,15 +71,7 @@ def test_a_mixture_computes_the_same():
 
         return called(Fixed(), [x, weights])
 
-    before = both()
-    assert opfuse.fuse_(model).fused == {"": "GroupedLinear → SwiGLU → GroupedLinear"}
-    assert all(map(torch.equal, both(), before))
-    with opfuse.autocast(recipe=EXACT):
-        for _ in range(3):
-            for one, other in zip(both(), before):
-                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    opfuse.unfuse_(model)
-    assert all(map(torch.equal, both(), before))
+    assert converted_exactly(model, both).fused == {"": "GroupedLinear → SwiGLU → GroupedLinear"}
 
 
 def test_rows_of_an_expert_need_not_fill_blocks():

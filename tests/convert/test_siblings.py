@@ -16,7 +16,7 @@ from opfuse.convert.converted import converted
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
 from opfuse.runtime.fuser import recorded_plans
 from tests.convert.blocks import Attention
-from tests.convert.test_fuse import EXACT, FP8, called
+from tests.convert.test_fuse import FP8, called, converted_exactly
 
 
 class Heads(Attention):
@@ -55,15 +55,7 @@ def test_which_modules_read_one_tensor():
 @pytest.mark.parametrize("make", [Heads, Attention])
 def test_columns_of_one_product_are_what_the_products_were(make):
     model, x = make().double(), [torch.randn(2, 16, 32, dtype=torch.float64)]
-    before = called(model, x)
-    opfuse.fuse_(model)
-    assert all(map(torch.equal, called(model, x), before))
-    with opfuse.autocast(recipe=EXACT):
-        for _ in range(3):
-            for one, other in zip(called(model, x), before):
-                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    opfuse.unfuse_(model)
-    assert all(map(torch.equal, called(model, x), before))
+    converted_exactly(model, lambda: called(model, x))
 
 
 def test_the_product_is_the_one_that_one_would_write():

@@ -45,7 +45,8 @@ def _run(entry: str, x: int, out: int, count: int) -> None:
     floats(out, count)[:] = KERNELS[entry](floats(x, count))
 
 
-def _launch_kernel(entry: str, *arguments: int) -> None:
+def launch_kernel(entry: str, *arguments: int) -> None:
+    """What the driver does: read the parameter whose address it is given, and run."""
     pointer = ctypes.c_void_p.from_address(arguments[-2]).value
     _run(entry, *LAYOUT.unpack(ctypes.string_at(pointer, LAYOUT.size)))
 
@@ -56,7 +57,7 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     with patch.context() as patched:
         patched.setattr(launching, "function", lambda variant, entry, device: entry)
         patched.setattr(launching, "is_current", lambda device: True)
-        patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=_launch_kernel))
+        patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
         patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
         patched.setattr("opfuse.program.line.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
         for module in (line, recorded):

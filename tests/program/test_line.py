@@ -12,6 +12,7 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.program.line import empty_on
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape
 from opfuse.runtime.recorded import Backward, Recorded
@@ -96,3 +97,41 @@ def test_launches_are_part_of_the_line(monkeypatch):
         assert torch.equal(program([other])[0], -2 * other)
     assert [*strange(program)] == []
     assert program.text.count("launch(") == 2
+
+
+def zeroed(x):
+    """Zeros that a kernel alone reads, zeros that torch reads as well, and zeros that go out."""
+    inside, read, out = (torch.zeros(8, dtype=torch.float32, device="cpu") for _ in range(3))
+    made = [launch("negate", each, torch.empty(8, dtype=torch.float32, device="cpu")) for each in (inside, read)]
+    return sum(made) + read + x, out
+
+
+def test_what_is_zero_is_zero_at_every_call(monkeypatch):
+    x = torch.randn(8)
+    with fake_device(monkeypatch):
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            results = zeroed(x)
+        program = Program(tape, [tape.number(each) for each in results])
+        for _ in range(3):
+            got, out = program([x])
+            assert torch.equal(got, x)
+            assert torch.equal(out, torch.zeros(8))
+            out.fill_(7.0)  # memory that the next call may get
+    assert [*strange(program)] == []
+    assert program.text.count("memset(") == 3
+
+
+def test_a_torch_without_the_quick_function_makes_room_by_its_public_one(monkeypatch):
+    x = torch.randn(8)
+    with fake_device(monkeypatch):
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            result = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
+        monkeypatch.setattr("opfuse.program.line.empty_on", lambda device: None)
+        monkeypatch.setattr("torch.empty", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+        program = Program(tape, [tape.number(result)])
+        assert torch.equal(program([x])[0], 2 * x)
+    assert "torch_empty((8,), dtype=torch_float32, device=device)" in program.text
+    assert empty_on(torch.device("cpu")) is torch._C._dynamo.guards._empty_strided_cpu
+    assert empty_on(torch.device("meta")) is None

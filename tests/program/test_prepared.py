@@ -1,0 +1,51 @@
+"""A call of a kernel that is packed once: it launches what the kernel launches, for what memory holds by then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
+from opfuse.program import prepared as module
+from opfuse.program.prepared import prepared
+from tests.program.fake import LAYOUT, launch_kernel
+
+pytestmark = pytest.mark.cpu
+
+
+def reference(x, out):
+    out.copy_(2 * x)
+
+
+def run(launcher, x, out):
+    """Two launches: what the first one writes the second one reads."""
+    for source in (x, out):
+        fields = source.data_ptr(), out.data_ptr(), x.numel()
+        launcher(Variant("none.cu"), "double", Grid(1, 32), LAYOUT, *fields, device=0)
+
+
+def test_elsewhere_it_runs_the_definition():
+    x, out = torch.randn(8), torch.empty(8)
+    call = prepared(SimpleNamespace(reference=reference, run=run), x, out)
+    for _ in range(2):
+        x += 1
+        call()
+        assert torch.equal(out, 2 * x)
+
+
+def test_on_the_device_it_launches_what_was_packed(monkeypatch):
+    monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
+    monkeypatch.setattr(module, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(module, "function", lambda variant, entry, device: entry)
+    monkeypatch.setattr(module, "is_current", lambda device: True)
+    monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x, out = torch.randn(8), torch.empty(8)
+    call = prepared(SimpleNamespace(reference=reference, run=run), x, out)
+    for _ in range(2):
+        x += 1
+        call()
+        assert torch.equal(out, 4 * x)

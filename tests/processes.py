@@ -12,9 +12,11 @@ import torch
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "opfuse.ops", "opfuse.recipes"])
 
 
-def run_ranks(worker: Callable[..., None], *args: Any, ranks: int = 2) -> None:
-    """``worker(rank, *args)`` in a process for each rank; what one raises is raised here."""
-    torch.multiprocessing.start_processes(worker, args, nprocs=ranks, start_method="forkserver")
+def run_ranks(worker: Callable[..., None], *args: Any, ranks: int = 2, grace: float | None = None) -> None:
+    """``worker(rank, *args)`` in a process for each rank; what one raises is raised here. grace: seconds for others to end."""
+    context = torch.multiprocessing.start_processes(worker, args, nprocs=ranks, start_method="forkserver", join=False)
+    while not context.join(grace_period=grace):
+        pass
 
 
 def _run_program(rank: int, program: str, folder: Path) -> None:

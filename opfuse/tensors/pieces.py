@@ -33,11 +33,12 @@ class Cut(NamedTuple):
 
 
 def paste(cut: Cut, rows: QuantizedStorage) -> QuantizedStorage:
-    """Write ``rows``, quantized in the layout of the piece, which holds a copy of them: what is returned.
+    """Write ``rows``, quantized in the layout of the piece. It holds a copy on the device of the whole: what is returned.
 
     QuantizedTensorError if pieces of several scales make the whole.
     """
-    whole, rows = cut.whole, map_tensors(rows, torch.clone)
+    whole, device = cut.whole, cut.whole.device
+    rows = map_tensors(rows, lambda plane: plane.to(device, copy=True))  # what is read from a file is on the CPU
     whole.check_writable("copy_ of rows", casting=False)
     if not whole.pieces and _alike(whole.held, rows):
         _write(whole, {cut.start: (cut.stop, rows)})

@@ -7,7 +7,8 @@ import argparse
 import torch
 
 from tests.distributed import checkpoints, parallel, shards
-from tests.distributed.training import WIRES, check_case, spawn, table
+from tests.distributed.running import spawn
+from tests.distributed.training import WIRES, check_case, table
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.distributed", description=__doc__)

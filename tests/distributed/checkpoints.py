@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import opfuse
-from tests.distributed.training import RECIPES, WRAPS, Case, Task, build, data, loss_of, optimizer_of, region_of, whole
+from tests.distributed.running import Task
+from tests.distributed.training import RECIPES, WRAPS, Case, build, data, loss_of, optimizer_of, region_of, whole
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
 

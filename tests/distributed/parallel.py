@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import opfuse
 from opfuse import ops
 from opfuse.errors import ShapeError
-from tests.distributed.training import RECIPES, Case, Task, optimizer_of, region_of
+from tests.distributed.running import Task
+from tests.distributed.training import RECIPES, Case, optimizer_of, region_of
 
 BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
 """Of sums of two terms that were rounded apart, relative to the largest value."""

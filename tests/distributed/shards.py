@@ -16,7 +16,8 @@ from opfuse import ops
 from opfuse.errors import OpfuseWarning
 from opfuse.tensors import QuantizedTensor, quantizers
 from opfuse.tensors.masters import stored_in
-from tests.distributed.training import RECIPES, Task, region_of
+from tests.distributed.running import Task
+from tests.distributed.training import RECIPES, region_of
 from tests.tensors.quantized_samples import QUANTIZERS, values
 
 

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.checkpoints import MORE, resume, same, states, train, trainer, whole
-from tests.distributed.training import Case, data, spawn
+from tests.distributed.running import spawn
+from tests.distributed.training import Case, data
 
 CASE = Case("mxfp8", stored=True)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import checkpoints, parallel, shards
-from tests.distributed.training import FEW, WIRES, check_case, spawn, table
+from tests.distributed.running import spawn
+from tests.distributed.training import FEW, WIRES, check_case, table
 
 
 @pytest.mark.cpu

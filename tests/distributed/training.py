@@ -1,4 +1,4 @@
-"""Training over processes beside training in one: the table of cases, and the worker that runs it over gloo or NCCL.
+"""Training over processes beside training in one: the table of cases.
 
 Ranks see different data. One process that sees the data of all of them, each rank's in a call of its own, takes the same steps:
 its losses, gradients and parameters are what is expected. With two ranks, and on a mesh of (2, 2), every sum of gradients has two
@@ -10,11 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +22,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.errors import OpfuseWarning
 from opfuse.tensors.masters import stored_in
 from tests.convert.blocks import GatedMLP
-from tests.processes import run_ranks
+from tests.distributed.running import Task, say
 
 ROWS, STEPS = 32, 2
 BOUND = 2.0**-6
@@ -288,7 +282,7 @@ def sent(recipe: str, ranks: int, device: str, *, reshard: bool) -> tuple[int, i
     return counting.sent, len(layers) * features * features // ranks * 2 * (2 if reshard else 1)
 
 
-# -- the worker ------------------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------------------------------------
 
 
 def differences(got: Trained, want: Trained, case: Case, ranks: int) -> list[str]:
@@ -321,46 +315,6 @@ def check_wire(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
         if mine > (WIRE if reshard or recipe not in APART else 2 * WIRE) * plain:
             found.append(f"{mine / plain:.3f} of the bytes of bf16 on the wire")
     return found
-
-
-def say(rank: int, text: str) -> None:
-    """One line, from one process."""
-    if rank == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-
-Task = tuple[Callable[..., list[str]], Any]
-"""A check and what it checks; it returns what is wrong."""
-
-
-def worker(rank: int, folder: str, ranks: int, device: str, tasks: list[Task]) -> None:
-    """Run all tasks on this rank; RuntimeError that lists those that failed."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error", OpfuseWarning)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store"
-    )
-    failures = []
-    for check, given in tasks:
-        start = time.perf_counter()
-        found = check(given, rank, ranks, device)
-        name = f"{given} ({check.__name__.removeprefix('check_')})"
-        say(rank, f"{'FAILED' if found else 'passed'}  {time.perf_counter() - start:4.1f} s  {name}")
-        failures += [f"{name}: {', '.join(found)}"] if found else []
-    gc.collect()  # modules hold the group through their mesh
-    dist.barrier()
-    dist.destroy_process_group()
-    if failures:
-        raise RuntimeError("\n".join((f"rank {rank}", *failures)))
-
-
-def spawn(ranks: int, device: str, tasks: list[Task]) -> None:
-    """One process for each rank, which run all tasks."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(worker, folder, ranks, device, tasks, ranks=ranks)
 
 
 WIRES: list[Task] = [(check_wire, name) for name in RECIPES if name != "none"]

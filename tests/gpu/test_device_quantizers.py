@@ -46,3 +46,14 @@ def test_empty_tensors_and_zeros(name, device):
     quantizer = QUANTIZERS[name](FP8[0], device)
     for shape in ((0, 32), (32, 32)):
         assert torch.equal(quantizer.quantize(torch.zeros(shape, device=device)).dequantize(), torch.zeros(shape, device=device))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_pieces_from_the_cpu_make_the_whole_on_the_device(name, device):
+    """A checkpoint is read on the CPU, shard by shard, into a tensor on the device."""
+    x, y = torch.randn(2, 256, 96).bfloat16()
+    source, target = QUANTIZERS[name](FP8[0], torch.device("cpu"))(x), QUANTIZERS[name](FP8[0], device)(y.to(device))
+    for rows in (slice(128, 256), slice(0, 128)):
+        target[rows].copy_(source[rows])
+    for here, there in zip(source.record.tensors(), target.record.tensors(), strict=True):
+        assert torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opfuse.errors import QuantizedTensorError
-from opfuse.tensors import QuantizedTensor
+from opfuse.tensors import QuantizedTensor, pieces
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes
 
 SHAPE, CUT = (256, 96), 128
@@ -29,6 +29,25 @@ def test_pieces_of_one_tensor_make_it_bit_for_bit(kind, order):
         halves(target)[i].copy_(halves(source)[i].clone())
     assert same_bytes(planes(target), planes(source))
     assert target._version > version
+
+
+@every_kind
+def test_pieces_from_another_device_are_compared_and_written_on_that_of_the_whole(kind, monkeypatch):
+    """Here the device of the whole is meta, where nothing can be compared; tests/gpu has the values."""
+    met = []
+
+    def alike(*records):
+        met.append({plane.device.type for record in records for plane in record.tensors()})
+        return len(met) > 1
+
+    monkeypatch.setattr(pieces, "_alike", alike)
+    source, target = make(kind, SHAPE, seed=1), make(kind, SHAPE, seed=2).to("meta")
+    for piece, rows in zip(halves(target), halves(source)):
+        piece.copy_(rows)
+        assert {plane.device.type for plane in piece.held.tensors()} == {"meta"}
+    assert met
+    assert all(devices == {"meta"} for devices in met)
+    assert not target.pieces
 
 
 @pytest.mark.parametrize("kind", SHARING)

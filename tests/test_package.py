@@ -38,7 +38,7 @@ def test_every_room_is_a_package_with_or_without_a_file_of_its_own() -> None:
 def test_what_stands_at_the_top_is_in_the_source_distribution() -> None:
     """Tests read docs, benchmarks, the Makefile and the examples."""
     manifest = (ROOT / "MANIFEST.in").read_text()
-    for name in ("benchmarks", "configs", "docs", "tests"):
+    for name in ("benchmarks", "configs", "docs", "examples", "tests"):
         assert f"graft {name}\n" in manifest
     for name in ("AGENTS.md", "Makefile", "constraints.txt"):
         assert name in manifest

@@ -34,7 +34,7 @@ def dead_links(page: Path) -> Iterator[str]:
 
 def dead_paths(page: Path) -> Iterator[str]:
     """Paths below the root in backquotes; those with a placeholder or a pattern are none."""
-    for path in re.findall(r"`((?:opfuse|tests|docs|benchmarks|configs)/[\w./-]+)`", page.read_text(encoding="utf-8")):
+    for path in re.findall(r"`((?:opfuse|tests|docs|benchmarks|configs|examples)/[\w./-]+)`", page.read_text(encoding="utf-8")):
         if path not in EXAMPLES and not (ROOT / path).exists():
             yield path
 

@@ -1,0 +1,101 @@
+"""The scripts in examples/ do what they say. Each trains a tiny model of the real class for a few steps."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import opfuse
+from tests.processes import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="of the extra `test`")
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def script(name: str):
+    return importlib.import_module(f"examples.{name}")
+
+
+def test_own_loop():
+    losses = script("own_loop").main(steps=5)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_trainer_saves_what_transformers_alone_reads(tmp_path):
+    trainer, stock = script("hf_trainer").main(str(tmp_path), steps=4)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 4
+    assert float(losses[-1]) < float(losses[0])
+    assert not any("forward" in vars(module) for module in stock.modules())
+    words = torch.arange(16)[None]
+    trained = opfuse.unfuse_(trainer.model).eval()
+    assert torch.equal(stock.eval()(words).logits, trained(words).logits)
+
+
+def test_accelerate():
+    state = pytest.importorskip("accelerate.state", reason="of the extra `test`")
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # of the Trainer before
+    losses = script("accelerate_loop").main(steps=4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow  # the import takes five seconds
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path):
+    pytest.importorskip("pytorch_lightning", reason="of the extra `test`")
+    losses = script("lightning_module").main(str(tmp_path))
+    assert losses[-1] < losses[0]
+
+
+def test_torchtitan_converts_on_the_meta_device(capsys):
+    losses = script("torchtitan_converter").main()
+    assert losses[-1] < 0.8 * losses[0]
+    told = capsys.readouterr().out
+    assert "RMSNorm → Linear×2 → SwiGLU → Linear" in told
+    assert "'output': None" in told
+
+
+def test_the_policy_that_acts_is_the_one_that_learns():
+    rewards, differences = script("rl").main(updates=10)
+    assert differences == [0.0] * 10
+    assert rewards[-1] > 3 * rewards[0]
+
+
+def _rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    torch.save(script("fsdp2").main(steps=2), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_of_fsdp2_train_as_one(tmp_path):
+    example = script("fsdp2")
+    run_ranks(_rank, tmp_path)
+    (losses, state), (others, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert losses == others
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**example.SIZES))
+    opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for loss in losses:
+        parts = []
+        for rank in range(2):
+            words = torch.arange(32).repeat(4, 1) + torch.arange(4)[:, None] + 4 * rank
+            parts.append(model(input_ids=words, labels=words).loss)
+            (parts[-1] / 2).backward()
+        assert (sum(parts) / 2).item() == loss
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_every_example_is_named_in_the_readme_and_tried_here():
+    readme, tests = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"examples/{path.name}" in readme
+        assert f'script("{path.stem}")' in tests

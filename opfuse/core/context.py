@@ -40,7 +40,8 @@ class Context:
 
     What the backward pass of a built-in op reads beside the saved values is here whoever ran the forward pass: ``input_dtype``,
     ``input_shape``, ``extra_dtypes`` of what came in, and ``compute_dtype``, the dtype in which the op computes on it, which is
-    ``io_dtype`` and ``dtype`` too. Each may be set; without that it follows from the input (:data:`_DERIVED`).
+    ``io_dtype`` and ``dtype`` too. Each may be set; without that it follows from the input (:data:`_DERIVED`). What else the
+    backward pass of an op reads, its class says in ``derives``.
     """
 
     def __init__(self, op: Any, env: Env, needs: frozenset[str]) -> None:
@@ -70,7 +71,7 @@ class Context:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            derived = _DERIVED.get(name)
+            derived = _DERIVED.get(name) or (None if name in _OWN else self.op.derives.get(name))
             if derived is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return derived(self)
@@ -139,14 +140,17 @@ class Context:
         """Whether what was saved serves the op's own backward; then under the declared names, of which the others are None.
 
         Unnamed values have the names that the op declares, in order, if there are as many. What no gradient reads may be left
-        out, and so may a parameter of the op.
+        out or be None, and so may a parameter of the op.
         """
         op, saved = self.op, self._saved
         own = [name for name in op.saves if name not in op.parameter_names]
+        read = {*own}.intersection(op.reads_saved(self))
+        if {name for name in saved if not name.isdigit()} == {*op.saves}:
+            return not op.knows_reads or all(saved[name] is not None for name in read)
         if list(saved) == [str(i) for i in range(len(saved))]:
             names = next((names for names in (op.saves, own) if len(names) == len(saved)), ())
             saved = dict(zip(names, saved.values())) if names else saved
-        if not saved.keys() <= set(op.saves) or not {*own}.intersection(op.reads_saved(self)) <= saved.keys():
+        if not saved.keys() <= {*op.saves} or any(name not in saved or (op.knows_reads and saved[name] is None) for name in read):
             return False
         parameters = dict(zip(op.parameter_names, op.parameter_values()))
         self._keep({name: saved.get(name, parameters.get(name)) for name in op.saves})
@@ -233,6 +237,9 @@ _DERIVED: Mapping[str, Callable[[Context], Any]] = {
     "extra_dtypes": lambda ctx: (ctx.compute_dtype,) * ctx.op.num_extra_inputs,
 }
 """What follows from the input of the op, by the names under which the forward pass of the op leaves it."""
+
+_OWN = frozenset(("op", "__dict__", "__getstate__", "__setstate__"))
+"""Names that are asked of a context which has no op yet."""
 
 _RELEASED = torch.empty(0, device="cpu")
 

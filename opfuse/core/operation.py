@@ -137,8 +137,9 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     kind: name in patterns and quantizer roles (default: the class name in snake case). saves: names that ``ctx.save`` takes, or
     None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out of ``"input"``, ``"grad_output"``
     and parameter names. forward_kwargs: keyword arguments that a caller may pass to its forward; None leaves it to the signature
-    of ``op_forward``. asks_quantizers: it overrides ``num_quantizers``. reads_training: what it does may depend on ``training``,
-    which any method may; so it is True unless a class with methods outside of this package declares False.
+    of ``op_forward``. asks_quantizers, knows_reads: it overrides ``num_quantizers``, ``reads_saved``. reads_training: what it may
+    do depends on ``training``, as in any method; so it is True unless a class with methods outside of this package says False.
+    derives: what else its methods keep in a context, as functions of what is always there.
 
     What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
     traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its
@@ -163,7 +164,9 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     forward_kwargs: ClassVar[tuple[str, ...] | None] = None
     asks_quantizers: ClassVar[bool] = False
     reads_training: ClassVar[bool] = False
+    knows_reads: ClassVar[bool] = False
     asks_casts: ClassVar[bool] = False
+    derives: ClassVar[Mapping[str, Callable[[Context], Any]]] = {}
     casts_itself: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -182,6 +185,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
             cls.reads_training = True
         cls.word = word_of(cls, cls.kind, declared=named and trusted)
         check_signatures(cls, BasicOperation)
+        cls.knows_reads = cls.reads_saved is not BasicOperation.reads_saved
         cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
         for plain, outer in (("op_forward", "fuser_forward"), ("op_backward", "fuser_backward")):
             if plain in cls.__dict__ and place(cls, (outer,)) > 0 and not calls(cls, outer, plain):
@@ -313,6 +317,9 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     def reads_saved(self, ctx: Context) -> Collection[str]:
         """Of the names in ``saves`` those that the gradients wanted in this call read; by default all."""
         return self.saves or ()
+
+    def remember(self, ctx: Context) -> None:
+        """Leave in ``ctx`` what ``op_forward`` knows beside the saved values, where a fused op ran in its place."""
 
     # -- as part of a pipeline ---------------------------------------------------------------------------------------------
 

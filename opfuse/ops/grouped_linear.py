@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.main_grad import added, main_grad_of
 from opfuse.ops.operands import check_forward, kept, multiplied
-from opfuse.ops.weights import new_weight, reset_weight
+from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.gemm import Operand
@@ -154,7 +155,7 @@ class GroupedLinear(BasicOperation):
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Load also what was saved with weights or biases held the other way."""
         for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
-            _regroup(state_dict, f"{prefix}{kind}", len(names), self.num_groups)
+            regroup(state_dict, f"{prefix}{kind}", len(names), self.num_groups)
 
     # -- quantization ----------------------------------------------------------------------------------------------------
 
@@ -203,6 +204,22 @@ class GroupedLinear(BasicOperation):
         super().compute_dtype(env, x)
         return env.autocast or self.checked_dtype("weight", self.parameter(self.weight_names[0]).dtype)
 
+    derives = MappingProxyType({"sizes": lambda ctx: read_sizes(ctx.saved.splits, matrix_shape(ctx.input_shape)[0])})
+
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        wgrad, dgrad = not ctx.needs.isdisjoint(self.weight_names), "input" in ctx.needs
+        dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
+        unknown = vars(ctx).get("sizes") is None and bool(ctx.needs)
+        wanted = {"x": wgrad, "splits": unknown, "scales": dbias and self.scale_bias}
+        wanted |= dict.fromkeys(self.weight_names, dgrad) | dict.fromkeys(self.bias_names, dscales)
+        return [name for name, read in wanted.items() if read]
+
+    def remember(self, ctx: Context) -> None:
+        """The sizes of the groups, where the host has them."""
+        splits = ctx.extras[0]
+        if "sizes" not in vars(ctx) and splits is not None and not splits.is_meta and (sizes := known_sizes(splits, 0)):
+            ctx.sizes = sizes
+
     # -- forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
@@ -229,7 +246,7 @@ class GroupedLinear(BasicOperation):
         ctx.sizes = self._sizes(x, weights, splits, rounded=out_dtype in (None, ctx.compute_dtype))
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
         y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
-        ctx.scales_dtype = None if scales is None else scales.dtype
+        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         self._save(ctx, x, held, splits, scales)
         if self.use_bias:
             biases = self._biases([self.parameter(name) for name in self.bias_names])
@@ -273,16 +290,9 @@ class GroupedLinear(BasicOperation):
         return None if known is None else check_sizes(known, rows, where=self.label)
 
     def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
-        wgrad = not ctx.needs.isdisjoint(self.weight_names)
-        dgrad, dscales = "input" in ctx.needs, "extra1" in ctx.needs
-        dbias = not ctx.needs.isdisjoint(self.bias_names)
-        ctx.save(
-            x=kept(ctx, x, "input") if wgrad else None,
-            **{name: kept(ctx, weight, name) if dgrad else None for name, weight in held.items()},
-            **{name: self.parameter(name) if dscales else None for name in self.bias_names},
-            splits=splits if ctx.sizes is None and (wgrad or dgrad) else None,
-            scales=scales if dbias else None,
-        )
+        made = {"x": x, "splits": splits, "scales": scales, **held, **{name: self.parameter(name) for name in self.bias_names}}
+        read = {name: kept(ctx, made[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
+        ctx.save(**(dict.fromkeys(self.saves) | read))
 
     def _biases(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return list(values[0]) if self.single_grouped_bias else values
@@ -293,13 +303,11 @@ class GroupedLinear(BasicOperation):
         self, basic_op_ctxs: list[Context], grad_output: Value, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, Any, Any]:
         ctx = basic_op_ctxs[0]
-        if "sizes" not in vars(ctx):  # a fused op ran the forward pass
-            ctx.sizes, ctx.scales_dtype = read_sizes(ctx.saved.splits, matrix_shape(grad_output.shape)[0]), ctx.extra_dtypes[-1]
         plain = cast(torch.Tensor, ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output)
         ctx.grad_output = None
-        dy = ctx.cast("grad_output", grad_output, ctx.sizes)
-        dy = dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
-        groups = Groups(ctx.sizes, ctx.saved.splits)
+        dy = ctx.cast("grad_output", grad_output, ctx.sizes or ctx.saved.splits)
+        ctx.sizes = ctx.sizes or (sizes_of(dy) if isinstance(dy, QuantizedStorage) else None)
+        dy, groups = _in(dy, ctx.compute_dtype), Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
         weights = self._weight_gradients(ctx, dy, groups)
         biases, scales = self._bias_gradients(ctx, plain)
@@ -375,7 +383,7 @@ class GroupedLinear(BasicOperation):
         if not dscales:
             return biases, None
         held = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
-        return biases, scale_gradient(dy, held, ctx.sizes).reshape(dy.shape[:-1]).to(ctx.scales_dtype)
+        return biases, scale_gradient(dy, held, ctx.sizes).reshape(dy.shape[:-1]).to(ctx.extra_dtypes[-1])
 
 
 def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:
@@ -389,12 +397,3 @@ def _draw(values: torch.Tensor) -> None:
 
 def _in(operand: Value, dtype: torch.dtype) -> Operand:
     return operand if isinstance(operand, QuantizedStorage) else operand.to(dtype)
-
-
-def _regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:
-    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there."""
-    parts = [f"{name}{i}" for i in range(groups)]
-    if held == 1 and name not in state_dict and all(part in state_dict for part in parts):
-        state_dict[name] = torch.stack([state_dict.pop(part) for part in parts])
-    elif held == groups > 1 and name in state_dict:
-        state_dict.update(zip(parts, state_dict.pop(name)))

@@ -35,7 +35,7 @@ class _Normalization(BasicOperation):
     saves: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
-        return self.saves if self._reads_input(ctx) else ()
+        return [name for name in self.saves if name != "weight" or "input" in ctx.needs] if self._reads_input(ctx) else ()
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)

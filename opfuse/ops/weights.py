@@ -64,3 +64,12 @@ def reset_weight(op: BasicOperation, name: str, draw: Callable[[torch.Tensor], A
         message = describe(f"{op.label}.reset_parameters() {name}", wanted=wanted, got=got, cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=3)
     draw(parameter)
+
+
+def regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:
+    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there."""
+    parts = [f"{name}{i}" for i in range(groups)]
+    if held == 1 and name not in state_dict and all(part in state_dict for part in parts):
+        state_dict[name] = torch.stack([state_dict.pop(part) for part in parts])
+    elif held == groups > 1 and name in state_dict:
+        state_dict.update(zip(parts, state_dict.pop(name)))

@@ -243,7 +243,7 @@ class Runner:
         if isinstance(made, GroupedCast):
             context = grads.contexts[self.plan.graph.producer[value]]
             context.grad_output = plain(dy)
-            grads.put(value, made(context.grad_output, context.sizes))
+            grads.put(value, made(context.grad_output, context.sizes or context.saved.splits))
         else:
             grads.put(value, made(dy))
 
@@ -318,13 +318,16 @@ def _check_saved(name: str, contexts: Iterable[Context]) -> None:
     """
     for context in contexts:
         saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
-        named = {each for each in context._saved if not each.isdigit()}
-        if saves is not None and named != set(saves) and not context.complete():
+        if saves is None:
+            continue
+        context.op.remember(context)
+        if not context.complete():
             cure = (
                 f"call ctx.save({', '.join(f'{each}=...' for each in saves)}) on the context of this op, with None for what no "
             )
             cure += "gradient reads, or give the fusion a backward of its own"
-            where, got = f"{name}: saved state of {context.op.label}", tuple(context._saved)
+            where = f"{name}: saved state of {context.op.label}"
+            got = tuple(each if value is not None else f"{each}=None" for each, value in context._saved.items())
             raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))
 
 

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -28,15 +28,23 @@ _CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType)
 class Digest(str):
     """A digest that can say what it was made of, so that two of them can be told apart.
 
-    parts: what it was made of, by name, asked for when two differ. told: how it is shown; None: as its digits.
+    parts: what it was made of, by name, asked for when two differ. told: how it is shown; None: as its digits. sources: where
+    parts came from, by name.
     """
 
     parts: Callable[[], Mapping[str, Any]]
     told: str | None
+    sources: Mapping[str, str]
 
-    def __new__(cls, digits: str, parts: Callable[[], Mapping[str, Any]], told: str | None = None) -> Digest:
+    def __new__(
+        cls,
+        digits: str,
+        parts: Callable[[], Mapping[str, Any]],
+        told: str | None = None,
+        sources: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> Digest:
         made = super().__new__(cls, digits)
-        made.parts, made.told = parts, told
+        made.parts, made.told, made.sources = parts, told, sources
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,7 +174,8 @@ class Difference:
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.old!r} -> {self.new!r}"
-        return text if self.old_source == self.new_source else f"{text} (was: {self.old_source}, now: {self.new_source})"
+        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        return text if self.old_source == self.new_source else f"{text} ({', '.join(told)})"
 
 
 def _is_nan(value: object) -> bool:
@@ -215,7 +224,56 @@ def diff(old: object, new: object, path: str = "") -> Iterator[Difference]:
     for step, left, right in pairs or ():
         for found in diff(left, right, f"{path}{step}".lstrip(".")):
             name = step.lstrip(".")
-            yield found if found.old_source else replace(found, old_source=_source(old, name), new_source=_source(new, name))
+            old_source, new_source = found.old_source or _source(old, name), found.new_source or _source(new, name)
+            yield replace(found, old_source=old_source, new_source=new_source)
+
+
+class Leaf(NamedTuple):
+    """One value of a key that has no parts, under its dotted path, and where it came from, if its owner knows."""
+
+    path: str
+    value: object
+    source: str | None
+
+
+def leaves(value: object, path: str = "", source: str | None = None) -> Iterator[Leaf]:
+    """Every leaf of a key, in order; a frozen dataclass is one itself, by its class, and has its fields behind it."""
+    parts = _parts(value)
+    if parts is None or (isinstance(value, Digest) and value.told == REGISTERED):
+        yield Leaf(path, value, source)
+        return
+    if is_dataclass(value):
+        yield Leaf(path, type(value), source)
+    for step, part in parts:
+        yield from leaves(part, f"{path}{step}".lstrip("."), _source(value, step.lstrip(".")) or source)
+
+
+REGISTERED = "registered"
+"""How the digest of a rule is shown: its parts matter only where two rules of one name differ."""
+
+
+def _parts(value: object) -> list[tuple[str, object]] | None:
+    """The parts of a composite, each with its step on the path; None for a leaf."""
+    if isinstance(value, Digest):
+        return [(f".{name}", part) for name, part in value.parts().items()]
+    if (fields := key_fields(value)) is not None:
+        return [(f".{name}", part) for name, part in fields.items()]
+    if not isinstance(value, tuple) or type(value) is not tuple or all(isinstance(part, _PLAIN) for part in value):
+        return None
+    return [(f"[{i}]", part) for i, part in enumerate(value)]
+
+
+def plain(value: object) -> Any:
+    """A leaf as JSON has it, the same in every process: nothing of addresses, objects by their :func:`token`."""
+    if isinstance(value, Digest):
+        return str(value)
+    if isinstance(value, bool | int | float | str | None) and not isinstance(value, enum.Enum):
+        return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
+    if isinstance(value, tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, torch.device | torch.dtype):
+        return str(value)
+    return repr(value) if isinstance(value, enum.Enum) or not callable(value) else token(value)
 
 
 def _distance(old: object, new: object) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from pkgutil import resolve_name
@@ -17,7 +17,8 @@ from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, Fusion
 from opfuse.compiler.vocabulary import check_rules
 from opfuse.errors import FusionError, describe, nearest
-from opfuse.keys import Digest, digest, key_fields
+from opfuse.keys import REGISTERED, Digest, digest, key_fields
+from opfuse.sources import caller
 
 DIRECTIONS = (JOINT, FORWARD, BACKWARD)
 LEVELS = (0, 1, 2)
@@ -43,11 +44,13 @@ class FusionFunction:
 
     It sees modules, not keys, so plans it takes part in are marked opaque; it is asked again for every new key. Any callable
     will do, and counts by identity; FusionError for anything else, KeyValueError for a callable that has no identity.
+    source: where it was registered.
     """
 
     name: str
     direction: str
     func: Callable[..., Sequence[Any]]
+    source: str = field(default_factory=caller, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where = f"fusion function {self.name!r}"
@@ -67,12 +70,13 @@ class RuleSet:
     """Rules in the order in which they claim, registered functions, and the level: 0 none, 1 bitwise-equal only, 2 all.
 
     FusionError for words of a pattern that no op has, and for guards on what cannot be read; ``vocabulary.py``
-    says which those are.
+    says which those are. source: where the set was made.
     """
 
     rules: tuple[Fusion, ...] = ()
     functions: tuple[FusionFunction, ...] = ()
     level: int = 2
+    source: str = field(default_factory=caller, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for what, held, kind in (("rules", self.rules, Fusion), ("functions", self.functions, FusionFunction)):
@@ -86,11 +90,12 @@ class RuleSet:
     @cached_property
     def digest(self) -> Digest:
         """Value identity, for keys; its parts are the rules and functions by name."""
-        return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})")
+        sources = {rule.name: rule.source for rule in self.rules} | {each.name: each.source for each in self.functions}
+        return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})", sources)
 
     def _parts(self) -> Mapping[str, Digest]:
         def told(rule: Fusion | FusionFunction) -> Digest:
-            return Digest(digest(rule), lambda: key_fields(rule) or {}, "registered")
+            return Digest(digest(rule), lambda: key_fields(rule) or {}, REGISTERED)
 
         return {rule.name: told(rule) for rule in self.rules} | {function.name: told(function) for function in self.functions}
 

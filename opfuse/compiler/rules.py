@@ -12,6 +12,7 @@ from opfuse.compiler.patterns import Term, is_name, maybe, one, printed, run, te
 from opfuse.domains import keywords
 from opfuse.errors import FusionError, KeyValueError, describe, nearest
 from opfuse.keys import digest
+from opfuse.sources import caller
 
 __all__ = [  # what a rule is written with, wherever it stands
     "ABSENT",
@@ -176,7 +177,7 @@ class Fusion:
 
     A pattern that can only ever match one node gives one op another implementation. Any other takes two nodes at least: a
     producer alone is no chain, whatever could follow it. Words and paths are looked up when the rule enters a
-    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself.
+    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself. source: where it was written.
     """
 
     name: str
@@ -186,6 +187,7 @@ class Fusion:
     backward: Callable[..., Any] | None = None
     priority: int = 0
     doc: str = field(default="", compare=False)
+    source: str = field(default_factory=caller, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,14 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
         report(document, error, SECTIONS)
         refuse(document.findings)
         raise
-    pipeline = root.pipeline
-    config = Config(path, root.recipe, DTYPES[pipeline.dtype], root.fusions.apply(), tuple(pipeline.ops), root.data, root.train)
+    entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
+    rules = _with_places(root.fusions.apply(), root, document)
+    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train)
     return config, root, document
+
+
+def _with_places(rules: RuleSet, root: Root, document: Document) -> RuleSet:
+    """The same rules, which now tell where the file speaks of them."""
+    found = {change.name: document.source(("fusions", "rules", i)) for i, change in enumerate(root.fusions.rules)}
+    placed = tuple(replace(rule, source=found.get(rule.name, rule.source)) for rule in rules.rules)
+    return replace(rules, rules=placed, source=document.source(("fusions", "level")))

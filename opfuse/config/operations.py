@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import torch
@@ -17,6 +17,7 @@ from opfuse.core.spec import argument, domains, spec_of
 from opfuse.domains import keywords
 from opfuse.errors import OpfuseError, PipelineError, describe
 from opfuse.ops import OPS
+from opfuse.sources import DEFAULT
 
 PLACEMENT = ("device", "dtype")
 """Parameters that the pipeline decides, for all its ops."""
@@ -85,12 +86,13 @@ MODELS: Mapping[str, type[Section]] = {key: _model(key, cls) for key, cls in OPS
 
 @dataclass(frozen=True)
 class Entry:
-    """One op of a pipeline, ready to be built any number of times."""
+    """One op of a pipeline, ready to be built any number of times. source: where it is written."""
 
     op: str
     arguments: tuple[tuple[str, Any], ...]
     extra_input: tuple[str, ...] = ()
     extra_output: tuple[str, ...] = ()
+    source: str = field(default=DEFAULT, compare=False)
 
     @property
     def groups(self) -> int | None:
@@ -106,6 +108,8 @@ class Entry:
         if self.extra_input and len(self.extra_input) != op.num_extra_inputs:
             wanted, cure = f"{op.num_extra_inputs} channels", "name one for each"
             raise PipelineError(describe("extra_input", wanted=wanted, got=len(self.extra_input), cure=cure))
+        for basic in (op, *op.basic_ops):
+            basic.__dict__["made_at"] = self.source
         for i, name in enumerate(self.extra_input):
             op.set_extra_input_channel(i, name)
         for i, name in enumerate(self.extra_output):
@@ -118,7 +122,7 @@ def to_entry(section: Any) -> Entry:
     names = {SPELLINGS.get(name, name): name for name in written(OPS[section.op])}
     given = {names[key]: getattr(section, key) for key in sorted(section.model_fields_set & names.keys())}
     channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
-    entry = Entry(section.op, tuple(given.items()), **channels)
+    entry = Entry(section.op, tuple(given.items()), channels["extra_input"], channels["extra_output"])
     for name, most in MOST.items():
         if given.get(name, 0) > most:
             raise Refused(Problem("too-large", f"a file has at most {name}: {most}, got {given[name]}", IN_PYTHON, (name,)))

@@ -29,6 +29,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
+from opfuse.sources import DEFAULT, caller
 from opfuse.tensors.conversion import converted
 from opfuse.tensors.quantizers import Quantizer
 
@@ -54,6 +55,8 @@ class FusibleOperation(StatefulModule, ABC):
     """Runs one op as a pipeline of its own; the compiler sets it."""
     run_by: ClassVar[tuple[str, ...]] = ()
     """The protocol methods that the compiler calls of it."""
+    made_at: str = DEFAULT
+    """The line that made the op."""
     pipelined: ClassVar[bool] = True
     """Whether ``forward`` only runs the op as a pipeline of one, so that a longer pipeline may leave it out."""
 
@@ -69,7 +72,9 @@ class FusibleOperation(StatefulModule, ABC):
 
     def __new__(cls, *_: object, **given: object) -> Self:
         check_keywords(cls, given)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.__dict__["made_at"] = caller()
+        return made
 
     @property
     @abstractmethod

@@ -11,8 +11,8 @@ from torch import nn
 
 from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, products
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.products import how
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.inspect.observe import SavedValue, Totals, observe
@@ -22,8 +22,6 @@ from opfuse.recipes.delayed import DelayedScalingStates
 
 ENVIRONMENT = "environment "
 """How the source of a recipe's field begins that was taken from a variable."""
-
-SIDES = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,9 @@ class Explanation:
             "from_environment": dict(self.from_environment),
             "backend": self.backend,
             "reason": self.reason,
-            "forward": [_outcome(o) for o in self.outcomes(FORWARD)],
-            "backward": [_outcome(o) for o in self.outcomes(BACKWARD)],
-            "pipelines": [_pipeline(plan) for plan in self.plans],
+            "forward": [outcome(o) for o in self.outcomes(FORWARD)],
+            "backward": [outcome(o) for o in self.outcomes(BACKWARD)],
+            "pipelines": [pipeline(plan) for plan in self.plans],
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "saved_bytes_by_override": {
@@ -139,23 +137,17 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"{plan.name}: {sizes}{' (opaque)' if plan.opaque else ''}"
         yield f"  before   {' '.join(plan.ops)}"
         for side in SIDES:
-            yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in _groups(plan, side))}"
+            yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in groups_of(plan, side))}"
         if plan.graph.products and e.rule is None:
             yield "  products"
-            for product in _products(plan):
+            for product in products(plan):
                 yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
         yield "  rules"
-        yield from (f"    {outcome}" for outcome in plan.outcomes)
+        yield from (f"    {each}" for each in plan.outcomes)
     if e.saved and e.rule is None:
         yield ""
         yield "saved for backward"
         yield from listed(e.saved)
-
-
-def _groups(plan: Plan, side: str) -> list[Group]:
-    if side == FORWARD:
-        return [group for segment in plan.segments for group in segment.forward]
-    return [group for segment in reversed(plan.segments) for group in segment.backward]
 
 
 def _group_name(graph: Graph, group: Group) -> str:
@@ -163,46 +155,12 @@ def _group_name(graph: Graph, group: Group) -> str:
     return names if len(group.nodes) == 1 else f"{group.name}({names})"
 
 
-# -- plain values --------------------------------------------------------------------------------------------------------
-
-
-def _outcome(outcome: Outcome) -> dict[str, Any]:
-    values = {name: getattr(outcome, name) for name in ("rule", "direction", "status", "by", "guard", "wanted", "got")}
-    return {name: value for name, value in values.items() if value is not None} | {"ops": list(outcome.ops)}
-
-
-def _products(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Each matrix product of ops with quantized operands: its formats (None: high precision), native or emulated, and why."""
-    nodes = {node.op: node for node in plan.graph.nodes if not node.is_cast}
-    for product in plan.graph.products:
-        node = nodes[product.op]
-        status, reason = how(product, node.spec, plan.key.env)
-        formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
-        yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
-
-
-def _pipeline(plan: Plan) -> dict[str, Any]:
-    return {
-        "name": plan.name,
-        "opaque": plan.opaque,
-        "before": list(plan.ops),
-        "nodes": [node.name for node in plan.graph.nodes],
-        "products": list(_products(plan)),
-        "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
-        "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
-        **{
-            f"{side}_groups": [{"fusion": g.name if g.claimed else None, "nodes": list(g.nodes)} for g in _groups(plan, side)]
-            for side in SIDES
-        },
-    }
-
-
 def _mermaid(plan: Plan, side: str) -> Iterator[str]:
     nodes = plan.graph.nodes
     yield f"%% {plan.name}, {side}"
     yield "flowchart LR" if side == FORWARD else "flowchart RL"
     shown = set()
-    for number, group in enumerate(_groups(plan, side)):
+    for number, group in enumerate(groups_of(plan, side)):
         indent = "  "
         if group.claimed:
             yield f'  subgraph f{number}["{group.name}"]'
@@ -212,18 +170,5 @@ def _mermaid(plan: Plan, side: str) -> Iterator[str]:
             yield f'{indent}n{i}["{nodes[i].name}"]'
         if group.claimed:
             yield "  end"
-    for source, target in _flow(plan.graph, side, shown):
+    for source, target in flow(plan.graph, side, shown):
         yield f"  n{source} --> n{target}"
-
-
-def _flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:
-    """Who hands a value to whom: readers of a value forward, and back along the same gradients."""
-    last: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.index not in shown:
-            continue
-        for value in (*node.inputs, *(value for _, value in node.operands)):
-            root = graph.gradient_of(value) if side == BACKWARD else value
-            if root in last:
-                yield (last[root], node.index) if side == FORWARD else (node.index, last[root])
-        last.update(dict.fromkeys((graph.gradient_of(v) if side == BACKWARD else v for v in node.outputs), node.index))

@@ -10,6 +10,7 @@ from opfuse.recipes.autocast import (
     in_region,
     note_use,
     quantized_model_init,
+    region_source,
 )
 from opfuse.recipes.availability import (
     Support,
@@ -66,6 +67,7 @@ __all__ = [
     "note_use",
     "quantized_model_init",
     "recipe_of",
+    "region_source",
     "support",
     "support_matrix",
     "touch_backward",

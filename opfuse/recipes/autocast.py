@@ -18,6 +18,7 @@ from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
+from opfuse.sources import Site, site, told
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,11 +31,13 @@ class _Region:
     """One ``with`` block: its recipe and group, and the block around it.
 
     hooks: what runs when the outermost block ends. scales: those that casts in it used, where a checkpoint will need them again.
+    site: where its ``autocast`` was written.
     """
 
     recipe: Recipe | None
     group: ProcessGroup | None
     outer: _Region | None
+    site: Site
     hooks: dict[Hashable, Callable[[bool], None]] = field(default_factory=dict)
     scales: dict[Hashable, Any] = field(default_factory=dict)
     used: list[bool] = field(default_factory=list)
@@ -75,12 +78,13 @@ class autocast(contextlib.ContextDecorator):
     def __init__(self, enabled: bool = True, *, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
         self.recipe = _chosen("autocast", enabled, recipe)
         self.amax_reduction_group = amax_reduction_group
+        self.site = site()
 
     def __enter__(self) -> Self:
         outer = _REGION.get()
         shared: Any = () if outer is None else (outer.hooks, outer.scales, outer.used)
         recipe = None if self.recipe is None else self.recipe.current()
-        _REGION.set(_Region(recipe, self.amax_reduction_group, outer, *shared))
+        _REGION.set(_Region(recipe, self.amax_reduction_group, outer, self.site, *shared))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -130,6 +134,12 @@ def current_amax_group() -> ProcessGroup | None:
     """The amax reduction group of the innermost region; None is torch's default group."""
     region = _REGION.get()
     return None if region is None else region.group
+
+
+def region_source() -> str | None:
+    """Where the innermost region was written, ``train.py:88``; None outside."""
+    region = _REGION.get()
+    return None if region is None else told(region.site)
 
 
 def in_region() -> bool:

@@ -21,6 +21,7 @@ from opfuse import formats, keys
 from opfuse.domains import BOOLEAN, keywords, one_of
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, resolve, setting, settings_of
+from opfuse.sources import DEFAULT
 from opfuse.tensors.quantizers import Quantizer
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Recipe(ABC):
             if (found := environment_value(_OVERRIDE)) is not None:
                 text = f"{type(self).__name__} takes no {name}: {found[0]}={found[1]} is ignored for it"
                 warnings.warn(text, OpfuseWarning, stacklevel=4)
-            return Resolved(None, "default")
+            return Resolved(None, DEFAULT)
         return resolve(f"{type(self).__name__}.{name}", value, declared)
 
     def check(self) -> None:
@@ -196,7 +197,7 @@ class Recipe(ABC):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Where each field's value came from: ``default``, ``argument``, ``environment NAME`` or what was attached."""
+        """Where each field's value came from: ``default``, ``environment NAME``, ``train.py:88`` or what was attached."""
         return cast(Mapping[str, str], vars(self)["_sources"])
 
     @property

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 from opfuse.domains import Domain
 from opfuse.environment import variable
 from opfuse.errors import RecipeError
+from opfuse.sources import DEFAULT, caller
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class Setting:
 
 
 class Resolved(NamedTuple):
-    """A field's value and where it came from: ``default``, ``argument``, ``environment NAME``, or a place in a file."""
+    """A field's value and where it came from: ``default``, ``environment NAME``, or a line of code or of a file."""
 
     value: object
     source: str
@@ -64,13 +65,13 @@ def resolve(where: str, value: object, declared: tuple[object, Setting | None]) 
     """Value and source of one field: argument > environment > default. ``where`` names recipe and field in errors."""
     default, rule = declared
     if rule is None:
-        return Resolved(value, "argument" if default is MISSING or value is not default else "default")
+        return Resolved(value, caller() if default is MISSING or value is not default else DEFAULT)
     if value is not default:
-        return Resolved(rule.domain.checked(where, value, RecipeError), "argument")
+        return Resolved(rule.domain.checked(where, value, RecipeError), caller())
     if value is not rule:
-        return Resolved(rule.domain.checked(where, value, RecipeError), "default")
+        return Resolved(rule.domain.checked(where, value, RecipeError), DEFAULT)
     if (found := environment_value(rule)) is None:
-        return Resolved(rule.value, "default")
+        return Resolved(rule.value, DEFAULT)
     name, text = found
     value = (rule.domain.text or {}).get(text, text)
     return Resolved(rule.domain.checked(f"{where} (environment {name})", value, RecipeError), f"environment {name}")

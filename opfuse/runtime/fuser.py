@@ -36,7 +36,7 @@ from opfuse.core.tracers import (
 from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import PipelineError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import current_amax_group, current_recipe, note_use
+from opfuse.recipes import current_amax_group, current_recipe, note_use, region_source
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, is_followable
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
@@ -44,6 +44,7 @@ from opfuse.runtime.misses import check_miss
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import recorded_saves, run_plan
 from opfuse.runtime.told import Told
+from opfuse.sources import caller
 
 ROWS = 128
 PLANS = 64
@@ -72,7 +73,13 @@ class _Facts(NamedTuple):
 class _Around(Env):
     """An environment that knows where a value came from."""
 
-    sources: Mapping[str, str] = MappingProxyType({})
+    sources: Mapping[str, str | None] = MappingProxyType({})
+
+
+class _Told(PlanKey):
+    """A key that knows where it was asked for."""
+
+    sources: Mapping[str, str | None] = MappingProxyType({})
 
 
 class CacheInfo(NamedTuple):
@@ -185,7 +192,8 @@ class OperationFuser:
         facts = [_Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
         made_of = tuple((type(op), op.spec, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels))
         parts = dict(zip(self._op_names, facts))
-        return Digest(digest(made_of), lambda: parts)
+        sources = {name: op.made_at for name, op in zip(self._op_names, self.ops)}
+        return Digest(digest(made_of), lambda: parts, sources=sources)
 
     def _parameter_names(self) -> Iterator[str]:
         """The names of the parameters in a state dict of the pipeline's modules, in the order of their slots."""
@@ -235,16 +243,19 @@ class OperationFuser:
         )
         return self.structure, env, inputs, rules.digest
 
-    def named(self, key: tuple[Any, ...], rows: int | None = None) -> PlanKey:
-        """A key with the names of its fields. rows: of the call's input, which is told where plans differ by ``rows_class``."""
+    def named(self, key: tuple[Any, ...], call: tuple[torch.Tensor, RuleSet] | None = None) -> PlanKey:
+        """A key with the names of its fields. call: its input and rules, for a key that tells where its values come from."""
         structure, env, (x, extras, params, training), rules = key
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
         inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
-        around = _Around(*env)
-        if rows is not None:
-            around.sources = {"rows_class": f"{rows} rows"}
-        return PlanKey(structure, around, inputs, rules)
+        told = _Told(structure, _Around(*env), inputs, rules)
+        if call is not None:
+            place, region = caller(), region_source()
+            found = {"recipe": region, "amax_group": region, "rows_class": f"{_rows(call[0])} rows", "level": call[1].source}
+            told.env.sources = found  # type: ignore[attr-defined]
+            told.sources = {"env": place, "inputs": place}
+        return told
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -257,7 +268,7 @@ class OperationFuser:
         plan = self.cache.get(key)
         if plan is None:
             check_call(self, x, extras)
-            plan = self._miss(self.named(key, _rows(x)), rules)
+            plan = self._miss(self.named(key, (x, rules)), rules)
         if key[1][0] is not None:
             note_use()
         return plan
@@ -362,7 +373,7 @@ def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, ru
     if len(fuser.extra_inputs):
         cure = "write a plan that needs no tensors of the caller, or count what opfuse.explain returns"
         raise PipelineError(describe(fuser.label, wanted="no extra inputs", got=len(fuser.extra_inputs), cure=cure))
-    key = fuser.named(fuser.key(x, [], rules), _rows(x))
+    key = fuser.named(fuser.key(x, [], rules), (x, rules))
     kind, arch, _ = _device(torch.device(device))
     note_use()
     return fuser._compiled(key._replace(env=key.env._replace(device=kind, arch=arch)), rules)

@@ -1,0 +1,66 @@
+"""A plan as plain values, for JSON: what fused where, which products run how, and the graph before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from opfuse.compiler.cover import Group, Outcome
+from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.products import how
+
+SIDES = (FORWARD, BACKWARD)
+
+
+def groups_of(plan: Plan, side: str) -> list[Group]:
+    """The groups of one pass, in the order in which they run."""
+    if side == FORWARD:
+        return [group for segment in plan.segments for group in segment.forward]
+    return [group for segment in reversed(plan.segments) for group in segment.backward]
+
+
+def outcome(found: Outcome) -> dict[str, Any]:
+    """What became of a rule at a place; what does not apply is left out."""
+    values = {name: getattr(found, name) for name in ("rule", "direction", "status", "by", "guard", "wanted", "got")}
+    return {name: value for name, value in values.items() if value is not None} | {"ops": list(found.ops)}
+
+
+def products(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Each matrix product of ops with quantized operands: its formats (None: high precision), native or emulated, and why."""
+    nodes = {node.op: node for node in plan.graph.nodes if not node.is_cast}
+    for product in plan.graph.products:
+        node = nodes[product.op]
+        status, reason = how(product, node.spec, plan.key.env)
+        formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
+        yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
+
+
+def pipeline(plan: Plan) -> dict[str, Any]:
+    """The graph, its segments, and the groups of either pass."""
+    return {
+        "name": plan.name,
+        "opaque": plan.opaque,
+        "before": list(plan.ops),
+        "nodes": [node.name for node in plan.graph.nodes],
+        "products": list(products(plan)),
+        "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
+        "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
+        **{
+            f"{side}_groups": [{"fusion": g.name if g.claimed else None, "nodes": list(g.nodes)} for g in groups_of(plan, side)]
+            for side in SIDES
+        },
+    }
+
+
+def flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:
+    """Who hands a value to whom: readers of a value forward, and back along the same gradients."""
+    last: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.index not in shown:
+            continue
+        for value in (*node.inputs, *(value for _, value in node.operands)):
+            root = graph.gradient_of(value) if side == BACKWARD else value
+            if root in last:
+                yield (last[root], node.index) if side == FORWARD else (node.index, last[root])
+        last.update(dict.fromkeys((graph.gradient_of(v) if side == BACKWARD else v for v in node.outputs), node.index))

@@ -1,0 +1,67 @@
+"""Where values come from: the line of the user's code at which something was made or called.
+
+A place is found when a thing is made and kept beside it; it is part of no key, so that the same value from elsewhere is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+DEFAULT, ARGUMENT, COMMAND_LINE = "default", "argument", "command line"
+"""What is said of values that no line of the user's code gave, or none that can be found."""
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_COMMANDS = os.path.join(_PACKAGE, "cli", "")
+_PASSED = (
+    _PACKAGE,
+    str(Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+    dataclasses.__file__,
+    functools.__file__,
+    "<string>",
+)
+
+
+Site = tuple[str, int]
+"""A file and a line."""
+
+_passed: dict[str, bool] = {}
+
+
+def site() -> Site:
+    """The innermost line around this call that is neither of opfuse nor of torch; :func:`told` says how it is written."""
+    frame = sys._getframe(1)
+    while True:
+        file = frame.f_code.co_filename
+        passed = _passed.get(file)
+        if passed is None:
+            passed = _passed[file] = file.startswith(_PASSED) and not file.startswith(_COMMANDS)
+        if not passed or frame.f_back is None:
+            return file, frame.f_lineno
+        frame = frame.f_back
+
+
+def told(place: Site) -> str:
+    """``train.py:88``, from the working directory if it is below.
+
+    ``default`` for what opfuse makes when it is imported, ``command line`` for what a command of it makes, ``argument`` where no
+    line of the user's is around, as in a thread of torch's.
+    """
+    file, line = place
+    if file.startswith(_COMMANDS):
+        return COMMAND_LINE
+    if file.startswith(_PASSED):
+        return ARGUMENT
+    return DEFAULT if file.startswith("<frozen importlib") else f"{file.removeprefix(os.getcwd() + os.sep)}:{line}"
+
+
+def caller() -> str:
+    """The :func:`site` of this call, as :func:`told` writes it."""
+    return told(site())

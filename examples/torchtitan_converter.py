@@ -25,8 +25,7 @@ class OpfuseConverter:
         self.recipe = opfuse.recipes.Float8CurrentScaling()
 
     def convert(self, model: nn.Module) -> None:
-        first, *_, last = (name for name, _ in model.get_submodule("layers").named_children())
-        policy = {f"layers.{first}": None, f"layers.{last}": None, "output": None}
+        policy = {"layers.0": None, "layers.-1": None, "output": None}
         print(opfuse.fuse_(model, self.recipe, policy=policy))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:

@@ -49,6 +49,7 @@ _NAMES = {
     "checkpoint": "opfuse.runtime.checkpoint",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
+    "load_policy": "opfuse.config",
 }
 
 __all__ = list(_MODULES + tuple(_NAMES))

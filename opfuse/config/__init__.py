@@ -1,8 +1,8 @@
 """Configurations: YAML in, core objects or findings out. The only room that reads YAML."""
 
 from opfuse.config.findings import Finding, Span
-from opfuse.config.load import Config, load, loads
+from opfuse.config.load import Config, load, load_policy, loads
 from opfuse.config.models import PydocTopics, Train
 from opfuse.config.operations import Entry
 
-__all__ = ["Config", "Entry", "Finding", "PydocTopics", "Span", "Train", "load", "loads"]
+__all__ = ["Config", "Entry", "Finding", "PydocTopics", "Span", "Train", "load", "load_policy", "loads"]

@@ -17,6 +17,7 @@ from opfuse.config.expect import Call, unmet
 from opfuse.config.findings import Finding, Span, refuse, similar
 from opfuse.config.models import PydocTopics, Train
 from opfuse.config.operations import Entry
+from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
 from opfuse.config.root import DTYPES, SECTIONS, Root
 from opfuse.config.trial import input_columns
@@ -56,10 +57,21 @@ def load(path: str | Path) -> Config:
     return loads(*_found(path))
 
 
+def load_policy(path: str | Path) -> Choices:
+    """Recipe and policy of a YAML file, for ``opfuse.fuse_(model, **opfuse.load_policy(path))``.
+
+    ConfigError with every finding. Whether patterns fit the model, fuse_ says.
+    """
+    return loads_policy(*_found(path))
+
+
 def check(path: str | Path) -> tuple[Finding, ...]:
     """Every finding of the file at ``path``: those of :func:`load` and, where there are none, what rules expect in vain."""
     try:
         data, name = _found(path)
+        if is_policy(data, name):
+            loads_policy(data, name)
+            return ()
         return checked(data, name)
     except ConfigError as error:
         return error.findings

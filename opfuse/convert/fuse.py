@@ -12,6 +12,7 @@ from opfuse.convert.chain import NoChain
 from opfuse.convert.converted import Converted, Run, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
+from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import Entry, Report
@@ -41,8 +42,9 @@ def fuse_(
 
     recipe: that of every converted module, wherever no ``autocast`` region is active; an active region counts instead.
     None: they compute in high precision outside of regions. policy: other recipes, as a mapping from patterns of paths (a
-    pattern covers all below what it names, the first that fits counts) or a function of module and path: a recipe, None for
-    modules that stay as they are, or "default". filter_fn: False for a module and its path leaves that module alone, and
+    pattern covers all below what it names, ``layers.-1`` is the last of the layers, the first that fits counts) or a function
+    of module and path: a recipe, None for modules that stay as they are, or "default". :func:`opfuse.load_policy` reads recipe
+    and policy from YAML. filter_fn: False for a module and its path leaves that module alone, and
     asks for those in it. Output heads and routers are left alone unless the policy names them.
 
     pack: lay the weights of one product (gate and up; query, key and value) out in one memory, of which each parameter has
@@ -141,7 +143,9 @@ class _Walk:
         self.inlined.update(how.inlined)
         self.seen.update(set(how.members.values()) - self.inlined)
         weights = sum(_elements(weight) for weight in how.weights)
-        self._tell(module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights)
+        self._tell(
+            module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights, gain=gain_of(made.recipe)
+        )
 
     def _join(self, module: nn.Module) -> None:
         """Have products of one tensor be one product."""
@@ -187,7 +191,7 @@ class _Walk:
             self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=OTHER)
         else:
             self.made[module] = made = build_alone(weight, path, choice)
-            self._tell(module, path, "fused", became="Linear", recipe=_told(made), weights=elements)
+            self._tell(module, path, "fused", became="Linear", recipe=_told(made), weights=elements, gain=gain_of(made.recipe))
 
     def _experts(self, experts: Experts, path: str) -> None:
         module, (_, width, inner) = experts.module, experts.sizes
@@ -202,7 +206,9 @@ class _Walk:
         else:
             self.made[module] = made = build_experts(experts, path, choice.recipe)
             names = " → ".join(type(op).__name__ for part in made.parts if isinstance(part, Run) for op in part.ops)
-            self._tell(module, path, "fused", became=names, recipe=_told(made), weights=experts.elements)
+            self._tell(
+                module, path, "fused", became=names, recipe=_told(made), weights=experts.elements, gain=gain_of(made.recipe)
+            )
 
     def _own(self, module: nn.Module, path: str) -> None:
         """Tell of a module with parameters of its own that no row knows."""

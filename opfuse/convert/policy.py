@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
@@ -51,6 +52,8 @@ class Policies:
         self.filter_fn = filter_fn
         self.used: set[str] = set()
         self.heads = dict(_heads(model))
+        patterns = policy if isinstance(policy, Mapping) else ()
+        self.patterns = {pattern: tuple(_counted(model, pattern)) for pattern in patterns}
 
     def of(self, module: nn.Module, path: str) -> Choice:
         """The choice for the module at ``path``."""
@@ -79,7 +82,7 @@ class Policies:
             return ("function" if said != "default" else ""), said
         parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)]
         for pattern, said in self.policy.items():
-            if any(fnmatchcase(each, pattern) for each in parents):
+            if any(fnmatchcase(each, counted) for each in parents for counted in self.patterns[pattern]):
                 self.used.add(pattern)
                 return repr(pattern), said
         return "", "default"
@@ -90,8 +93,24 @@ class Policies:
             unused = [pattern for pattern in self.policy if pattern not in self.used]
             if unused:
                 got = f"{unused[0]!r}{nearest(unused[0], paths)}"
-                cure = "write a path of the model, or a pattern such as 'model.layers.0.*'; the first that fits counts"
+                cure = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
                 raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+
+
+_FROM_THE_END = re.compile(r"(?:(.*?)\.)??-(\d+)(\..*)?")
+
+
+def _counted(model: nn.Module, pattern: str) -> Iterator[str]:
+    """What ``pattern`` means in this model: a step ``-k`` is the k-th submodule from the end of the module before it."""
+    found = _FROM_THE_END.fullmatch(pattern)
+    if found is None:
+        yield pattern
+        return
+    before, step, after = found.groups("")
+    for name, module in model.named_modules():
+        names = [*module._modules]
+        if fnmatchcase(name, before) and 0 < int(step) <= len(names):
+            yield from _counted(model, f"{name}.{names[-int(step)]}{after}".lstrip("."))
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:

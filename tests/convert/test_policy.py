@@ -1,0 +1,106 @@
+"""Which modules are converted, by pattern and by file; and what that is expected to gain."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import opfuse
+from opfuse.config.load import check
+from opfuse.config.policies import loads_policy
+from opfuse.convert.gains import GAINS, RECORD
+from opfuse.errors import ConfigError, ConversionError
+from opfuse.recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
+from tests.convert.blocks import Model
+from tests.convert.test_fuse import nothing_quantized
+
+ROOT = Path(__file__).resolve().parents[2]
+FP8 = Float8CurrentScaling()
+
+
+def kept(report):
+    """Paths of products that a policy keeps, without their last names."""
+    return {entry.path.rpartition(".")[0] for entry in report.of("kept") if entry.got.startswith("policy")}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [("layers.0", {0}), ("layers.-1", {1}), ("*ayers.-2", {0}), ("layers.-1.mlp", {1}), ("-2.-1", {1}), ("layers.*.mlp", {0, 1})],
+)
+def test_layers_are_counted_from_both_ends(pattern, layers):
+    report = opfuse.fuse_(Model(), FP8, policy={pattern: None})
+    assert {int(re.search(r"layers\.(\d+)", path)[1]) for path in kept(report)} == layers
+
+
+@pytest.mark.parametrize("pattern", ["layers.-3", "layers.-0", "layer.-1"])
+def test_a_layer_that_there_is_not_is_an_error(pattern):
+    with pytest.raises(ConversionError, match=r"patterns that decide of a module, got .*model\.layers\.-1"):
+        opfuse.fuse_(Model(), FP8, policy={pattern: None})
+
+
+FILE = """\
+version: 1
+recipe: {kind: fp8_current}
+policy:
+  layers.-1.mlp: {kind: mxfp8, backward_override: dequantized}
+  layers.-1: {kind: none}
+  lm_head: {kind: default}
+"""
+
+
+def test_a_policy_in_a_file(tmp_path):
+    path = tmp_path / "fp8.yaml"
+    path.write_text(FILE)
+    assert check(path) == ()
+    choices = opfuse.load_policy(path)
+    mlp = choices["policy"]["layers.-1.mlp"]
+    assert choices["recipe"] == FP8
+    assert mlp == MXFP8BlockScaling(backward_override="dequantized")
+    assert mlp.sources["backward_override"].endswith("fp8.yaml:4:51")
+    assert [*choices["policy"].values()] == [mlp, None, "default"]
+    report = opfuse.fuse_(Model(), **choices)
+    assert report["layers.1.mlp"].recipe == "MXFP8BlockScaling"
+    assert report["lm_head"].recipe == "Float8CurrentScaling"
+    assert report["layers.0.mlp"].recipe == "Float8CurrentScaling"
+
+
+@pytest.mark.parametrize(
+    ("line", "finding"),
+    [
+        ("  a: {kind: mxfp9}", "<text>:4:13: error[unknown-recipe]: there is no recipe 'mxfp9'"),
+        ("  a: {kind: mxfp8, foo: 3}", "<text>:4:20: error[unknown-key]: unknown key 'foo'"),
+        ("  a: none", "<text>:4:6: error[bad-value]: a wants a mapping"),
+        ("  a: {kind: delayed, amax_history_len: 0}", "<text>:4:40: error[bad-value]: amax_history_len wants"),
+    ],
+)
+def test_findings_have_places(line, finding):
+    with pytest.raises(ConfigError, match=re.escape(finding)):
+        loads_policy(f"version: 1\nrecipe: {{kind: none}}\npolicy:\n{line}\n")
+
+
+def test_gains_are_those_of_the_record():
+    results = json.loads((ROOT / RECORD).read_text())["results"]
+    took = {each["name"]: each["value"] for each in results if each["unit"] == "ms"}
+    for (kind, override), gain in GAINS.items():
+        name = f"B, {kind}, training" if override is None else f"B, {kind}, {override}, training"
+        assert gain == round(took["B, torch.compile bf16, training"] / took[name], 2)
+
+
+def test_what_is_expected_follows_the_shares():
+    report = opfuse.fuse_(Model(), FP8)
+    gain = GAINS["fp8_current", None]
+    assert report.gain == pytest.approx(1 / (report.share / gain + 1 - report.share))
+    assert f"x {report.gain:.2f} of torch.compile" in str(report)
+    assert f"<br>expected of a training step: x {report.gain:.2f}" in report._repr_html_()
+    for recipe in (None, CustomRecipe(qfactory=nothing_quantized)):
+        unknown = opfuse.fuse_(Model(), recipe)
+        assert unknown.gain is None
+        assert "expected" not in str(unknown)
+
+
+def test_the_file_of_the_page_is_read():
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "fuse.md").read_text(), re.DOTALL)
+    assert len(loads_policy(text)["policy"]) == 4

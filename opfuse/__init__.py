@@ -44,6 +44,7 @@ _NAMES = {
     "to_planes": "opfuse.tensors.files",
     "from_planes": "opfuse.tensors.files",
     "interpreted": "opfuse.runtime.programs",
+    "kept_weights": "opfuse.runtime.kept",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
     "checkpoint": "opfuse.runtime.checkpoint",

@@ -57,7 +57,8 @@ class Plan:
 
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. programs,
-    repeatable: what was recorded of each segment, and whether it can be, by its first node.
+    repeatable, keepable: what was recorded of each segment, whether it can be, and its casts of weights that may be kept from
+    call to call, by its first node.
     """
 
     key: PlanKey
@@ -71,6 +72,7 @@ class Plan:
     ops: tuple[str, ...] = ()
     programs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     repeatable: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
+    keepable: dict[int, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:

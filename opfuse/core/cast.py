@@ -71,7 +71,12 @@ class Cast:
     @property
     def is_delayed(self) -> bool:
         """Whether its scales come from a state."""
-        return self.state is not None
+        return bool(self.live_states)
+
+    @property
+    def live_states(self) -> tuple[DelayedScalingState, ...]:
+        """The states that its scales come from; none under other recipes."""
+        return () if self.state is None else (self.state,)
 
     def __call__(self, x: Value) -> QuantizedStorage:
         """Planes of ``x`` of shape (..., K). What is quantized already passes through, but a parameter is cast anew."""
@@ -133,7 +138,7 @@ class Cast:
 
     def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:
         recipe, backward = self._delayed_scaling, self.role == GRADIENT
-        counts = self._counts or is_trained()
+        counts = self.counts or is_trained()
         state.to(device)
         if backward:
             touch_backward(state, recipe, group=self.group, name=self.where)
@@ -141,16 +146,17 @@ class Cast:
             touch_forward(state, recipe, name=self.where)
         wanted = cast(Float8Quantizer, self.quantizer)
         return state.quantizer(
-            wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=self._rule
+            wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=self.rule
         )
 
     @property
-    def _counts(self) -> bool:
+    def counts(self) -> bool:
         """Whether an ordinary call counts amaxes."""
         return self.role == GRADIENT or self.env.grad
 
     @property
-    def _rule(self) -> UpdateRule:
+    def rule(self) -> UpdateRule:
+        """What makes a scale of amaxes, under a recipe with states."""
         recipe = self._delayed_scaling
         return recipe.backward_rule if self.role == GRADIENT else recipe.forward_rule
 
@@ -170,7 +176,7 @@ class _Live:
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
         self._cast, self._state, self._device = cast, state, device
         self._count = count_backward if cast.role == GRADIENT else count_forward
-        self._use = Use(cast._rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast._counts else None
+        self._use = Use(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
         self._seen: object = None
         self.quantizer = self._look()
 

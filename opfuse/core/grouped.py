@@ -28,8 +28,8 @@ class GroupedCast(Cast):
     padded: bool = False
 
     @property
-    def is_delayed(self) -> bool:
-        return bool(self.states)
+    def live_states(self) -> tuple[DelayedScalingState, ...]:
+        return self.states
 
     def __call__(self, x: Value, splits: torch.Tensor | Sizes | None = None) -> QuantizedStorage:
         """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal; a tensor is read by the host."""

@@ -31,7 +31,7 @@ class Explanation:
     backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
     what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
     from_environment: the variable that each field of the recipe was taken from which was not given. rule: the only one that is
-    told of (None: all).
+    told of (None: all). kept: casts of weights that :func:`opfuse.kept_weights` keeps around the call, and their bytes.
     """
 
     recipe: str
@@ -43,6 +43,7 @@ class Explanation:
     saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
     from_environment: Mapping[str, str] = field(default_factory=dict)
     rule: str | None = None
+    kept: tuple[int, int] = (0, 0)
 
     @property
     def saved_bytes(self) -> int:
@@ -82,6 +83,7 @@ class Explanation:
             "pipelines": [pipeline(plan) for plan in self.plans],
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
+            "kept_bytes": self.kept[1],
             "saved_bytes_by_override": {
                 name: {"refused": saved.reason} if isinstance(saved, Refused) else saved
                 for name, saved in self.saved_by_override.items()
@@ -110,12 +112,14 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
             states.tell(name or type(module).__name__)
     if recipe is None:
-        return Explanation("none", "high precision", "no recipe is active", found.plans, found.values, found.totals)
+        made = "none", "high precision", "no recipe is active", found.plans, found.values, found.totals
+        return Explanation(*made, kept=found.kept)
     status = support(recipe)
     totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
     by_override = {name: kept if isinstance(kept, Refused) else kept.bytes for name, kept in totals.items()}
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
-    return Explanation(repr(recipe), status.status, status.reason, found.plans, found.values, found.totals, by_override, taken)
+    made = repr(recipe), status.status, status.reason, found.plans, found.values, found.totals
+    return Explanation(*made, by_override, taken, kept=found.kept)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -131,6 +135,9 @@ def _text(e: Explanation) -> Iterator[str]:
         for override, saved in e.saved_by_override.items():
             kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
             yield f"         under backward_override={override}: {kept}"
+    if any(e.kept):
+        casts, size = e.kept
+        yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
     for plan in e.plans:
         yield ""
         sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"

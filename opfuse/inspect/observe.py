@@ -17,12 +17,13 @@ from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.runtime.inputs import check_tensors
+from opfuse.runtime.kept import scopes_of
 from opfuse.runtime.run import Kept
 from opfuse.runtime.segment import recorded_saves
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
-OWN, TORCH, PLAIN = "own", "torch", "plain"
+OWN, TORCH, PLAIN, KEPT = "own", "torch", "plain", "kept weights"
 WHERE = "inspected call"
 
 ALIGNMENT = 16
@@ -37,7 +38,8 @@ class SavedValue:
     name: what the op calls it. format, usages: of its planes; "plain" and none for a tensor. dtype: nominal.
     bytes: of its data, scales and amaxes together, as if it were contiguous; the memory that a view keeps alive is larger, or
     smaller where it repeats elements, and only :class:`Totals` count that. memory: "own"; else who holds it anyway: "input",
-    "extra input 0", "parameter 1.weight", "buffer ..." or the value that was saved first.
+    "extra input 0", "parameter 1.weight", "buffer ...", "kept weights" for a scope of :func:`opfuse.kept_weights`, or the value
+    that was saved first.
     """
 
     op: str
@@ -51,7 +53,7 @@ class SavedValue:
 
 
 class Totals(NamedTuple):
-    """Bytes of the memory that the saved values keep alive, each block once, parameters and buffers left out.
+    """Bytes of the memory that the saved values keep alive, each block once; parameters, buffers, kept casts of weights left out.
 
     A block is a whole torch storage: of a saved view, an input that is one among them, it counts all that the view keeps alive.
     own: the inputs of the call, which the caller may hold anyway, left out as well.
@@ -63,11 +65,12 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward pass did."""
+    """What one forward pass did. kept: casts of weights that scopes around it keep, and their bytes."""
 
     plans: tuple[Plan, ...]
     values: tuple[SavedValue, ...]
     totals: Totals
+    kept: tuple[int, int]
 
 
 def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observation:
@@ -98,9 +101,12 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observa
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    scopes = scopes_of(model)
     memory = _Memory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
+    memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
-    return Observation(tuple(plans), tuple(values), memory.totals())
+    held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
+    return Observation(tuple(plans), tuple(values), memory.totals(), held)
 
 
 def _check(model: object, x: object) -> None:
@@ -172,6 +178,13 @@ class _Memory:
     def _hold(self, name: str, value: Value) -> None:
         for tensor in _parts(value):
             self.holder.setdefault(self._block(tensor).address, name)
+
+    def keep(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave ``tensors`` out, which somebody holds under ``name``."""
+        for tensor in tensors:
+            self._hold(name, tensor)
+            self.weights.add(self._block(tensor).address)
+            self.held.add(self._block(tensor).address)
 
     def saved(self, op: str, name: str, value: Value) -> SavedValue:
         """Count ``value`` and describe it."""

@@ -32,7 +32,8 @@ class Saved:
 
     by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe.
     baseline: of the same call, in its own dtypes, without a recipe, or why it cannot run so. dtype: of its parameters, as
-    "bfloat16", or "mixed dtypes".
+    "bfloat16", or "mixed dtypes". kept_bytes: of the casts of weights that :func:`opfuse.kept_weights` keeps around the call,
+    which no total counts.
     """
 
     recipe: str
@@ -41,6 +42,7 @@ class Saved:
     by_override: Mapping[str, Totals | Refused]
     baseline: Totals | Refused
     dtype: str
+    kept_bytes: int = 0
 
     def __str__(self) -> str:
         head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
@@ -52,6 +54,7 @@ class Saved:
             "recipe": self.recipe,
             "values": [asdict(value) for value in self.values],
             **self.totals._asdict(),
+            "kept_bytes": self.kept_bytes,
             "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
             "baseline": {"dtype": self.dtype, **_plain(self.baseline)},
         }
@@ -68,7 +71,9 @@ def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Sav
     found = observe(model, x, extra_inputs)
     others = {} if recipe is None else totals_by_override(recipe, found.totals, model, x, extra_inputs)
     baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
-    return Saved("none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline, _dtype(model, x))
+    return Saved(
+        "none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline, _dtype(model, x), found.kept[1]
+    )
 
 
 def totals_by_override(

@@ -54,7 +54,9 @@ class DelayedScalingState:
     length, and :meth:`to` replace them.
 
     rule: what the scale was found under; None while it is the initial one, or where a file does not tell. look: another object
-    whenever it holds other tensors, rule or recipe than before. batch: the last update of states of which this was the first.
+    whenever it holds other tensors, rule or recipe than before. turn: how often counting for an update began, ended or was
+    dropped: while it stands, so does the scale, and what was counted still counts. batch: the last update of states of which
+    this was the first.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -65,7 +67,7 @@ class DelayedScalingState:
             scale = torch.ones(1, dtype=torch.float32, device=device)
             history = torch.zeros(length, dtype=torch.float32, device=device)
             self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
-        self._told = 0
+        self._told = self.turn = 0
         self._pending: weakref.ref[Pending] | None = None
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
@@ -85,7 +87,7 @@ class DelayedScalingState:
 
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
         self._hold(*held)
-        self._told, self._pending = 0, None
+        self._told, self.turn, self._pending = 0, 0, None
 
     @property
     def trained(self) -> bool:
@@ -161,11 +163,13 @@ class DelayedScalingState:
         if self._pending is not None:
             self.drop_unfinished()
         self._pending = pending
+        self.turn += 1
 
     def drop_unfinished(self) -> None:
         """Drop what a backward pass has counted that failed: nobody holds its update any more."""
         if self._pending is not None and self._pending() is None:
             self._pending = None
+            self.turn += 1
             with torch.no_grad():
                 self.amax.zero_()
 

@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ import torch
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import accumulates
 from opfuse.environment import variable
-from opfuse.numerics.pointwise import Pointwise
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape, Unrecordable
+from opfuse.runtime.kept import Held, held_casts
+from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Backward, Packing, Programs, Recorded
 from opfuse.runtime.run import Kept, Kwargs, Runner
@@ -57,12 +55,17 @@ BEFORE = 1
 
 
 def runner_of(
-    plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None]
+    plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Runner | Recorder | Repeater:
-    """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops."""
+    """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
+    held = held_casts(plan, segment, ops)
+    if tensors is None:
+        return Runner(plan, segment, ops, kwargs, held)
+    tensors = [*tensors, *(tensor for each in held for tensor in each.tensors)]
     look = look_of(tensors) if _may_repeat(plan, segment, ops, kwargs) else None
     if look is None:
-        return Runner(plan, segment, ops, kwargs)
+        return Runner(plan, segment, ops, kwargs, held)
+    look += tuple([each.node for each in held])
     programs = plan.programs.setdefault(segment.nodes.start, Programs())
     found = programs.get(look)
     if isinstance(found, Recorded):
@@ -70,8 +73,8 @@ def runner_of(
     if found is REFUSED or (found is None and BEFORE):
         if found is None:
             programs.note(look, SEEN)
-        return Runner(plan, segment, ops, kwargs)
-    return Recorder(plan, segment, ops, kwargs, tensors=tensors, note=lambda what: programs.note(look, what))
+        return Runner(plan, segment, ops, kwargs, held)
+    return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
 
 
 def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs) -> bool:
@@ -79,7 +82,7 @@ def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwa
         return False
     own = plan.repeatable.get(segment.nodes.start)
     if own is None:
-        own = plan.repeatable[segment.nodes.start] = _is_own(plan, segment, ops)
+        own = plan.repeatable[segment.nodes.start] = is_own(plan, segment, ops)
     return own
 
 
@@ -123,80 +126,6 @@ def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [*there, *planes]
 
 
-# -- what is the library's own ---------------------------------------------------------------------------------------------------
-
-
-def _is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
-    """Whether all that runs in the segment is the library's, and needs no values on the host."""
-    nodes = [plan.graph.nodes[i] for i in segment.nodes]
-    if plan.reads_sizes or not any(node.inputs for node in nodes):
-        return False
-    groups = (*segment.forward, *segment.backward)
-    rules = [function for group in groups if group.rule for function in (group.rule.forward, group.rule.backward) if function]
-    return (
-        not any(group.opaque for group in groups)
-        and all(_is_ours(function) for function in rules)
-        and all(_has_own_methods(ops[i]) and not accumulates(ops[i].spec) for i in segment.ops)
-        and all(_is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
-    )
-
-
-def _is_ours(what: Any) -> bool:
-    return str(getattr(what, "__module__", "")).startswith("opfuse.")
-
-
-def _has_own_methods(op: BasicOperation) -> bool:
-    """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
-    theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
-    on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return not (theirs | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
-
-
-def _is_fixed(math: Any) -> bool:
-    """Whether the definitions of an elementwise op read nothing but their arguments, so that one run tells of all."""
-    made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
-    return all(function is None or _is_closed(function) for function in made_of)
-
-
-def _is_closed(function: Any) -> bool:
-    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments."""
-    if not isinstance(function, FunctionType) or _is_known_function(function):
-        return isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
-    named = (function.__globals__.get(name) for name in _names(function.__code__))
-    kept = function.__closure__ or function.__defaults__ or function.__kwdefaults__
-    return not kept and all(value is None or isinstance(value, ModuleType) or _is_known_function(value) for value in named)
-
-
-def _is_known_function(value: Any) -> bool:
-    module = str(getattr(value, "__module__", None) or "torch")
-    return isinstance(value, (FunctionType, BuiltinFunctionType)) and module.partition(".")[0] in ("torch", "opfuse", "math")
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """What the code reads from outside, and that of the functions in it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
-
-
-def _is_known(kind: type) -> bool:
-    return _is_ours(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) or isinstance(value, (property, classmethod, staticmethod))
-
-
-def _is_own_quantizer(quantizer: Any) -> bool:
-    """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
-    if not is_dataclass(quantizer):
-        return True
-    if getattr(quantizer, "with_amax_reduction", False):
-        return False
-    return _is_ours(type(quantizer)) and all(_is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
-
-
 # -- recording -------------------------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +138,13 @@ class Recorder(Runner):
         segment: Segment,
         ops: Sequence[BasicOperation],
         kwargs: Kwargs,
+        held: Sequence[Held],
         *,
         tensors: Sequence[torch.Tensor | None],
         note: Callable[[Any], None],
     ) -> None:
-        """tensors: as of :func:`runner_of`. note: takes what becomes of the look."""
-        super().__init__(plan, segment, ops, kwargs)
+        """tensors: all that come in. note: takes what becomes of the look."""
+        super().__init__(plan, segment, ops, kwargs, held)
         self._note = note
         self._tape: Tape | None = Tape(given(tensors))
         self._values: list[Value] = []
@@ -247,7 +177,8 @@ class Recorder(Runner):
             self._note(REFUSED)
             return
         interpreter = Runner(self.plan, self.segment, self.ops, ())
-        interpreter.contexts = self.contexts
+        if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
+            interpreter.contexts = self.contexts
         structures = tuple(None if value is None else value.with_tensors([_NOTHING] * len(value.tensors())) for value in outputs)
         self._note(Recorded(program, structures, interpreter))
 

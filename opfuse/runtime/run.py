@@ -19,6 +19,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import recording
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.runtime.gradients import Gradients, check_shape
+from opfuse.runtime.kept import Held
 from opfuse.tensors.storage import QuantizedStorage
 
 Kwargs = Sequence[Mapping[str, Any]]
@@ -34,13 +35,16 @@ class Kept(NamedTuple):
 
 
 class Runner:
-    """One segment of a plan over live ops, in one call."""
+    """One segment of a plan over live ops, in one call. held: casts of weights that are made already."""
 
-    def __init__(self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
+    def __init__(
+        self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, held: Sequence[Held] = ()
+    ) -> None:
         self.plan = plan
         self.segment = segment
         self.ops = ops
         self.kwargs = kwargs
+        self.held = {each.node: each.storage for each in held}
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
 
@@ -90,6 +94,9 @@ class Runner:
             context._before = self.contexts.get(graph.producer[value])
 
     def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
+        if node.index in self.held:
+            values[node.outputs[0]] = self.held[node.index]
+            return
         cast: Cast = self.plan.casts[node.index]
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
         values[node.outputs[0]] = cast(source, *[values[value] for value in node.inputs[1:]])
@@ -191,7 +198,7 @@ class Runner:
                 named = context.saved_state().items()
                 recording += [Kept(self.plan, index, name, value) for name, value in named if value is not None]
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
-        self.dirty, self.kwargs = [], ()
+        self.dirty, self.kwargs, self.held = [], (), {}
         return saved
 
     # -- backward ----------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def _run_segments(
         inputs = [values[value] for value in segment.inputs]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
         params: list[Any] = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
-        runner = Runner(plan, segment, ops, kwargs) if observed else runner_of(plan, segment, ops, kwargs, [*inputs, *params])
+        runner = runner_of(plan, segment, ops, kwargs, None if observed else [*inputs, *params])
         if segment.requires_grad:
             again = [values[value] for value in segment.again]
             if instead is not None:

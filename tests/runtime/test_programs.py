@@ -15,7 +15,7 @@ import torch.distributed as dist
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
-from opfuse.runtime import programs
+from opfuse.runtime import own
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import LOOKS, Backward, Recorded
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
@@ -338,8 +338,8 @@ def test_a_method_that_is_set_on_an_op_runs():
     op = ops.GELU()
     forward, calls = op.op_forward, []
     op.op_forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
-    assert not programs._has_own_methods(op)
-    assert programs._has_own_methods(ops.GELU())
+    assert not own.has_own_methods(op)
+    assert own.has_own_methods(ops.GELU())
 
 
 def test_a_dispatch_mode_of_the_callers_sees_every_op():

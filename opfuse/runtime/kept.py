@@ -1,0 +1,266 @@
+"""Casts of weights that stay from call to call, inside a scope that the user opens.
+
+A cast is found again by the parameter, the quantizer and the stream, and serves as long as the parameter is the memory that was
+cast and autograd has counted no write to it; under delayed scaling also as long as its scale stands and its amax still counts
+for the same update. Anything else casts anew, so that every call has the bits that it has without the scope. Only a cast whose
+code is all the library's is kept, and none that draws random numbers or meets other ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from opfuse.compiler.graph import Node
+from opfuse.compiler.plan import Plan, Segment
+from opfuse.core.cast import Cast
+from opfuse.core.context import versions
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import PipelineError, UnsupportedError, describe
+from opfuse.recipes.passes import Pass, current_pass
+from opfuse.runtime.own import has_own_methods, is_own_quantizer
+from opfuse.tensors.storage import QuantizedStorage
+
+CASTS = 4
+"""Casts of one weight that a scope keeps: by recipe, planes and stream. Of more, the one that was made first goes."""
+
+PLANS = 64
+"""Plans whose casts an entry knows to be its own; of more, they are found by comparison again."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Held(NamedTuple):
+    """A kept cast in a call. node: the quantize node that need not run. tensors: of the storage, but not the weight's memory."""
+
+    node: int
+    storage: QuantizedStorage
+    tensors: tuple[torch.Tensor, ...]
+
+
+class _Entry:
+    """A cast of a weight, and all that it depends on."""
+
+    def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
+        # Neither inference mode nor a graph may mark what later calls save for their backward passes.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            # As long as it is here, no other storage has this number.
+            self._memory = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+            self._look = _look(parameter)
+            self.storage = cast(parameter)
+        self.stream, self.casts = stream, {cast}
+        self._cast, self._dtype = cast, _dtype(cast, parameter)
+        self._states = [(state, state.look, state.turn, state.scale._version) for state in cast.live_states]
+        own = {id(t): t for t in self.storage.tensors() if t.untyped_storage()._cdata != self._look[0]}
+        self.tensors = tuple(own.values())
+        self._written = versions(*self.tensors)
+
+    def stands(self, parameter: torch.Tensor) -> bool:
+        """Whether nothing that it depends on has changed."""
+        return (
+            _look(parameter) == self._look
+            and versions(*self.tensors) == self._written
+            and all((s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states)
+        )
+
+    def serves(self, cast: Cast, parameter: torch.Tensor) -> bool:
+        """Whether another cast of the same weight makes the same bytes, and counts the same amaxes."""
+        mine = self._cast
+        return (
+            mine.quantizer == cast.quantizer
+            and mine.counts == cast.counts
+            and len(mine.live_states) == len(cast.live_states)
+            and all(one is other for one, other in zip(mine.live_states, cast.live_states))
+            and (not cast.live_states or mine.rule == cast.rule)
+            and self._dtype == _dtype(cast, parameter)
+        )
+
+
+def _look(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a write or another memory: storage, address, count of writes, and how the tensor lies."""
+    return (
+        parameter.untyped_storage()._cdata,
+        parameter.data_ptr(),
+        parameter._version,
+        parameter.shape,
+        parameter.stride(),
+        parameter.dtype,
+        parameter.device,
+    )
+
+
+def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:
+    return cast.op.compute_dtype(cast.env, parameter)
+
+
+class KeptWeights:
+    """What :func:`kept_weights` keeps. For several threads at once."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in _PLAIN}
+        self._entries: dict[int, list[_Entry]] = {}
+        self._lock = threading.RLock()
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.casts} casts, {self.nbytes} bytes)"
+
+    @property
+    def casts(self) -> int:
+        """How many casts are kept."""
+        return sum(map(len, list(self._entries.values())))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the kept casts take beside the weights."""
+        return sum(t.untyped_storage().nbytes() for t in {id(t): t for t in self.tensors()}.values())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of all kept casts."""
+        for entries in list(self._entries.values()):
+            for entry in entries:
+                yield from entry.tensors
+
+    def drop(self) -> None:
+        """Forget all casts: the next call of each makes it anew. For writes that autograd does not count."""
+        with self._lock:
+            self._entries = {}
+
+    def _close(self) -> None:
+        with self._lock:
+            self._open, self._entries = False, {}
+
+    def owns(self, parameter: object) -> bool:
+        """Whether casts of it are kept."""
+        return self._open and self._parameters.get(id(parameter)) is parameter
+
+    def find(self, cast: Cast, parameter: torch.Tensor, *, make: bool) -> _Entry | None:
+        """The kept cast of a parameter that it owns, or one that is made and kept now; without ``make`` None in its place."""
+        stream = torch._C._cuda_getCurrentRawStream(parameter.get_device()) if parameter.is_cuda else 0
+        for entry in self._entries.get(id(parameter), ()):
+            if cast in entry.casts and entry.stream == stream and entry.stands(parameter):
+                return entry
+        with self._lock:
+            return self._find(cast, parameter, stream, make=make)
+
+    def _find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _Entry | None:
+        there = [entry for entry in self._entries.get(id(parameter), ()) if entry.stands(parameter)]
+        found = next((entry for entry in there if entry.stream == stream and entry.serves(cast, parameter)), None)
+        if not make:
+            return found
+        if found is None:
+            self._entries[id(parameter)] = there  # what a write has made stale goes before its successor is made
+            found = _Entry(cast, parameter, stream)
+            there = [*there, found][-CASTS:]
+        elif len(found.casts) >= PLANS:
+            found.casts = set()
+        found.casts = {*found.casts, cast}
+        if self._open:
+            self._entries[id(parameter)] = there
+        return found
+
+
+_owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights", default={})  # noqa: B039
+"""By the identity of a parameter, the scope that keeps its casts. Never changed in place."""
+
+
+@contextmanager
+def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
+    """Inside the block, casts of the weights of ``model`` are kept from call to call: over microbatches of a step, in serving.
+
+    Every call has the bits that it has without: a weight is cast anew where autograd has counted a write to it, an optimizer's
+    above all, where it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
+    may be run backward after it. The casts are the memory of the block: ``nbytes`` of what it yields says how much, no more than
+    :data:`CASTS` of each weight; all go with the block, however it ends. A block inside another of the same weights keeps
+    nothing itself.
+
+    The count of writes is all there is to go by, and some writes it misses: through ``parameter.data``, through memory shared
+    with numpy, by collectives on such tensors, by the replay of a CUDA graph. After those call ``drop()`` of what the block
+    yields. So this is never done unasked.
+
+    Cast at every call as ever are: weights that live quantized, those of ops, quantizers and fused ops with code of your own,
+    weights that a converted module joins from several parameters, DTensors, and everything in a CUDA graph that is captured.
+    Threads have a block of their own, unless they run in a copy of this context.
+
+    PipelineError for what is no module. UnsupportedError under FSDP, whose gathers write parameters without a count.
+    """
+    if not isinstance(model, nn.Module):
+        where, cure = "kept_weights", "pass the model whose weights stay as they are inside the block"
+        raise PipelineError(describe(where, wanted="an nn.Module", got=type(model).__name__, cure=cure))
+    _check_counted(model)
+    outer = _owners.get()
+    kept = KeptWeights(p for p in model.parameters() if not (id(p) in outer and outer[id(p)].owns(p)))
+    reset = _owners.set({**outer, **dict.fromkeys(kept._parameters, kept)})
+    try:
+        yield kept
+    finally:
+        kept._close()
+        _owners.reset(reset)
+
+
+def _check_counted(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = tuple(getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name))
+    found = next((name or type(module).__name__ for name, module in model.named_modules() if isinstance(module, sharded)), None)
+    if found is not None:
+        wanted, cure = "parameters whose writes autograd counts", "do without the block: FSDP gathers weights for each pass"
+        raise UnsupportedError(describe(f"kept_weights of {found}", wanted=wanted, got="parameters under FSDP", cure=cure))
+
+
+def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> tuple[Held, ...]:
+    """The casts of weights that a call of ``segment`` finds made, in the order of its nodes; those that it lacks are made."""
+    owners = _owners.get()
+    if not owners or torch._C._len_torch_dispatch_stack():
+        return ()
+    nodes = plan.keepable.get(segment.nodes.start)
+    if nodes is None:
+        nodes = plan.keepable[segment.nodes.start] = tuple(_keepable(plan, segment, ops))
+    held = []
+    for node in nodes:
+        cast: Cast = plan.casts[node.index]
+        parameter = ops[node.op].parameter(cast.role)
+        owner = owners.get(id(parameter))
+        if owner is None or not owner.owns(parameter) or not _may_keep(cast, parameter):
+            continue
+        found = owner.find(cast, parameter, make=current_pass() is not Pass.LOOK)
+        if found is not None:
+            held.append(Held(node.index, found.storage, found.tensors))
+    return tuple(held)
+
+
+def scopes_of(model: nn.Module) -> list[KeptWeights]:
+    """The scopes around that keep casts of weights of a model."""
+    owners = _owners.get()
+    return list(dict.fromkeys(owners[id(p)] for p in model.parameters() if id(p) in owners and owners[id(p)].owns(p)))
+
+
+def _may_keep(cast: Cast, parameter: torch.Tensor) -> bool:
+    """Whether the call around is one whose casts may outlive it. What a captured graph made would have no values yet."""
+    if parameter.is_inference() or (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not cast.live_states or current_pass() is None
+
+
+def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[Node]:
+    for group in segment.forward:
+        node = plan.graph.nodes[group.nodes[0]]
+        if len(group.nodes) == 1 and group.rule is None and group.opaque is None and node.is_cast and node.side:
+            quantizer = plan.casts[node.index].quantizer
+            if has_own_methods(ops[node.op]) and is_own_quantizer(quantizer) and not _draws(quantizer):
+                yield node
+
+
+def _draws(quantizer: Any) -> bool:
+    """Whether a cast draws random numbers, so that no two are equal."""
+    if not is_dataclass(quantizer):
+        return False
+    return getattr(quantizer, "stochastic_rounding", False) or any(_draws(getattr(quantizer, f.name)) for f in fields(quantizer))

@@ -1,0 +1,523 @@
+"""Casts of weights kept from call to call: the bits of a run without, however hard the weights are changed in between."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.core.cast import GRADIENT, Cast
+from opfuse.core.grouped import GroupedCast
+from opfuse.errors import PipelineError, UnsupportedError
+from opfuse.runtime import kept
+from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights
+from opfuse.runtime.recorded import Recorded
+from opfuse.tensors.quantizers import MXFP8Quantizer
+from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
+
+BF16 = torch.bfloat16
+RECIPE = recipes.MXFP8BlockScaling()
+
+
+def mlp(dtype: torch.dtype = BF16) -> ops.Sequential:
+    return to(ops.Sequential(ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64, bias=False)), dtype)
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Roles of the weights that are cast, in order, whoever runs the call; one that a program repeats is none."""
+    seen: list[str] = []
+    for kind in (Cast, GroupedCast):
+
+        def counted(self: Cast, x: Any, *by: Any, call: Any = kind.__call__) -> Any:
+            if self.role not in ("input", GRADIENT):
+                seen.append(self.role)
+            return call(self, x, *by)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    return seen
+
+
+@dataclass
+class Run:
+    """A model, what it is run under, and all that its calls gave."""
+
+    model: nn.Module
+    recipe: recipes.Recipe | None
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def call(self, *, train: bool = True, recipe: recipes.Recipe | None = None, rows: int = 32) -> None:
+        """One microbatch; gradients add up."""
+        self.calls += 1
+        recipe = recipe or self.recipe
+        x = randn(rows, 64, seed=self.calls).requires_grad_(train)
+        with torch.set_grad_enabled(train), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = self.model(x)
+        self.seen.append(y.detach().clone())
+        if train:
+            y.backward(gradient(y, self.calls))
+            self.seen.append(x.grad)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> list[torch.Tensor]:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [*self.seen, *grads, *self.model.parameters(), *delayed_state(self.model).values()]
+
+
+Script = Callable[[Run, KeptWeights | None], None]
+
+
+def both(script: Script, recipe: recipes.Recipe | None = RECIPE, model: Callable[[], nn.Module] = mlp) -> KeptWeights:
+    """Run a script with and without a scope: every bit is the same. The scope, after its end."""
+    torch.manual_seed(0)
+    one = model()
+    other, found = copy.deepcopy(one), []
+    with kept_weights(one) as scope:
+        run = Run(one, recipe)
+        torch.manual_seed(1)  # of gradients that are rounded at random
+        script(run, scope)
+        found = run.result()
+    run = Run(other, recipe)
+    torch.manual_seed(1)
+    script(run, None)
+    wanted = run.result()
+    assert len(found) == len(wanted)
+    for i, (a, b) in enumerate(zip(found, wanted)):
+        assert torch.equal(a, b), i
+    assert (scope.casts, scope.nbytes) == (0, 0)
+    return scope
+
+
+def microbatches(run: Run, scope: KeptWeights | None) -> None:
+    for _ in range(2):
+        with opfuse.autocast(enabled=run.recipe is not None, recipe=run.recipe):
+            for _ in range(4):
+                run.call()
+        run.step()
+    for _ in range(3):
+        run.call(train=False)
+        run.call()
+
+
+@pytest.mark.row("B21")
+@pytest.mark.parametrize(("name", "override"), CASES)
+def test_microbatches_steps_and_evaluation_have_the_same_bits(name: str, override: str | None, casts: list[str]):
+    both(microbatches, recipe_for(name, override))
+    assert (casts == []) == (name == "none")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "delayed"])
+def test_a_weight_is_cast_once_for_the_microbatches_of_a_step(name: str, casts: list[str]):
+    run = Run(mlp(), recipe_for(name))
+    with kept_weights(run.model) as scope:
+        for step in range(1, 4):
+            with opfuse.autocast(recipe=run.recipe):
+                for _ in range(5):
+                    run.call()
+            run.step()
+            assert len(casts) == 2 * step
+            assert scope.casts == 2  # those of before the step go when their successors come
+    casts.clear()
+    run.call()
+    assert scope.casts == len(scope._entries) == 0
+
+
+def test_programs_take_what_is_kept_as_inputs():
+    """So repeated calls hold no steps for it: the program has fewer steps than without."""
+    steps = []
+    for scoped in (True, False):
+        model = mlp()
+        with kept_weights(model) if scoped else contextlib.nullcontext():
+            run = Run(model, RECIPE)
+            for _ in range(4):
+                run.call(train=False)
+            plans = [plan for each in model.runs() for _, plan in each.cache.items()]
+            looks = [look for plan in plans for looks in plan.programs.values() for look in looks.values()]
+            steps.append(sum(len(made.program.recording.steps) for made in looks if isinstance(made, Recorded)))
+    assert 0 < steps[0] < steps[1]
+
+
+# -- changes of a weight inside the scope ------------------------------------------------------------------------------------
+
+
+def _replace(linear: nn.Module) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 2)
+
+
+def _swap(linear: nn.Module) -> None:
+    linear.weight.data = linear.weight.detach() * 2
+
+
+def _write(linear: nn.Module) -> None:
+    with torch.no_grad():
+        linear.weight.view(-1)[::2].mul_(2)
+
+
+def _write_in_inference_mode(linear: nn.Module) -> None:
+    with torch.inference_mode():
+        linear.weight.mul_(2)
+
+
+def _load(linear: nn.Module) -> None:
+    linear.load_state_dict({name: value * 2 for name, value in linear.state_dict().items()})
+
+
+def _convert(linear: nn.Module) -> None:
+    linear.half()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    linear.bfloat16()
+
+
+def _move(linear: nn.Module) -> None:
+    before = linear.weight.detach().clone()
+    linear.to_empty(device="meta")
+    linear.to_empty(device=before.device)
+    linear.zero_grad()  # which was moved as well, without values
+    with torch.no_grad():
+        linear.weight.copy_(before * 2)
+        linear.bias.zero_()
+
+
+def _restride(linear: nn.Module) -> None:
+    linear.weight.data = torch.zeros(64, 128, dtype=BF16).copy_(linear.weight.detach().t()).t()
+
+
+CHANGES = [_replace, _swap, _write, _write_in_inference_mode, _load, _convert, _move, _restride]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_a_weight_is_seen_by_the_next_call(change: Callable[[nn.Module], None]):
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for _ in range(3):
+            for train in (True, False, True):
+                run.call(train=train)
+            change(run.model[0])
+            run.call(train=False)
+            run.call()
+
+    both(script)
+
+
+def test_a_write_through_data_is_no_write_that_counts_until_the_casts_are_dropped():
+    run = Run(mlp(), RECIPE)
+    x = randn(32, 64)
+    with torch.no_grad(), opfuse.autocast(recipe=RECIPE), kept_weights(run.model) as scope:
+        before = run.model(x)
+        run.model[0].weight.data.mul_(2)
+        assert torch.equal(run.model(x), before)
+        scope.drop()
+        after = run.model(x)
+    with torch.no_grad(), opfuse.autocast(recipe=RECIPE):
+        assert torch.equal(run.model(x), after)
+    assert not torch.equal(before, after)
+
+
+def test_a_kept_plane_that_somebody_writes_is_made_anew():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        run.call(train=False)
+        for plane in () if scope is None else scope.tensors():
+            plane.zero_()
+        run.call(train=False)
+
+    both(script)
+
+
+# -- recipes, regions, delayed scaling ------------------------------------------------------------------------------------------
+
+
+def test_recipes_and_dtypes_change_inside_the_scope():
+    others = [recipe_for(name) for name in ("fp8_block", "mxfp8", "nvfp4", "fp8_current", "fp8_row", "mxfp8")]
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for recipe, train in itertools.product(others, (False, True)):
+            run.call(recipe=recipe, train=train)
+            run.call(recipe=recipe, train=train)
+        if scope is not None:
+            assert scope.casts <= 2 * CASTS
+
+    both(script)
+
+
+def test_an_fp32_model_under_two_dtypes_of_torch_autocast():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype=dtype):
+                run.call()
+                run.call(train=False)
+
+    both(script, model=lambda: mlp(torch.float32))
+
+
+def test_a_delayed_scale_that_moves_has_its_weight_cast_anew(casts: list[str]):
+    recipe = recipes.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for factor in (1.0, 4.0, 0.25):
+            with torch.no_grad():
+                run.model[0].weight.mul_(factor)
+            run.call()  # a region of its own: its end moves the scale
+            run.call(train=False)
+            with opfuse.autocast(recipe=recipe):
+                run.call()
+                run.call(train=False)
+                run.call()
+
+    both(script, recipe)
+
+
+def test_a_region_that_fails_drops_its_amaxes_so_the_next_casts_count_again():
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for _ in range(2):
+            with contextlib.suppress(ZeroDivisionError), opfuse.autocast(recipe=recipe):
+                run.call()
+                raise ZeroDivisionError
+            with opfuse.autocast(recipe=recipe):
+                run.call()
+                run.call()
+
+    both(script, recipe)
+
+
+def test_delayed_states_that_are_loaded_convert_or_change_length():
+    first = recipes.DelayedScaling(amax_history_len=4)
+    second = recipes.DelayedScaling(amax_history_len=8, margin=2)
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        run.call()
+        saved = copy.deepcopy(run.model.state_dict())
+        for recipe in (first, second, first):
+            with opfuse.autocast(recipe=recipe):
+                run.call(recipe=recipe)
+                run.call(recipe=recipe, train=False)
+                run.call(recipe=recipe)
+        run.model.load_state_dict(saved)
+        with opfuse.autocast(recipe=first):
+            run.call()
+            run.call()
+
+    both(script, first)
+
+
+# -- what surrounds a call ------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_may_be_run_backward_after_the_scope_and_after_the_weight_was_cast_anew():
+    def grads(scoped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, made = mlp(), []
+        with kept_weights(model) if scoped else contextlib.nullcontext(), opfuse.autocast(recipe=RECIPE):
+            for call in range(4):
+                x = randn(32, 64, seed=call).requires_grad_()
+                made.append((x, model(x)))
+                if call == 2:
+                    with torch.no_grad():
+                        model[0].weight.copy_(model[0].weight * 3)
+        for _, y in made:
+            y.backward(gradient(y, 0))
+        return [*(x.grad for x, _ in made), *(p.grad for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(True), grads(False), strict=True))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_a_checkpoint_repeats_its_call(name: str):
+    recipe = recipe_for(name)
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for call in range(4):
+            x = randn(32, 64, seed=call).requires_grad_()
+            with opfuse.autocast(recipe=recipe):
+                y = opfuse.checkpoint(run.model, x)
+                run.call()
+            y.backward(gradient(y, 0))
+            run.seen += [y.detach(), x.grad]
+
+    both(script, recipe)
+
+
+def test_inference_mode_leaves_nothing_that_a_training_call_cannot_save():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for _ in range(3):
+            with torch.inference_mode():
+                run.call(train=False)
+        run.call()
+
+    recipe = recipe_for("mxfp8", "dequantized")
+    both(script, recipe)
+
+
+def test_stochastic_and_unknown_quantizers_cast_at_every_call(casts: list[str]):
+    class Mine(MXFP8Quantizer):
+        pass
+
+    model = to(ops.Sequential(ops.Linear(64, 64)), BF16)
+    x = randn(32, 64)
+    for factory in (lambda role: Mine(), lambda role: MXFP8Quantizer()):
+        casts.clear()
+        recipe = recipes.CustomRecipe(qfactory=factory)
+        with torch.no_grad(), opfuse.interpreted(), opfuse.autocast(recipe=recipe), kept_weights(model):
+            model(x), model(x)
+        assert len(casts) == (1 if recipe.qfactory(None).__class__ is MXFP8Quantizer else 2)
+    assert kept._draws(recipe_for("nvfp4").quantizer(opfuse.recipes.QuantizerRole("linear", "grad_output")))
+
+
+def test_one_weight_of_two_layers_is_cast_once(casts: list[str]):
+    model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64, bias=False)), BF16)
+    model[2].weight = model[0].weight
+    with torch.no_grad(), opfuse.autocast(recipe=RECIPE):
+        wanted = model(randn(32, 64))
+        casts.clear()
+        with kept_weights(model) as scope:
+            for _ in range(4):
+                assert torch.equal(model(randn(32, 64)), wanted)
+            assert (len(casts), scope.casts) == (1, 1)
+
+
+def test_experts_keep_theirs(casts: list[str]):
+    model = to(ops.GroupedLinear(3, 64, 64), BF16)
+    splits = torch.tensor([32, 0, 64], device="cpu")
+    x = randn(96, 64)
+    with torch.no_grad(), opfuse.autocast(recipe=RECIPE):
+        wanted = model(x, splits)
+        casts.clear()
+        with kept_weights(model) as scope:
+            for _ in range(3):
+                assert torch.equal(model(x, splits), wanted)
+            assert (len(casts), scope.casts) == (3, 3)
+
+
+# -- the scope ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scope_lets_go_of_everything_however_it_ends():
+    model = mlp()
+    with contextlib.suppress(ZeroDivisionError), kept_weights(model) as scope:
+        run = Run(model, RECIPE)
+        for _ in range(4):  # interpreted, recorded, repeated
+            run.call(train=False)
+        assert scope.casts == 2
+        assert scope.nbytes == sum(t.untyped_storage().nbytes() for t in scope.tensors())
+        assert scope.nbytes >= sum(p.numel() for p in (model[0].weight, model[2].weight))
+        assert repr(scope) == f"KeptWeights(2 casts, {scope.nbytes} bytes)"
+        alive = [weakref.ref(t) for t in scope.tensors()]
+        raise ZeroDivisionError
+    gc.collect()
+    assert (scope.casts, scope.nbytes) == (0, 0)
+    assert not any(each() is not None for each in alive)
+
+
+def test_a_scope_inside_a_scope_keeps_only_what_the_outer_one_does_not(casts: list[str]):
+    model, other = mlp(), mlp()
+    run, another = Run(model, RECIPE), Run(other, RECIPE)
+    with kept_weights(model) as outer:
+        run.call(train=False)
+        with kept_weights(nn.ModuleList([model, other])) as inner:
+            run.call(train=False)
+            another.call(train=False)
+            assert (outer.casts, inner.casts) == (2, 2)
+        run.call(train=False)
+        assert (outer.casts, inner.casts, len(casts)) == (2, 0, 4)
+        another.call(train=False)
+        assert (outer.casts, inner.casts) == (2, 0)
+
+
+def test_other_models_and_threads_of_their_own_context_are_not_concerned():
+    model, other = mlp(), mlp()
+    with kept_weights(model) as scope:
+        Run(other, RECIPE).call(train=False)
+        thread = threading.Thread(target=Run(model, RECIPE).call)
+        thread.start()
+        thread.join()
+        assert scope.casts == 0
+
+
+def test_threads_in_copies_of_the_context_share_the_casts(casts: list[str]):
+    model = mlp()
+    x = randn(32, 64)
+    with torch.no_grad(), opfuse.autocast(recipe=RECIPE):
+        wanted = model(x)
+    casts.clear()
+    got: list[torch.Tensor] = []
+    start = threading.Barrier(4)
+
+    def serve() -> None:
+        start.wait()
+        for _ in range(5):
+            with torch.no_grad(), opfuse.autocast(recipe=RECIPE):
+                got.append(model(x))
+
+    with kept_weights(model) as scope:
+        threads = [threading.Thread(target=copy_context().run, args=(serve,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(casts), scope.casts) == (2, 2)
+        late = copy_context()
+    assert all(torch.equal(each, wanted) for each in got)
+    assert len(got) == 20
+    late.run(Run(model, RECIPE).call)  # a copy of a context whose scope is over
+    assert scope.casts == 0
+
+
+def test_what_is_told():
+    model, x = mlp(), randn(32, 64).requires_grad_()
+    with opfuse.autocast(recipe=RECIPE):
+        without = opfuse.saved(model, x)
+        with kept_weights(model) as scope:
+            assert opfuse.saved(model, x).totals == without.totals  # a look keeps nothing
+            assert scope.casts == 0
+            model(x)
+            found = opfuse.saved(model, x)
+            assert scope.casts == 2
+            text = str(opfuse.explain(model, x))
+    weights = [value for value in found.values if value.name == "w"]
+    assert weights
+    assert {value.memory for value in weights} == {"kept weights"}
+    assert found.totals.own == without.totals.own - sum(value.bytes for value in weights)
+    assert f"kept     2 casts of weights, {found.kept_bytes} bytes" in text
+    assert "kept  " not in str(without)
+
+
+def test_what_the_scope_refuses():
+    with pytest.raises(PipelineError, match=r"nn\.Module"), kept_weights([mlp()]):
+        pass
+
+    class FSDPModule(nn.Module):
+        pass
+
+    model = nn.Sequential(mlp())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.fsdp.FSDPModule", FSDPModule)
+        model.append(FSDPModule())
+        with pytest.raises(UnsupportedError, match="FSDP"), kept_weights(model):
+            pass
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert kept._owners.get() == {}

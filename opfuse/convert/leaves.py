@@ -23,7 +23,7 @@ from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
 from opfuse.ops import activation
-from opfuse.ops.norm import LayerNorm, NormSpec, RMSNorm
+from opfuse.ops.norm import LayerNorm, RMSNorm
 from opfuse.ops.pointwise import Dropout
 from opfuse.ops.structure import Identity
 
@@ -89,7 +89,7 @@ def _layer_norm(module: nn.Module) -> BasicOperation | None:
     if not runs(module, nn.LayerNorm) or module._parameters.get("weight") is None or module._parameters.get("bias") is None:
         return None
     norm: nn.LayerNorm = module  # type: ignore[assignment]
-    return borrowing(LayerNorm, NormSpec(norm.normalized_shape, norm.eps), module, "weight", "bias")
+    return borrowing(LayerNorm, (norm.normalized_shape, norm.eps), module, "weight", "bias")
 
 
 def _rms_norm(module: nn.Module) -> BasicOperation | None:
@@ -100,9 +100,9 @@ def _rms_norm(module: nn.Module) -> BasicOperation | None:
     if runs(module, nn.RMSNorm):
         norm: nn.RMSNorm = module  # type: ignore[assignment]
         eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
-        return borrowing(RMSNorm, NormSpec(norm.normalized_shape, eps), module, "weight")
+        return borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight")
     found = rms_norm_of(module)
-    return None if found is None else borrowing(RMSNorm, NormSpec(tuple(weight.shape), *found), module, "weight")
+    return None if found is None else borrowing(RMSNorm, (tuple(weight.shape), *found), module, "weight")
 
 
 def norm_of(module: nn.Module) -> BasicOperation | None:

@@ -7,7 +7,7 @@ made of them at each call, with a graph of autograd behind it; so gradients arri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from opfuse.core.operation import BasicOperation
-from opfuse.ops.linear import BasicLinear, BasicLinearSpec
-from opfuse.ops.pointwise import Bias, BiasSpec
+from opfuse.core.spec import spec_of
+from opfuse.ops.linear import BasicLinear
+from opfuse.ops.pointwise import Bias
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 
 
-def borrowing(kind: type[AnyOp], spec: Any, owner: nn.Module, *names: str) -> AnyOp:
-    """An op of class ``kind`` whose parameters ``names`` are those of ``owner``; it has none of its own."""
+def borrowing(kind: type[AnyOp], fields: Iterable[Any], owner: nn.Module, *names: str) -> AnyOp:
+    """An op of class ``kind`` with these ``fields`` of its spec, whose parameters ``names`` are those of ``owner``."""
     op = kind.__new__(kind)
-    BasicOperation.__init__(op, spec, owner=owner)
+    BasicOperation.__init__(op, spec_of(kind)(*fields), owner=owner)
     op.__dict__["borrows"] = names
     return op
 
@@ -146,7 +147,7 @@ def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], Made | 
     if len(weights) > 1 or first.transposed:
         made = Made({name: [(w.module, name, w.transposed and name == "weight") for w in weights] for name in names})
     owner: nn.Module = first.module if made is None else made
-    ops: list[BasicOperation] = [borrowing(BasicLinear, BasicLinearSpec(first.in_features, columns), owner, "weight")]
+    ops: list[BasicOperation] = [borrowing(BasicLinear, (first.in_features, columns), owner, "weight")]
     if first.has_bias:
-        ops.append(borrowing(Bias, BiasSpec(columns), owner, "bias"))
+        ops.append(borrowing(Bias, (columns,), owner, "bias"))
     return ops, made

@@ -18,7 +18,7 @@ from torch import nn
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
-from opfuse.core.protocol import check_signatures, checked_gradients, checked_output
+from opfuse.core.protocol import check_signatures, checked_gradients, checked_output, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
@@ -200,13 +200,14 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
                 warnings.warn(message, OpfuseWarning, stacklevel=2)
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
-        """spec: frozen hyper-parameters, checked here. owner: the module whose parameters this op borrows as a part of it.
+        """spec: frozen hyper-parameters, if the constructor does not declare them. owner: the module whose parameters it borrows.
 
         SpecError for a value that the type of its field does not allow.
         """
         super().__init__()
         self.__dict__["owner"] = owner if owner is not None else self
-        self.__dict__["spec"] = NoSpec() if spec is None else checked_spec(spec, type(self.owner).__name__)
+        if spec is not None or "spec" not in self.__dict__:
+            self.__dict__["spec"] = NoSpec() if spec is None else checked_spec(spec, type(self.owner).__name__)
         self._init_channels()
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
@@ -358,15 +359,11 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         **kwargs: Any,
     ) -> Any:
         """Output for ``input_``, with what the backward needs kept in ``ctx``."""
-        raise PipelineError(
-            describe(self.label, wanted="op_forward or fuser_forward", got="neither", cure="override one of them")
-        )
+        refuse_missing(self.label, "op_forward or fuser_forward")
 
     def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, Gradients]:
         """Gradient of the input, and of each parameter in the order of ``parameters()``."""
-        raise PipelineError(
-            describe(self.label, wanted="op_backward or fuser_backward", got="neither", cure="override one of them")
-        )
+        refuse_missing(self.label, "op_backward or fuser_backward")
 
     def fuser_forward(
         self,

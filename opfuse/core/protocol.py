@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +38,11 @@ def check_signatures(cls: type, base: type) -> None:
             )
             cure = "add **kwargs to its parameters" if keywords else "write it as op_backward(self, ctx, grad_output)"
             raise PipelineError(describe(f"{cls.__name__}.{name}", wanted=wanted, got=f"{error}", cure=cure)) from None
+
+
+def refuse_missing(label: str, methods: str) -> NoReturn:
+    """PipelineError for an op that was called without one of ``methods``."""
+    raise PipelineError(describe(label, wanted=methods, got="neither", cure="override one of them"))
 
 
 def checked_output(label: str, output: Any) -> Any:

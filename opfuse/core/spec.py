@@ -1,7 +1,8 @@
 """The spec of an op: its hyper-parameters as a frozen dataclass, whose field types say what each may hold.
 
-A constructor passes on what it was given; what is checked, turned into its normal form, told in errors, printed by ``repr`` and
-written in configuration files follows from the fields and their domains (see :mod:`opfuse.domains`).
+A built-in op writes them once, as the arguments of its constructor under :func:`hyper_parameters`. What is checked, turned into
+its normal form, told in errors, printed by ``repr`` and written in configuration files follows from the fields and their domains
+(see :mod:`opfuse.domains`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import takewhile
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 from torch import nn
@@ -22,13 +23,14 @@ from opfuse.domains import NON_NEGATIVE, POSITIVE, SHAPE, SIZE, SIZES, Domain, d
 from opfuse.errors import SpecError, UnknownArgumentError, UnsupportedError, describe, nearest
 
 Size = Annotated[int, SIZE]
-Sizes = Annotated[tuple[int, ...], SIZES]
-Shape = Annotated[tuple[int, ...], SHAPE]
+Sizes = Annotated[int | Iterable[int], SIZES]
+Shape = Annotated[Iterable[int], SHAPE]
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NON_NEGATIVE]
-"""Types of fields that hold less than all integers, tuples or floats."""
+"""Types of arguments that take less than all integers, tuples or floats."""
 
 AnySpec = TypeVar("AnySpec")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,50 @@ class NoSpec:
 _ARGUMENTS = {"use_bias": "bias"}
 
 
+_FIELDS = {name: field for field, name in _ARGUMENTS.items()}
+
+
 def argument(field: str) -> str:
     """The argument of a constructor that a field of the spec holds; other names where the op has a parameter of that name."""
     return _ARGUMENTS.get(field, field)
+
+
+PLACEMENT = ("device", "dtype", "owner")
+"""Arguments that say where an op's parameters are, and not what it computes."""
+
+
+def hyper_parameters(init: Callable[P, None]) -> Callable[P, None]:
+    """An op's constructor whose arguments, but for :data:`PLACEMENT`, are the fields of the op's spec.
+
+    The constructor gets them in their normal form; SpecError for a value that its annotation does not allow. So a
+    hyper-parameter has its name, type and default in one place, which inspect.signature, editors and type checkers read.
+    """
+    signature = inspect.signature(init)
+    _, *arguments = signature.parameters.values()
+    named = {_FIELDS.get(p.name, p.name): p for p in arguments if p.name not in PLACEMENT}
+    defaults = {name: MISSING if p.default is p.empty else p.default for name, p in named.items()}
+    cls = init.__qualname__.rpartition(".__init__")[0].rpartition(".")[2].lstrip("_")
+    spec = make_dataclass(f"{cls}Spec", [(n, p.annotation, field(default=defaults[n])) for n, p in named.items()], frozen=True)
+    spec.__module__, spec.__doc__ = init.__module__, f"Hyper-parameters of {cls}."
+    init.__globals__.setdefault(spec.__name__, spec)  # where pickle looks for it
+
+    @functools.wraps(init)
+    def constructor(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return init(*args, **kwargs)  # Python says it better
+        bound.apply_defaults()
+        given, op = bound.arguments, cast(Any, args[0])
+        owner = op if given.get("owner") is None else given["owner"]
+        made = checked_spec(spec(**{name: given[p.name] for name, p in named.items()}), type(owner).__name__)
+        given.update({p.name: getattr(made, name) for name, p in named.items()})
+        if _declares(type(op)) is spec:  # a subclass with a spec of its own calls this with what its base takes
+            op.__dict__["spec"] = made
+        return init(*bound.args, **bound.kwargs)
+
+    constructor.spec = spec  # type: ignore[attr-defined]
+    return constructor
 
 
 def annotations_of(op: type) -> dict[str, Any]:
@@ -57,9 +100,19 @@ def annotations_of(op: type) -> dict[str, Any]:
 
 
 def spec_of(op: type) -> type:
-    """The spec that an op's class declares by the annotation ``spec``; NoSpec where there is none."""
-    spec = annotations_of(op).get("spec")
+    """The spec that an op's class declares by its constructor or by the annotation ``spec``; NoSpec where there is none."""
+    spec = _declares(op)
     return spec if isinstance(spec, type) and is_dataclass(spec) else NoSpec
+
+
+def _declares(op: type) -> Any:
+    """What the nearest class that declares a spec declares."""
+    for base in takewhile(lambda base: base is not nn.Module, op.__mro__):
+        made = getattr(vars(base).get("__init__"), "spec", None)
+        declared = inspect.get_annotations(base).get("spec")
+        if made is not None or declared not in (None, "Any"):
+            return made or _resolved(base, declared)
+    return None
 
 
 def _resolved(cls: type, hint: Any) -> Any:

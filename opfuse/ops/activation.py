@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from opfuse.core.context import Context
-from opfuse.core.spec import Positive, Size
+from opfuse.core.spec import Positive, Size, hyper_parameters
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage
 from opfuse.ops.pointwise import PointwiseOperation
@@ -17,28 +15,19 @@ from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 _INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)
 
 
-@dataclass(frozen=True)
-class ActivationSpec:
-    """Hyper-parameters of an activation.
-
-    cache_quantized_input: save the input for backward as E4M3, one byte an element. No effect under a backward override.
-    """
-
-    cache_quantized_input: bool = False
-
-
 class Activation(PointwiseOperation):
     """y = f(x) for a declared ``math``; subclass it with five lines to make an activation of your own.
 
-    cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling); the gradient is then that of the
-    dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the forward pass read.
+    cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling), one byte an element; the gradient is
+    then that of the dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the
+    forward pass read.
     """
 
-    spec: ActivationSpec
     traits = frozenset(("elementwise", "activation"))
 
+    @hyper_parameters
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(ActivationSpec(cache_quantized_input))
+        super().__init__()
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         exact = KEEP[ctx.env.backward_override].backward == "high_precision"
@@ -89,22 +78,17 @@ class SiLU(Activation):
 # -- gated units: the first half of the last dimension is gated, the second half multiplies -----------------------------
 
 
-@dataclass(frozen=True)
-class GatedSpec:
-    """Hyper-parameters of a gated unit. glu_interleave_size: None, or halves alternate in groups of that many columns."""
-
-    cache_quantized_input: bool = False
-    glu_interleave_size: Size | None = None
-
-
 class GatedActivation(Activation):
-    """y = act(a) * b for x = (a | b) of shape (..., 2n); y has shape (..., n)."""
+    """y = act(a) * b for x = (a | b) of shape (..., 2n); y has shape (..., n).
 
-    spec: GatedSpec  # type: ignore[assignment]
+    glu_interleave_size: None, or halves alternate in groups of that many columns.
+    """
+
     traits = frozenset(("elementwise", "activation", "gated"))
 
-    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        PointwiseOperation.__init__(self, GatedSpec(cache_quantized_input, glu_interleave_size))
+    @hyper_parameters
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: Size | None = None) -> None:
+        super().__init__()
 
 
 class GLU(GatedActivation):
@@ -153,64 +137,41 @@ class SwiGLU(GatedActivation):
     math = activations.GATED["swiglu"]
 
 
-@dataclass(frozen=True)
-class ClampedSwiGLUSpec:
-    """Hyper-parameters of a clamped SwiGLU."""
-
-    limit: Positive = 7.0
-    alpha: float = 1.702
-    glu_linear_offset: float = 1.0
-    cache_quantized_input: bool = False
-    glu_interleave_size: Size | None = None
-
-
 class ClampedSwiGLU(GatedActivation):
     """a' sigmoid(alpha a') * (clamp(b, -limit, limit) + glu_linear_offset), a' = min(a, limit); no gradient where clamped."""
 
-    spec: ClampedSwiGLUSpec  # type: ignore[assignment]
     kind = "clamped_swiglu"
     math = activations.CLAMPED_SWIGLU
 
+    @hyper_parameters
     def __init__(
         self,
         *,
-        limit: float = 7.0,
+        limit: Positive = 7.0,
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
         cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
+        glu_interleave_size: Size | None = None,
     ) -> None:
-        PointwiseOperation.__init__(
-            self, ClampedSwiGLUSpec(limit, alpha, glu_linear_offset, cache_quantized_input, glu_interleave_size)
-        )
-
-
-@dataclass(frozen=True)
-class SiTUGLUSpec:
-    """Hyper-parameters of SiTUGLU."""
-
-    beta1: Positive = 4.0
-    beta2: Positive = 25.0
-    cache_quantized_input: bool = False
-    glu_interleave_size: Size | None = None
+        super().__init__()
 
 
 class SiTUGLU(GatedActivation):
     """beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)."""
 
-    spec: SiTUGLUSpec  # type: ignore[assignment]
     kind = "situglu"
     math = activations.SITUGLU
 
+    @hyper_parameters
     def __init__(
         self,
         *,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
+        beta1: Positive = 4.0,
+        beta2: Positive = 25.0,
         cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
+        glu_interleave_size: Size | None = None,
     ) -> None:
-        PointwiseOperation.__init__(self, SiTUGLUSpec(beta1, beta2, cache_quantized_input, glu_interleave_size))
+        super().__init__()
 
 
 # -- scaled: one differentiable scale a row, an extra input of shape x.shape[:-1] ----------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -18,7 +18,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import Mode, numbered
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
-from opfuse.core.spec import Size, checked_spec, new_parameter
+from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
@@ -36,22 +36,6 @@ from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 
 _SINGLE = ("weight", "bias")
 """Parameters that hold those of all groups."""
-
-
-@dataclass(frozen=True)
-class GroupedLinearSpec:
-    """Hyper-parameters of a grouped linear layer."""
-
-    num_groups: Size
-    in_features: Size
-    out_features: Size
-    use_bias: bool = True
-    scale_bias: bool = False
-    single_grouped_weight: bool = False
-    single_grouped_bias: bool = False
-    pad_splits: bool = False
-    delay_wgrad_compute: bool = False
-    accumulate_into_main_grad: bool = False
 
 
 class GroupedLinear(BasicOperation):
@@ -82,7 +66,6 @@ class GroupedLinear(BasicOperation):
     file can ask for neither.
     """
 
-    spec: GroupedLinearSpec
     kind = "grouped_linear"
     traits = frozenset(("gemm", "grouped", "producer"))
     saves = ()  # an object knows its own
@@ -93,11 +76,12 @@ class GroupedLinear(BasicOperation):
     num_extra_inputs = 1
     most_extra_inputs = 2
 
+    @hyper_parameters
     def __init__(
         self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
+        num_groups: Size,
+        in_features: Size,
+        out_features: Size,
         *,
         bias: bool = True,
         scale_bias: bool = False,
@@ -110,24 +94,19 @@ class GroupedLinear(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         where = type(self).__name__
-        single = single_grouped_weight, single_grouped_bias
-        options = pad_splits, delay_wgrad_compute, accumulate_into_main_grad
-        sizes = num_groups, in_features, out_features
-        spec = checked_spec(GroupedLinearSpec(*sizes, bias, scale_bias, *single, *options), where)
-        if not spec.use_bias:
-            spec = replace(spec, scale_bias=False, single_grouped_bias=False)
-        if spec.delay_wgrad_compute and spec.accumulate_into_main_grad:
+        if not bias:
+            self.__dict__["spec"] = replace(self.spec, scale_bias=False, single_grouped_bias=False)
+        if delay_wgrad_compute and accumulate_into_main_grad:
             got, cure = "delay_wgrad_compute beside it", "choose one of the two"
             raise SpecError(
                 describe(f"{where}.accumulate_into_main_grad", wanted="gradients that come at once", got=got, cure=cure)
             )
-        if spec.scale_bias:
+        if self.spec.scale_bias:
             self.__dict__["num_extra_inputs"] = 2
-        super().__init__(spec)
+        super().__init__()
         self.__dict__["_delayed"] = deque()
-        groups = spec.num_groups
-        weights = _names("weight", groups, single=spec.single_grouped_weight)
-        biases = _names("bias", groups, single=spec.single_grouped_bias) if spec.use_bias else ()
+        weights = _names("weight", num_groups, single=single_grouped_weight)
+        biases = _names("bias", num_groups, single=single_grouped_bias) if bias else ()
         self.__dict__.update(weight_names=weights, bias_names=biases, borrows=(*weights, *biases))
         self.__dict__["saves"] = ("x", *weights, *biases, "splits", "scales")
         made = {"device": device, "dtype": dtype}

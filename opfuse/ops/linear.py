@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -16,7 +15,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
-from opfuse.core.spec import Size, checked_spec
+from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.main_grad import added, main_grad_of
@@ -30,15 +29,6 @@ from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 
-@dataclass(frozen=True)
-class BasicLinearSpec:
-    """Hyper-parameters of a matrix product."""
-
-    in_features: Size
-    out_features: Size
-    accumulate_into_main_grad: bool = False
-
-
 class BasicLinear(BasicOperation):
     """y = x W^T for x (..., in_features) and W (out_features, in_features), without a bias.
 
@@ -47,7 +37,6 @@ class BasicLinear(BasicOperation):
     gradient is added, in fp32, to ``weight.main_grad``, a buffer of the caller, and not to ``weight.grad`` (``main_grad.py``).
     """
 
-    spec: BasicLinearSpec
     kind = "linear"
     traits = frozenset(("gemm", "producer"))
     roles = ("weight", "input", "grad_output")
@@ -57,17 +46,18 @@ class BasicLinear(BasicOperation):
     forward_kwargs = ()
     borrows = ("weight",)
 
+    @hyper_parameters
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Size,
+        out_features: Size,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         owner: nn.Module | None = None,
     ) -> None:
-        super().__init__(BasicLinearSpec(in_features, out_features, accumulate_into_main_grad), owner=owner)
+        super().__init__(owner=owner)
         self.owner.weight = new_weight(self, "weight", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -151,16 +141,6 @@ class BasicLinear(BasicOperation):
         check_features(f"{self.label} input", x.shape, self.spec.in_features)
 
 
-@dataclass(frozen=True)
-class LinearSpec:
-    """Hyper-parameters of a linear layer."""
-
-    in_features: Size
-    out_features: Size
-    use_bias: bool = True
-    accumulate_into_main_grad: bool = False
-
-
 class Linear(FusibleOperation):
     """y = x W^T + b: a :class:`BasicLinear` followed by a :class:`Bias`, with the parameters of ``nn.Linear``.
 
@@ -168,16 +148,16 @@ class Linear(FusibleOperation):
     te.ops load as well. accumulate_into_main_grad: as of :class:`BasicLinear`, for the weight; the bias has its gradient as ever.
     """
 
-    spec: LinearSpec
     kind = "linear"
     weight: nn.Parameter
     bias: nn.Parameter | None
     accumulate_into_main_grad: bool
 
+    @hyper_parameters
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Size,
+        out_features: Size,
         bias: bool = True,
         *,
         device: Any = None,
@@ -185,15 +165,14 @@ class Linear(FusibleOperation):
         accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
-        spec = checked_spec(LinearSpec(in_features, out_features, bias, accumulate_into_main_grad), type(self).__name__)
-        made = {"device": device, "dtype": dtype, "accumulate_into_main_grad": spec.accumulate_into_main_grad, "owner": self}
-        parts: list[BasicOperation] = [BasicLinear(spec.in_features, spec.out_features, **made)]
-        if spec.use_bias:
-            parts.append(Bias(spec.out_features, device=device, dtype=dtype, owner=self))
+        made = {"device": device, "dtype": dtype, "owner": self}
+        product = BasicLinear(in_features, out_features, accumulate_into_main_grad=accumulate_into_main_grad, **made)
+        parts: list[BasicOperation] = [product]
+        if bias:
+            parts.append(Bias(out_features, **made))
         else:
             self.register_parameter("bias", None)
         self.__dict__["parts"] = tuple(parts)
-        self.__dict__["spec"] = spec
         self._reset_bias()
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import NonNegative, Sizes, new_parameter
+from opfuse.core.spec import NonNegative, Sizes, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
@@ -100,15 +99,6 @@ def _statistics(ctx: Context) -> Statistics:
     return Statistics(ctx.saved.rstd, getattr(ctx.saved, "mean", None))
 
 
-@dataclass(frozen=True)
-class NormSpec:
-    """Hyper-parameters of a normalisation with parameters."""
-
-    normalized_shape: Sizes
-    eps: NonNegative = 1e-5
-    zero_centered_gamma: bool = False
-
-
 class _Norm(_Normalization):
     """A normalisation with a weight.
 
@@ -116,19 +106,19 @@ class _Norm(_Normalization):
     gamma first.
     """
 
-    spec: NormSpec
     learned: ClassVar[tuple[str, ...]] = ("weight",)
 
+    @hyper_parameters
     def __init__(
         self,
-        normalized_shape: int | Iterable[int],
+        normalized_shape: Sizes,
         *,
-        eps: float = 1e-5,
+        eps: NonNegative = 1e-5,
         zero_centered_gamma: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(NormSpec(normalized_shape, eps, zero_centered_gamma))  # type: ignore[arg-type]
+        super().__init__()
         for name in self.learned:
             setattr(self, name, new_parameter(type(self).__name__, self.parameter_shape(name), device=device, dtype=dtype))
         self.reset_parameters()
@@ -185,22 +175,15 @@ class LayerNorm(_Norm):
         return tuple(bias if name == "bias" else None for name in self.parameter_names)
 
 
-@dataclass(frozen=True)
-class L2NormalizationSpec:
-    """Hyper-parameters of an L2 normalisation."""
-
-    eps: NonNegative = 1e-6
-
-
 class L2Normalization(_Normalization):
     """y = x * rsqrt(sum(x^2) + eps) over the last dimension."""
 
-    spec: L2NormalizationSpec
     kind = computes = "l2_normalization"
     saves = ("x", "rstd")
 
-    def __init__(self, *, eps: float = 1e-6) -> None:
-        super().__init__(L2NormalizationSpec(eps))
+    @hyper_parameters
+    def __init__(self, *, eps: NonNegative = 1e-6) -> None:
+        super().__init__()
 
     def _norm(self, ctx: Context | None = None) -> Norm:
         return Norm(self.computes, eps=self.eps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from opfuse.core.context import Context, plain_or_none
 from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import Size, new_parameter
+from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
@@ -175,25 +174,18 @@ def _source(op: PointwiseOperation, ctx: Context, source: str) -> torch.Tensor:
     return extra
 
 
-@dataclass(frozen=True)
-class BiasSpec:
-    """Hyper-parameters of a bias."""
-
-    size: Size
-
-
 class Bias(PointwiseOperation):
     """y = x + b for x (..., size); db is summed over all leading dimensions in fp32. bias: (size,), initially 0."""
 
-    spec: BiasSpec
     math = activations.BIAS
     sources = {"bias": "bias"}
     borrows = ("bias",)
 
+    @hyper_parameters
     def __init__(
-        self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
+        self, size: Size, *, device: Any = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
     ) -> None:
-        super().__init__(BiasSpec(size), owner=owner)
+        super().__init__(owner=owner)
         self.owner.bias = new_parameter(type(self.owner).__name__, self.parameter_shape("bias"), device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -218,28 +210,14 @@ class Bias(PointwiseOperation):
         return super().forward_stage(ctx, shape, device)
 
 
-@dataclass(frozen=True)
-class ConstantScaleSpec:
-    """Hyper-parameters of a constant scale."""
-
-    scale: float
-
-
 class ConstantScale(PointwiseOperation):
     """y = scale * x."""
 
-    spec: ConstantScaleSpec
     math = activations.CONSTANT_SCALE
 
+    @hyper_parameters
     def __init__(self, scale: float) -> None:
-        super().__init__(ConstantScaleSpec(scale))
-
-
-@dataclass(frozen=True)
-class InPlaceSpec:
-    """Hyper-parameters of an op with an extra tensor."""
-
-    in_place: bool = False
+        super().__init__()
 
 
 class AddExtraInput(PointwiseOperation):
@@ -249,13 +227,13 @@ class AddExtraInput(PointwiseOperation):
     wants a gradient is refused. What comes through a channel is never written, since other ops may read it.
     """
 
-    spec: InPlaceSpec
     math = activations.ADD
     sources = {"residual": "extra0"}
     num_extra_inputs = 1
 
+    @hyper_parameters
     def __init__(self, in_place: bool = False) -> None:
-        super().__init__(InPlaceSpec(in_place))
+        super().__init__()
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
@@ -291,22 +269,15 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
 PROBABILITY = numbers("a probability, 0 <= p < 1", minimum=0, exclusiveMaximum=1)
 
 
-@dataclass(frozen=True)
-class DropoutSpec:
-    """Hyper-parameters of dropout."""
-
-    p: Annotated[float, PROBABILITY]
-
-
 class Dropout(PointwiseOperation):
     """In training y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) from torch's generator; in evaluation y = x."""
 
-    spec: DropoutSpec
     math = activations.DROPOUT
     reads_training = True
 
-    def __init__(self, p: float) -> None:
-        super().__init__(DropoutSpec(p))
+    @hyper_parameters
+    def __init__(self, p: Annotated[float, PROBABILITY]) -> None:
+        super().__init__()
 
     def reads_saved(self, ctx: Context) -> frozenset[str]:
         return super().reads_saved(ctx) if self.training else frozenset()

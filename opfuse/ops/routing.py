@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,19 +9,10 @@ from torch import nn
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import Size, new_parameter
+from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
-
-
-@dataclass(frozen=True)
-class TokenDispatchSpec:
-    """Hyper-parameters of a router."""
-
-    num_groups: Size
-    features: Size
-    top_k: Size = 1
 
 
 class TokenDispatch(BasicOperation):
@@ -34,19 +24,18 @@ class TokenDispatch(BasicOperation):
     int64 (tokens, top_k), for :class:`TokenCombine`. The gradient flows through the rows and through p.
     """
 
-    spec: TokenDispatchSpec
     saves = ("x", "weight", "probabilities", "chosen", "places")
     forward_kwargs = ()
     num_extra_outputs = 3
 
+    @hyper_parameters
     def __init__(
-        self, num_groups: int, features: int, *, top_k: int = 1, device: Any = None, dtype: torch.dtype | None = None
+        self, num_groups: Size, features: Size, *, top_k: Size = 1, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(TokenDispatchSpec(num_groups, features, top_k))
-        groups, top = self.spec.num_groups, self.spec.top_k
-        if top > groups:
+        super().__init__()
+        if top_k > num_groups:
             cure = "choose as many groups as there are, or fewer"
-            raise SpecError(describe("TokenDispatch.top_k", wanted=f"at most num_groups={groups}", got=top, cure=cure))
+            raise SpecError(describe("TokenDispatch.top_k", wanted=f"at most num_groups={num_groups}", got=top_k, cure=cure))
         self.weight = new_parameter("TokenDispatch", self.parameter_shape("weight"), device=device, dtype=dtype)
         self.reset_parameters()
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import Shape
+from opfuse.core.spec import Shape, hyper_parameters
 from opfuse.errors import ShapeError, describe
-from opfuse.ops.pointwise import InPlaceSpec
 from opfuse.recipes.policy import KEEP
 from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
@@ -32,23 +29,16 @@ class Identity(BasicOperation):
         return grad_output, ()
 
 
-@dataclass(frozen=True)
-class ReshapeSpec:
-    """Hyper-parameters of a reshape."""
-
-    shape: Shape
-
-
 class Reshape(BasicOperation):
     """y = x.reshape(shape); one dimension may be -1."""
 
-    spec: ReshapeSpec
     traits = frozenset(("view",))
     saves = ()
     forward_kwargs = ()
 
-    def __init__(self, shape: Iterable[int]) -> None:
-        super().__init__(ReshapeSpec(shape))  # type: ignore[arg-type]
+    @hyper_parameters
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         try:
@@ -76,15 +66,15 @@ class MakeExtraOutput(BasicOperation):
     Both outputs lie in the memory of x. Where gradients are recorded, autograd lets nobody change either in place; clone it.
     """
 
-    spec: InPlaceSpec
     traits = frozenset(("transparent",))
     saves = ()
     forward_kwargs = ()
     accepts_quantized = True
     num_extra_outputs = 1
 
+    @hyper_parameters
     def __init__(self, in_place: bool = False) -> None:
-        super().__init__(InPlaceSpec(in_place))
+        super().__init__()
 
     def fuser_forward(self, basic_op_ctxs: list[Context], input_: Value, **_: Any) -> tuple[Value, Any]:
         return input_, [(plain(input_),)]
@@ -97,14 +87,6 @@ class MakeExtraOutput(BasicOperation):
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], [()], [()]
 
 
-@dataclass(frozen=True)
-class QuantizeSpec:
-    """Hyper-parameters of an explicit quantization."""
-
-    forward: bool = True
-    backward: bool = False
-
-
 class Quantize(Identity):
     """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
 
@@ -114,7 +96,6 @@ class Quantize(Identity):
     what they made; only Identity and MakeExtraOutput pass quantized data on. Under a backward override gradients are left alone.
     """
 
-    spec: QuantizeSpec
     traits = Identity.traits
     saves = ()
     is_cast = True
@@ -122,8 +103,9 @@ class Quantize(Identity):
     asks_casts = True
     forward_kwargs = ()
 
+    @hyper_parameters
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
-        super().__init__(QuantizeSpec(forward, backward))
+        super().__init__()
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
         return ctx.cast("input", input_)

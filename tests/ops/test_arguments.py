@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import inspect
 import math
+import pickle
 from typing import Annotated
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from opfuse import errors, ops
 from opfuse.config import loads
 from opfuse.config.operations import IN_CODE
-from opfuse.core.spec import argument, domains, spec_of
+from opfuse.core.spec import argument, domains, hyper_parameters, spec_of
 from opfuse.domains import numbers
 
 REQUIRED = {
@@ -139,6 +141,46 @@ class Mine(ops.BasicOperation):
 
     def __init__(self, scale, other=None):
         super().__init__(MineSpec(scale, other))
+
+
+class Declared(ops.BasicOperation):
+    """An op of a user, whose constructor is the declaration."""
+
+    @hyper_parameters
+    def __init__(self, scale: Annotated[float, SCALE], *, bias: bool = True, device=None):
+        super().__init__()
+        self.seen = scale, bias
+
+
+class Narrow(Declared):
+    """Other arguments, the same spec."""
+
+    def __init__(self, scale):
+        super().__init__(scale / 2, bias=False)
+
+
+class Own(Declared):
+    """A spec of its own."""
+
+    @hyper_parameters
+    def __init__(self, half: float):
+        super().__init__(2 * half)
+
+
+def test_the_arguments_of_a_constructor_are_the_spec():
+    op = Declared(3, device="cpu")
+    assert (op.seen, op.scale, op.use_bias) == ((3.0, True), 3.0, True)
+    assert repr(op.spec) == "DeclaredSpec(scale=3.0, use_bias=True)"
+    assert list(inspect.signature(Declared).parameters) == ["scale", "bias", "device"]
+    assert Narrow(3).spec == spec_of(Declared)(1.5, use_bias=False)
+    assert (Own(1).spec, Own(1).seen) == (spec_of(Own)(1.0), (2.0, True))
+    assert copy.deepcopy(op).spec == pickle.loads(pickle.dumps(op.spec)) == op.spec
+    op.__init__(1)
+    assert op.scale == 1.0
+    with pytest.raises(errors.SpecError, match=r"Narrow\.scale: wants a number below 4, got 5"):
+        Narrow(10)
+    with pytest.raises(TypeError, match=r"Declared.__init__\(\) missing 1 required positional argument: 'scale'"):
+        Declared()
 
 
 def test_a_users_spec_is_checked_by_its_own_declarations():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -149,6 +149,11 @@ class Converted:
         """The forward that the module has without opfuse; its signature is this one's."""
         return partial(type(self.module).forward, self.module)
 
+    @property
+    def products(self) -> dict[str, BasicOperation]:
+        """Its ops that cast, by name."""
+        return casting(part for part in self.parts if isinstance(part, Run))
+
     # What a checkpoint compares, to find the first run of a call that it repeats.
 
     @property
@@ -239,6 +244,11 @@ def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
     """What compiled code calls."""
     check_partial(forward.label)
     return forward(*args, **kwargs)
+
+
+def casting(runs: Iterable[Run]) -> dict[str, BasicOperation]:
+    """The ops of ``runs`` that cast, by name."""
+    return {name: op for run in runs for name, op in zip(run.names, run.ops) if op.quantizer_slots()}
 
 
 SETTINGS = ("p", "eps", "variance_epsilon")

@@ -17,6 +17,7 @@ from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import Entry, Report
 from opfuse.convert.siblings import siblings
+from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.errors import ConversionError, describe
@@ -87,11 +88,13 @@ def unfuse_(model: AnyModule) -> AnyModule:
 def _install(made: dict[nn.Module, Converted]) -> None:
     for module, forward in made.items():
         vars(module)["forward"] = forward
+        States(module, forward.products).install()
 
 
 def _restore(made: dict[nn.Module, Converted]) -> None:
     for module in made:
         del vars(module)["forward"]
+        States.remove(module)
 
 
 def _nothing(model: nn.Module, entries: list[Entry]) -> ConversionError:

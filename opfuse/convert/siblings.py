@@ -16,9 +16,10 @@ import torch
 from torch import fx, nn
 
 from opfuse.convert.around import beginning_of, name_of
-from opfuse.convert.converted import Converted, Run
+from opfuse.convert.converted import Converted, Run, casting
 from opfuse.convert.leaves import weight_of
 from opfuse.convert.weights import Made, Weight, product_of
+from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe, note_use
 
 
@@ -77,6 +78,15 @@ class Sibling(Converted):
     @property
     def made(self) -> list[Made]:
         return self.shared.run.made
+
+    @property
+    def products(self) -> dict[str, BasicOperation]:
+        """Its own product, which runs alone, and with the first the one for all."""
+        alone = super().products
+        if self.index:
+            return alone
+        (product,) = casting([self.shared.run]).values()
+        return alone | {"shared": product}
 
     def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index == 0:

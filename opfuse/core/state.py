@@ -35,7 +35,7 @@ NAMESPACE = "delayed_scaling"
 _OLD = "_extra_state"
 """The key of an op in files of earlier versions, a dictionary by 'role/field', and of te.ops, a tensor of pickled bytes."""
 
-_STATE = re.compile(rf"(?:.*\.)?{NAMESPACE}\.[^.]+\.(?:{'|'.join(FIELDS)})")
+_STATE = re.compile(rf"(?:.*\.)?{NAMESPACE}\.(?:[^.]+\.){{1,2}}(?:{'|'.join(FIELDS)})")
 
 _QUOTED = {"%": "%25", ".": "%2E"}
 """What stands in a key for a character of a role: torch walks a model along the dots of its keys."""
@@ -82,10 +82,18 @@ class StatefulModule(WatchedModule):
     # -- to and from files -----------------------------------------------------------------------------------------------------
 
     def _saved(self) -> dict[str, torch.Tensor]:
-        """The saved tensors by ``ROLE.FIELD``; of every role, whether or not anything was cast for it yet."""
+        return self.saved_states(self._device)
+
+    def saved_states(self, device: torch.device | None) -> dict[str, torch.Tensor]:
+        """The saved tensors by ``ROLE.FIELD``; of every role, whether or not anything was cast for it yet, then on ``device``."""
         states = self._states()
-        named = states.to_dict([slot for _, slot in self._kept_under()], device=self._device) if states.saved else {}
+        named = states.to_dict([slot for _, slot in self._kept_under()], device=device) if states.saved else {}
         return {_key(*name.rpartition("/")): tensor for name, tensor in named.items()}
+
+    def load_states(self, saved: object, device: torch.device | None, *, where: str) -> None:
+        """Take over what was saved by ``role/field``; QuantizerError for what is none."""
+        slots = [slot for _, slot in self._kept_under()]
+        self._states().load_dict(saved, slots=slots, device=device, where=where)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """OpfuseWarning for amaxes that were not finite: this is where the host reads states."""
@@ -113,8 +121,7 @@ class StatefulModule(WatchedModule):
             self._states().unread = True
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
         for key, saved in taken.items():
-            slots, where = [slot for _, slot in self._kept_under()], f"{self.label} {key}"
-            self._states().load_dict(saved, slots=slots, device=self._device, where=where)
+            self.load_states(saved, self._device, where=f"{self.label} {key}")
             self._states().told |= key == NAMESPACE
 
     def notice_filled(self) -> None:
@@ -147,7 +154,7 @@ class StatefulModule(WatchedModule):
                 yield _OLD, state_dict.pop(old)
         names = [name for name in state_dict if name.startswith(start)]
         if names and self._kept_under():
-            yield NAMESPACE, {_name(*name.removeprefix(start).rpartition(".")): state_dict.pop(name) for name in names}
+            yield NAMESPACE, {unquoted(name.removeprefix(start)): state_dict.pop(name) for name in names}
 
     def _states(self) -> DelayedScalingStates:
         return getattr(self, "quantizer_states", _NONE)
@@ -169,13 +176,20 @@ def _writes(value: torch.Tensor) -> list[int]:
 _NONE = DelayedScalingStates()
 
 
-def _key(role: str, _: str, field: str) -> str:
+def quoted(name: str) -> str:
+    """``name`` without dots."""
     for character, code in _QUOTED.items():
-        role = role.replace(character, code)
-    return f"{role}.{field}"
+        name = name.replace(character, code)
+    return name
 
 
-def _name(role: str, _: str, field: str) -> str:
+def _key(role: str, _: str, field: str) -> str:
+    return f"{quoted(role)}.{field}"
+
+
+def unquoted(key: str) -> str:
+    """The ``role/field`` of a key ``ROLE.FIELD``."""
+    role, _, field = key.rpartition(".")
     for character, code in reversed(_QUOTED.items()):
         role = role.replace(code, character)
     return f"{role}/{field}"
@@ -189,18 +203,23 @@ def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     the recipe gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
     """
     wanted = DelayedScaling() if recipe is None else as_recipe(recipe)
-    delayed = [
-        module
-        for module in model.modules()
-        if isinstance(module, StatefulModule) and any(wanted.delayed_scaling(role) for role, _ in module._kept_under())
-    ]
-    for module in delayed:
-        module._states().told = True
+    delayed = [op for op in _stateful(model) if any(wanted.delayed_scaling(role) for role, _ in op._kept_under())]
+    for op in delayed:
+        op._states().told = True
     if not delayed:
-        cure = "pass a recipe with delayed scaling, and a model that is made of opfuse.ops"
+        cure = "pass a recipe with delayed scaling, and a model that is made of opfuse.ops or that opfuse.fuse_ has converted"
         what = f"ops to which {type(wanted).__name__} gives delayed scaling"
         raise RecipeError(describe("prepare_delayed", wanted=what, got=f"none in a {type(model).__name__}", cure=cure))
     return model
+
+
+def _stateful(model: nn.Module) -> Iterator[StatefulModule]:
+    """What may have states: modules, and the ops of those that :func:`opfuse.fuse_` has converted."""
+    for module in model.modules():
+        if isinstance(module, StatefulModule):
+            yield module
+        else:
+            yield from getattr(vars(module).get(NAMESPACE), "ops", {}).values()
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:

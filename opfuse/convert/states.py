@@ -1,0 +1,86 @@
+"""Delayed-scaling states of a converted module: they follow it to devices, and into its state dict once that was asked for.
+
+The ops that :func:`opfuse.fuse_` makes are no submodules, so the module asks them. The keys are
+``delayed_scaling.OP.ROLE.FIELD``, such as ``mlp.delayed_scaling.down_proj.input.scale``. A state dict that nobody prepared is
+that of the model alone: whoever reads a checkpoint knows no other keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.operation import BasicOperation
+from opfuse.core.state import NAMESPACE, quoted, unquoted
+
+
+class States:
+    """What a converted module does with the states of its ops.
+
+    It stands in the module's dictionary, as the new forward does, and for three methods of its class. ops: by name.
+    """
+
+    def __init__(self, module: nn.Module, ops: Mapping[str, BasicOperation]) -> None:
+        self.module = module
+        self.ops = {quoted(name): op for name, op in ops.items()}
+
+    def install(self) -> None:
+        """Stand in for the methods."""
+        own = {"delayed_scaling": self, "_apply": self.apply}
+        vars(self.module).update(own, _save_to_state_dict=self.save, _load_from_state_dict=self.load)
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """Give the methods back."""
+        for name in ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict"):
+            vars(module).pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """The saved tensors of an op by role and field: torch.distributed.checkpoint looks up what a key names."""
+        op = vars(self).get("ops", {}).get(name)
+        if op is None:
+            raise AttributeError(name)
+        return SimpleNamespace(**{role.removeprefix(_named(op)): each for role, each in vars(op.delayed_scaling).items()})
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of the module's parameters."""
+        return next((p.device for p in self.module.parameters()), None)
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """``nn.Module._apply``, for the states as well."""
+        for op in self.ops.values():
+            for state in op.quantizer_states:
+                state.to(fn(state.scale).device)
+        return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The keys of the module, and those of ops that were told of delayed scaling."""
+        type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
+        for name, op in self.ops.items():
+            op.quantizer_states.tell(op.label)
+            if op.quantizer_states.told:
+                found = op.saved_states(self.device)
+                start = f"{prefix}{NAMESPACE}.{name}."
+                destination.update({start + key.removeprefix(_named(op)): tensor for key, tensor in found.items()})
+
+    def load(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The states that are there, and then the keys of the module."""
+        taken: dict[str, dict[str, Any]] = {}
+        for name, op in self.ops.items():
+            start = f"{prefix}{NAMESPACE}.{name}."
+            for key in [key for key in state_dict if key.startswith(start)]:
+                taken.setdefault(name, {})[unquoted(_named(op) + key.removeprefix(start))] = state_dict.pop(key)
+        type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        for name, saved in taken.items():
+            self.ops[name].load_states(saved, self.device, where=f"{prefix}{NAMESPACE}.{name}")
+            self.ops[name].quantizer_states.told = True
+
+
+def _named(op: BasicOperation) -> str:
+    """What the keys of an op begin with: the path of its module, which the key of the module says already."""
+    return f"{quoted(op.name)}:" if op.name else ""

@@ -21,6 +21,7 @@ from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, clash
+from opfuse.tensors.quantizers.base import RuledQuantizer
 
 Arch = tuple[int, int]
 """CUDA compute capability; (0, 0) is the CPU."""
@@ -130,12 +131,23 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     if kind not in GATES:
         cure = f"use one of {', '.join(RECIPES)}"
         raise RecipeError(describe("support", wanted="a recipe or its kind", got=f"{kind!r}{nearest(kind, GATES)}", cure=cure))
+    casts = f"; {told}" if isinstance(recipe, Recipe) and (told := _casts(recipe)) else ""
     if closed := GATES[kind].miss(arch, _cuda_version()):
-        return Support("emulated", closed)
+        return Support("emulated", closed + casts)
     found = next((gemm for gemm in NATIVE_GEMMS if gemm.kind == kind and gemm.since <= arch < gemm.below), None)
     if found is None:
-        return Support("emulated", f"compute capability {_dotted(arch)} has the product, this package does not call it yet")
-    return Support("native", found.name)
+        missing = f"compute capability {_dotted(arch)} has the product, this package does not call it yet"
+        return Support("emulated", missing + casts)
+    return Support("native", found.name + casts)
+
+
+def _casts(recipe: Recipe) -> str | None:
+    """Which casts of a recipe run in torch on every device; None if there are kernels for all."""
+    if not hasattr(recipe, "scale_rule"):
+        return None
+    made = {role: recipe.quantizer(QuantizerRole(tensor_type=role)) for role in TENSOR_TYPES}
+    slow = [role for role, quantizer in made.items() if isinstance(quantizer, RuledQuantizer) and quantizer.runs_in_torch]
+    return f"no kernel casts by scale_rule={recipe.scale_rule!r}: torch casts {', '.join(slow)}" if slow else None
 
 
 def _custom(recipe: CustomRecipe, arch: Arch) -> Support:

@@ -12,6 +12,7 @@ import torch
 from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.numerics.delayed import UpdateRule
+from opfuse.numerics.rules import RULES, rules_of
 from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
@@ -46,6 +47,18 @@ _HYBRID, _E4M3 = setting(Format.HYBRID, FP8_FORMAT), setting(Format.E4M3, FP8_FO
 
 SCOPE = one_of(None, "weights", "activations", "all", renamed={"none": None})
 _SCOPE = setting(cast(Scope, None), SCOPE, "NVTE_NVFP4_4OVER6")
+
+
+def _rule_for(family: str) -> Domain:
+    """The scale rules for formats of ``family``."""
+    return one_of(*rules_of(family), renamed={"ceil": "te", "floor": "ocp_floor"})
+
+
+def _check_rule(recipe: Float8CurrentScaling | Float8BlockScaling, family: str, *, pow2: bool, cure: str) -> None:
+    """RecipeError unless the recipe's scale rule has scales that are powers of two, or any, as the recipe asks for."""
+    if pow2 not in RULES[recipe.scale_rule].ways[family].powers:
+        where, kinds = f"{type(recipe).__name__} scale_rule={recipe.scale_rule!r}", ("any fp32 scales", "powers of two")
+        raise RecipeError(describe(where, wanted=kinds[not pow2], got=kinds[pow2], cure=cure))
 
 
 def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Row]) -> Row:
@@ -114,22 +127,36 @@ class DelayedScaling(_Float8Recipe):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Float8CurrentScaling(_Float8Recipe):
-    """One scale per tensor, from the amax of the tensor itself. amax_epsilon: a floor for the amax."""
+    """One scale per tensor, from the amax of the tensor itself. amax_epsilon: a floor for the amax.
+
+    scale_rule: how the scale follows from the amax; ``"torchao_pow2"`` goes with ``use_power_2_scales``.
+    """
 
     kind: ClassVar[str] = "fp8_current"
 
     use_power_2_scales: bool = setting(False, BOOLEAN, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
     amax_epsilon: float = setting(0.0, NON_NEGATIVE)
+    scale_rule: str = setting("te", _rule_for("tensor"))
+
+    def check(self) -> None:
+        super().check()
+        _check_rule(self, "tensor", pow2=self.use_power_2_scales, cure=f"set use_power_2_scales={not self.use_power_2_scales}")
 
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
         return Float8CurrentScalingQuantizer(
-            self.fp8_dtype(role), force_pow_2_scales=self.use_power_2_scales, amax_epsilon=self.amax_epsilon
+            self.fp8_dtype(role),
+            force_pow_2_scales=self.use_power_2_scales,
+            amax_epsilon=self.amax_epsilon,
+            scale_rule=self.scale_rule,
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Float8BlockScaling(_Float8Recipe):
-    """fp32 scales over 1x128 blocks (dim 1) or 128x128 tiles (dim 2), powers of two unless use_f32_scales."""
+    """fp32 scales over 1x128 blocks (dim 1) or 128x128 tiles (dim 2), powers of two unless use_f32_scales.
+
+    scale_rule: how a scale follows from the amax of a block; ``"compressed_tensors"`` goes with ``use_f32_scales``.
+    """
 
     kind: ClassVar[str] = "fp8_block"
 
@@ -138,9 +165,11 @@ class Float8BlockScaling(_Float8Recipe):
     x_block_scaling_dim: Literal[1, 2] = setting(1, one_of(1, 2))
     w_block_scaling_dim: Literal[1, 2] = setting(2, one_of(1, 2))
     grad_block_scaling_dim: Literal[1, 2] = setting(1, one_of(1, 2))
+    scale_rule: str = setting("te", _rule_for("block"))
 
     def check(self) -> None:
         super().check()
+        _check_rule(self, "block", pow2=not self.use_f32_scales, cure=f"set use_f32_scales={not self.use_f32_scales}")
         # Every two of the three operands meet in one product (fprop x·w, dgrad grad·w, wgrad grad·x).
         if len(tiled := [name for name in _BLOCK_DIMS.values() if getattr(self, name) == 2]) > 1:
             got = " and ".join(f"{name}=2" for name in tiled)
@@ -152,6 +181,7 @@ class Float8BlockScaling(_Float8Recipe):
             self.fp8_dtype(role),
             force_pow_2_scales=not self.use_f32_scales,
             block_scaling_dim=getattr(self, _BLOCK_DIMS[role.tensor_type]),
+            scale_rule=self.scale_rule,
         )
 
 
@@ -162,20 +192,21 @@ _BLOCK_DIMS = {"input": "x_block_scaling_dim", "weight": "w_block_scaling_dim", 
 class MXFP8BlockScaling(_Float8Recipe):
     """E8M0 scales over 32 elements. enable_2d_quantization: weights share one scale over 32x32 tiles, so both planes agree.
 
-    scale_rounding: ``"ceil"`` rounds the scale up and never saturates; ``"floor"`` is the rule of the OCP MX specification.
+    scale_rule: how a scale follows from the amax of a block. ``"te"`` and ``"rceil"`` round it up, so that nothing saturates;
+    ``"ocp_floor"`` is the rule of the OCP MX specification, ``"compressed_tensors"`` that of the library.
     """
 
     kind: ClassVar[str] = "mxfp8"
 
     fp8_format: Format = _E4M3
     enable_2d_quantization: bool = setting(False, BOOLEAN)
-    scale_rounding: Literal["ceil", "floor"] = setting("ceil", one_of("ceil", "floor"))
+    scale_rule: str = setting("te", _rule_for("mx"))
 
     def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
         return MXFP8Quantizer(
             self.fp8_dtype(role),
             with_2d_quantization=self.enable_2d_quantization and role.tensor_type == "weight",
-            scale_rounding=self.scale_rounding,
+            scale_rule=self.scale_rule,
         )
 
 

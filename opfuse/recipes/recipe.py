@@ -82,7 +82,8 @@ _HINTS = {  # keywords of other interfaces
     "fp8_gemm_fprop": "set split_accumulator",
     "fp8_gemm_dgrad": "set split_accumulator",
     "fp8_gemm_wgrad": "set split_accumulator",
-    "scaling_factor_compute_algo": "the scale rule is fixed",
+    "scaling_factor_compute_algo": "name a scale_rule of numerics/rules.py",
+    "scale_rounding": "write scale_rule='te' in place of 'ceil', scale_rule='ocp_floor' in place of 'floor'",
 }
 
 

@@ -37,6 +37,11 @@ _MADE: dict[str, Callable[..., Any]] = _CLASSES | {
 }
 """What makes a value of a text, by the name of its type. A text names nothing else."""
 
+_FORMER: dict[str, Callable[[Any], tuple[str, Any]]] = {
+    "scale_rounding": lambda rounding: ("scale_rule", {"ceil": "te", "floor": "ocp_floor"}[rounding]),
+}
+"""Fields that texts of earlier versions have, and what they are now."""
+
 
 def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with each quantized tensor as the plain tensors of its planes, which share its memory; others as they are.
@@ -148,7 +153,8 @@ def _made(said: Any, name: str, arrays: Mapping[str, Any]) -> Any:
         return said
     if said.keys() == {"array"}:
         return _checked(arrays[name + said["array"]], torch.Tensor)
-    return _MADE[said["type"]](**{field: _made(each, name, arrays) for field, each in said.items() if field != "type"})
+    fields_ = dict(_FORMER[field](each) if field in _FORMER else (field, each) for field, each in said.items() if field != "type")
+    return _MADE[said["type"]](**{field: _made(each, name, arrays) for field, each in fields_.items()})
 
 
 def _check(plane: Plane, usage: str) -> None:

@@ -55,7 +55,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "w_block_scaling_dim": (2, 1),
     "grad_block_scaling_dim": (1, 2),
     "enable_2d_quantization": (False, True),
-    "scale_rounding": ("ceil", "floor"),
+    "scale_rule": ("te", "torchao_pow2", "deepgemm", "ocp_floor"),  # a class takes those of its formats
     "disable_rht": (False, True),
     "disable_stochastic_rounding": (False, True),
     "disable_2d_quantization": (False, True),

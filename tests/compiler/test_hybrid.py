@@ -271,7 +271,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
     ]
     assert usages == [[("rowwise",)], [USAGES]]
     model.zero_grad()
-    other = train(model, x, step=Step(MXFP8BlockScaling(scale_rounding="floor"))).tensors
+    other = train(model, x, step=Step(MXFP8BlockScaling(scale_rule="ocp_floor"))).tensors
     model.zero_grad()
     again = train(model, x, step=Step(recipe)).tensors
     fresh = run(linear()[0], x, step=Step(recipe)).tensors

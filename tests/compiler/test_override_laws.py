@@ -32,7 +32,7 @@ OPTIONS = {
         {}, optional={"use_f32_scales": st.booleans(), "x_block_scaling_dim": st.just(2), "w_block_scaling_dim": st.just(1)}
     ),
     "mxfp8": st.fixed_dictionaries(
-        {}, optional={"enable_2d_quantization": st.booleans(), "scale_rounding": st.sampled_from(("ceil", "floor"))}
+        {}, optional={"enable_2d_quantization": st.booleans(), "scale_rule": st.sampled_from(("te", "ocp_floor"))}
     ),
     "nvfp4": st.fixed_dictionaries(
         {"disable_rht": st.just(True)},

@@ -22,6 +22,7 @@ from opfuse.errors import PlanMissError, RecipeError, SpecError
 from opfuse.fusions import RULES
 from opfuse.keys import diff, digest
 from opfuse.recipes import RECIPES, CustomRecipe, Recipe
+from opfuse.recipes.settings import settings_of
 from opfuse.runtime import fuser as fuser_module
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.runtime.misses import on_miss
@@ -39,11 +40,14 @@ def base(cls: type[Recipe], **given: object) -> Recipe:
 
 def flips(cls: type[Recipe], name: str) -> list[Recipe]:
     """Recipes that differ from each other in one field; other fields are as the class wants them for it."""
-    settings = [{}, {"disable_rht": True}, {"w_block_scaling_dim": 1}, {"disable_rht": True, "backward_override": "dequantized"}]
+    rule = settings_of(cls)[name][1]
+    values = [value for value in VALUES[name] if rule is None or value in rule.domain]
+    overridden = {"disable_rht": True, "backward_override": "dequantized"}
+    settings = [{}, {"use_power_2_scales": True}, {"disable_rht": True}, {"w_block_scaling_dim": 1}, overridden]
     for setting in settings:
         given = {key: value for key, value in setting.items() if key in names_of(cls) and key != name}
         try:
-            return [base(cls, **{**given, name: value}) for value in VALUES[name]]
+            return [base(cls, **{**given, name: value}) for value in values]
         except RecipeError:
             continue
     raise AssertionError((cls, name))
@@ -325,7 +329,7 @@ def test_x01_different_shapes_of_one_class_share_a_plan():
 
 MISSES = {
     "env.recipe.backward_override: None -> 'dequantized'": (Step(MX()), Step(MX(backward_override="dequantized"))),
-    "env.recipe.scale_rounding: 'ceil' -> 'floor'": (Step(MX()), Step(MX(scale_rounding="floor"))),
+    "env.recipe.scale_rule: 'te' -> 'ocp_floor'": (Step(MX()), Step(MX(scale_rule="ocp_floor"))),
     "inputs.x.requires_grad: True -> False": (Step(MX()), Step(MX(), input_grad=False)),
     "env.recipe: None -> MXFP8BlockScaling": (Step(), Step(MX())),
 }

@@ -284,7 +284,7 @@ TYPES = {
 }
 CHANGES = [(old, new) for old in TYPES for new in TYPES if old != new]
 WITHIN: dict[str, tuple[Recipe, Recipe]] = {
-    "scale rounding": (MXFP8BlockScaling(), MXFP8BlockScaling(scale_rounding="floor")),
+    "scale rule": (MXFP8BlockScaling(), MXFP8BlockScaling(scale_rule="ocp_floor")),
     "mxfp8 tiles": (MXFP8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True)),
     "powers of two": (Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)),
     "fp32 scales": (Float8BlockScaling(), Float8BlockScaling(use_f32_scales=True)),

@@ -300,7 +300,7 @@ def test_r2_fp32_scales_reach_the_quantizer(monkeypatch):
         (Float8CurrentScaling, "use_power2_scales", "did you mean 'use_power_2_scales'"),
         (DelayedScaling, "amax_history_length", "did you mean 'amax_history_len'"),
         (DelayedScaling, "fp8_dpa", "attention"),
-        (MXFP8BlockScaling, "margin", "scale_rounding"),
+        (MXFP8BlockScaling, "margin", "scale_rule"),
         (NVFP4BlockScaling, "fp8_mha", "attention"),
     ],
 )
@@ -347,7 +347,7 @@ CHANGED = {
     "x_block_scaling_dim": {1: 2},
     "grad_block_scaling_dim": {1: 2},
     "enable_2d_quantization": True,
-    "scale_rounding": "floor",
+    "scale_rule": {Float8CurrentScaling: "torchao_pow2", Float8BlockScaling: "deepgemm", MXFP8BlockScaling: "ocp_floor"},
     "disable_rht": False,
     "disable_stochastic_rounding": True,
     "disable_2d_quantization": True,
@@ -357,6 +357,12 @@ CHANGED = {
     "qfactory": another_factory,
 }
 BASES = {Float8BlockScaling: {"w_block_scaling_dim": 2}, NVFP4BlockScaling: {"disable_rht": True}}
+NEEDS = {
+    (Float8BlockScaling, "x_block_scaling_dim"): {"w_block_scaling_dim": 1},
+    (Float8BlockScaling, "grad_block_scaling_dim"): {"w_block_scaling_dim": 1},
+    (Float8CurrentScaling, "scale_rule"): {"use_power_2_scales": True},
+}
+"""What the changed value of a field goes with."""
 
 
 @ALL
@@ -369,11 +375,9 @@ def test_r9_r10_every_field_changes_identity_repr_and_hash(cls):
             continue
         change = CHANGED[field.name]
         value = getattr(base, field.name)
-        changes = {field.name: change.get(getattr(value, "name", value)) if isinstance(change, dict) else change}
-        if field.name in ("x_block_scaling_dim", "grad_block_scaling_dim"):
-            base_of = base.replace(w_block_scaling_dim=1)
-        else:
-            base_of = base
+        other = change.get(cls, change.get(getattr(value, "name", value))) if isinstance(change, dict) else change
+        changes = {field.name: other}
+        base_of = base.replace(**NEEDS.get((cls, field.name), {}))
         other = base_of.replace(**changes)
         assert other != base_of, field.name
         assert hash(other) != hash(base_of)
@@ -540,7 +544,7 @@ def test_block_scaling_refuses_two_tiled_operands(tiled):
         (Float8CurrentScaling, {"amax_epsilon": -1.0}),
         (Float8CurrentScaling, {"amax_epsilon": float("nan")}),
         (Float8CurrentScaling, {"use_power_2_scales": 1}),
-        (MXFP8BlockScaling, {"scale_rounding": "up"}),
+        (MXFP8BlockScaling, {"scale_rule": "up"}),
         (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "mae"}),
         (CustomRecipe, {"qfactory": "mxfp8"}),
     ],
@@ -573,12 +577,12 @@ def test_block_dimensions_by_role():
     assert dims == [1, 1, 2]
 
 
-def test_g20_mxfp8_scale_rounding_and_tiles_by_role():
-    recipe = MXFP8BlockScaling(enable_2d_quantization=True, scale_rounding="floor")
+def test_g20_mxfp8_scale_rule_and_tiles_by_role():
+    recipe = MXFP8BlockScaling(enable_2d_quantization=True, scale_rule="ocp_floor")
     made = [recipe.quantizer(QuantizerRole(tensor_type=t)) for t in ("input", "weight", "grad_output")]
     assert [q.with_2d_quantization for q in made] == [False, True, False]
-    assert [q.scale_rounding for q in made] == ["floor"] * 3
-    assert MXFP8BlockScaling().quantizer(QuantizerRole()).scale_rounding == "ceil"
+    assert [q.scale_rule for q in made] == ["ocp_floor"] * 3
+    assert MXFP8BlockScaling().quantizer(QuantizerRole()).scale_rule == "te"
 
 
 NVFP4_FLAGS = ("with_rht", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6")

@@ -31,7 +31,7 @@ QUANTIZERS = {
     "1x128": (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1, force_pow_2_scales=False), Blocks),
     "128x128": (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=2), Blocks),
     "MX": (MXFP8Quantizer, Microscaled),
-    "MX swizzled": (lambda: MXFP8Quantizer(optimize_for_gemm=True, scale_rounding="floor"), Microscaled),
+    "MX swizzled": (lambda: MXFP8Quantizer(optimize_for_gemm=True, scale_rule="ocp_floor"), Microscaled),
     "NVFP4": (NVFP4Quantizer, Measured),
     "NVFP4 rotated": (lambda: NVFP4Quantizer(with_rht=True, with_post_rht_amax=True), Measured),
     "NVFP4 by rows": (lambda: NVFP4Quantizer(row_scaled_nvfp4=True), Measured),

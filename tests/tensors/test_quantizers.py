@@ -50,7 +50,7 @@ QUANTIZERS = {
     "block 2d": lambda **options: Float8BlockQuantizer(FP8, **options),
     "mxfp8": MXFP8Quantizer,
     "mxfp8 2d": lambda **options: MXFP8Quantizer(with_2d_quantization=True, **options),
-    "mxfp8 e5m2 floor": lambda **options: MXFP8Quantizer(torch.float8_e5m2, scale_rounding="floor", **options),
+    "mxfp8 e5m2 floor": lambda **options: MXFP8Quantizer(torch.float8_e5m2, scale_rule="ocp_floor", **options),
     "nvfp4": NVFP4Quantizer,
     "nvfp4 2d": lambda **options: NVFP4Quantizer(with_2d_quantization=True, **options),
     "nvfp4 rotated": lambda **options: NVFP4Quantizer(**ROTATED, **options),
@@ -456,12 +456,15 @@ def test_block_options_reach_the_cast(pow2, dims, usage):
     assert same(plane.scale, casts.store_blocks(scales, dims=dims))
 
 
+RULE_OF = {"ceil": "te", "floor": "ocp_floor"}
+
+
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
 @each_usage
 def test_g20_mxfp8_options_reach_the_cast(rows, rounding, usage):
     x = hard(64, 96, torch.bfloat16)
-    quantizer = MXFP8Quantizer(with_2d_quantization=rows == 32, scale_rounding=rounding, optimize_for_gemm=True)
+    quantizer = MXFP8Quantizer(with_2d_quantization=rows == 32, scale_rule=RULE_OF[rounding], optimize_for_gemm=True)
     plane = quantizer.quantize(x).plane(usage)
     codes, scales = casts.mx(lines(x, usage), "e4m3", rows, rounding)
     assert same(plane.data, codes.T if usage == COLUMNWISE else codes)
@@ -544,7 +547,7 @@ def test_nvfp4_rotation_wants_bf16_for_the_columnwise_plane_only():
         lambda: Float8CurrentScalingQuantizer(torch.float16),
         lambda: Float8BlockQuantizer(torch.uint8),
         lambda: Float8BlockQuantizer(FP8, block_scaling_dim=3),
-        lambda: MXFP8Quantizer(scale_rounding="even"),
+        lambda: MXFP8Quantizer(scale_rule="even"),
         lambda: delayed(dtype=torch.bfloat16),
     ],
 )

@@ -294,9 +294,9 @@ def test_the_configuration_s_recipe_keeps_its_fields(tiny: Path, monkeypatch: py
         return [parameter.detach() for parameter in tested.parameters()]
 
     monkeypatch.setattr("opfuse.train.study.exact_gradients", record)
-    config = replace(load(tiny), recipe=recipes.MXFP8BlockScaling(scale_rounding="floor"))
+    config = replace(load(tiny), recipe=recipes.MXFP8BlockScaling(scale_rule="ocp_floor"))
     study_overrides(config, steps=1, points=1)
-    assert {recipe.scale_rounding for recipe in seen if recipe.kind == "mxfp8"} == {"floor"}
+    assert {recipe.scale_rule for recipe in seen if recipe.kind == "mxfp8"} == {"ocp_floor"}
     assert [recipe.disable_rht for recipe in seen if recipe.kind == "nvfp4"] == [False, True]  # bf16, then fp32
 
 

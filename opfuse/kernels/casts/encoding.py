@@ -16,6 +16,7 @@ from opfuse.kernels.casts.row import cast_row
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording
 from opfuse.numerics.checks import check_planes
 from opfuse.numerics.layouts import Layout
+from opfuse.numerics.rules import Formula, cast_by
 from opfuse.numerics.scales import Rounding
 
 Encoded = tuple[Tensor, ...]
@@ -100,6 +101,19 @@ class Microscaled:
 
     def __call__(self, x: Tensor) -> list[Encoded]:
         return [*cast_mx(_matrix(x, self.layouts), self.layouts, rows=self.rows, rounding=self.rounding)]
+
+
+@dataclass(frozen=True, eq=False)
+class Ruled:
+    """Scales by a rule that no kernel has: :func:`rules.cast_by`, on every device."""
+
+    layouts: Sequence[Layout]
+    formula: Formula
+    rows: int = 1
+    eps: float = 0.0
+
+    def __call__(self, x: Tensor) -> list[Encoded]:
+        return [*cast_by(_matrix(x, self.layouts), self.layouts, self.formula, rows=self.rows, eps=self.eps)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,15 +6,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
-from opfuse.kernels.casts.encoding import Encoded, Encoding
+from opfuse.kernels.casts.encoding import Encoded, Encoding, Ruled
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
+from opfuse.numerics.rules import Formula, Way, way_of
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
@@ -279,6 +280,37 @@ class Float8CastingQuantizer(CastingQuantizer):
     def formats(self) -> tuple[Format, Format]:
         made = self._format(FP8_ELEMENTS[self.fp8_dtype])
         return made, made
+
+
+class RuledQuantizer(Float8CastingQuantizer):
+    """An FP8 quantizer whose scales follow from the amaxes of blocks by the rule ``scale_rule``, a name of numerics/rules.py."""
+
+    scale_rule: str
+    force_pow_2_scales: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._way
+
+    @functools.cached_property
+    def _way(self) -> Way:
+        where = f"{type(self).__name__} scale_rule"
+        return way_of(self.scale_rule, self.formats[0].family, pow2=bool(self.force_pow_2_scales), where=where)
+
+    def _options(self, eps: float = 0.0) -> dict[str, Any] | None:
+        """The options under which a cast with kernels computes the rule, for a least amax of ``eps``; None: no cast does."""
+        carried = self._way.carried.get(bool(self.force_pow_2_scales))
+        if carried is None or "pow2" not in carried:
+            return None if carried is None else {**carried}
+        return {"pow2": carried["pow2"], "eps": max(eps, carried.get("eps", 0.0))}
+
+    @property
+    def runs_in_torch(self) -> bool:
+        """Whether no kernel casts by this rule, so that torch does on a GPU, too, and fused kernels store what is cast."""
+        return self._options() is None
+
+    def _by_formula(self, layouts: Sequence[Layout], *, rows: int = 1, eps: float = 0.0) -> Ruled:
+        return Ruled(layouts, cast(Formula, self._way.formula), rows=rows, eps=eps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import Element, Format, fp8_block, fp8_row, fp8_tensor
-from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled
+from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled, Ruled
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import Float8CastingQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, reduce_amax, require
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +54,7 @@ class Float8Quantizer(Float8CastingQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
+class Float8CurrentScalingQuantizer(RuledQuantizer):
     """One scale for the whole tensor, from its own amax.
 
     Args:
@@ -63,6 +63,7 @@ class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
         with_amax_reduction: take the largest amax over ``amax_reduction_group`` (None: all processes).
         force_pow_2_scales: round the scale down to a power of two.
         amax_epsilon: the least amax to scale for.
+        scale_rule: "te" or "torchao_pow2", how the scale follows from the amax (numerics/rules.py).
     """
 
     fp8_dtype: torch.dtype
@@ -71,6 +72,7 @@ class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
     amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
+    scale_rule: str = field(default="te", kw_only=True)
 
     @property
     def planes_agree(self) -> bool:
@@ -88,11 +90,11 @@ class Float8CurrentScalingQuantizer(Float8CastingQuantizer):
     def _under(self, layouts: Sequence[Layout], amax: torch.Tensor) -> Current:
         if self.with_amax_reduction:
             amax = reduce_amax(amax, self.amax_reduction_group)
-        return Current(amax, layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+        return Current(amax, layouts, **(self._options(self.amax_epsilon) or {}))
 
 
 @dataclass(frozen=True, repr=False)
-class Float8RowQuantizer(Float8CastingQuantizer):
+class Float8RowQuantizer(RuledQuantizer):
     """One fp32 scale for each row, from its own amax; in the columnwise plane, for each column.
 
     In the rowwise plane no value depends on another row: rows may be tokens of different sequences.
@@ -101,21 +103,24 @@ class Float8RowQuantizer(Float8CastingQuantizer):
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         force_pow_2_scales: round scales down to powers of two.
         amax_epsilon: the least amax to scale for.
+        scale_rule: "te", "compressed_tensors" or "torchao_pow2", how a scale follows from the amax (numerics/rules.py).
     """
 
     fp8_dtype: torch.dtype
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
+    scale_rule: str = field(default="te", kw_only=True)
 
     def _format(self, element: Element) -> Format:
         return fp8_row(element)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> RowScaled:
-        return RowScaled(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+    def _encoding(self, layouts: Sequence[Layout]) -> RowScaled | Ruled:
+        options = self._options(self.amax_epsilon)
+        return RowScaled(layouts, **options) if options else self._by_formula(layouts, eps=self.amax_epsilon)
 
 
 @dataclass(frozen=True, repr=False)
-class Float8BlockQuantizer(Float8CastingQuantizer):
+class Float8BlockQuantizer(RuledQuantizer):
     """One fp32 scale for each 128 elements of a line, or for each 128x128 tile; edge blocks are partial.
 
     Args:
@@ -123,16 +128,18 @@ class Float8BlockQuantizer(Float8CastingQuantizer):
         amax_epsilon: the least amax to scale for.
         force_pow_2_scales: round scales down to powers of two.
         block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128 tiles.
+        scale_rule: "te", "deepgemm" or "compressed_tensors", how a scale follows from the amax (numerics/rules.py).
     """
 
     fp8_dtype: torch.dtype
     amax_epsilon: float = field(default=0.0, kw_only=True)
     force_pow_2_scales: bool = field(default=True, kw_only=True)
     block_scaling_dim: int = field(default=2, kw_only=True)
+    scale_rule: str = field(default="te", kw_only=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.block_scaling_dim, (1, 2), "Float8BlockQuantizer block_scaling_dim")
+        super().__post_init__()
 
     @property
     def planes_agree(self) -> bool:
@@ -141,5 +148,6 @@ class Float8BlockQuantizer(Float8CastingQuantizer):
     def _format(self, element: Element) -> Format:
         return fp8_block(element, self.block_scaling_dim)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> Blocks:
-        return Blocks(layouts, eps=self.amax_epsilon, pow2=self.force_pow_2_scales)
+    def _encoding(self, layouts: Sequence[Layout]) -> Blocks | Ruled:
+        options = self._options(self.amax_epsilon)
+        return Blocks(layouts, **options) if options else self._by_formula(layouts, eps=self.amax_epsilon)

@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Element, Format, mxfp8
-from opfuse.kernels.casts.encoding import Encoded, Measured, Microscaled
+from opfuse.kernels.casts.encoding import Encoded, Measured, Microscaled, Ruled
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
-from opfuse.numerics.scales import Rounding
-from opfuse.tensors.quantizers.base import CastingQuantizer, Float8CastingQuantizer, Quantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import CastingQuantizer, Quantizer, RuledQuantizer, reduce_amax, require
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -26,22 +25,19 @@ _FOUR_OVER_SIX_MAX = 256  # leaves room above it for the block scales that are 1
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP8Quantizer(Float8CastingQuantizer):
+class MXFP8Quantizer(RuledQuantizer):
     """A power-of-two scale for each 32 elements of a line (OCP Microscaling).
 
     Args:
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         with_2d_quantization: one scale for each 32x32 tile, so that both planes hold the same values.
-        scale_rounding: "ceil", so that nothing saturates, or "floor", the rule of the OCP specification.
+        scale_rule: how a scale follows from the amax of a block (numerics/rules.py): "te" and "rceil" round it up, so that
+            nothing saturates, "ocp_floor" takes the exponent of amax, "compressed_tensors" one more from a mantissa of 1.75 on.
     """
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     with_2d_quantization: bool = field(default=False, kw_only=True)
-    scale_rounding: Rounding = field(default="ceil", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.scale_rounding, ("ceil", "floor"), "MXFP8Quantizer scale_rounding")
+    scale_rule: str = field(default="te", kw_only=True)
 
     @property
     def planes_agree(self) -> bool:
@@ -50,8 +46,9 @@ class MXFP8Quantizer(Float8CastingQuantizer):
     def _format(self, element: Element) -> Format:
         return mxfp8(element)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> Microscaled:
-        return Microscaled(layouts, rows=_MX_BLOCK if self.with_2d_quantization else 1, rounding=self.scale_rounding)
+    def _encoding(self, layouts: Sequence[Layout]) -> Microscaled | Ruled:
+        rows, options = _MX_BLOCK if self.with_2d_quantization else 1, self._options()
+        return Microscaled(layouts, rows=rows, **options) if options else self._by_formula(layouts, rows=rows)
 
 
 @dataclass(frozen=True, repr=False)

@@ -45,6 +45,7 @@ _NAMES = {
     "from_planes": "opfuse.tensors.files",
     "interpreted": "opfuse.runtime.programs",
     "kept_weights": "opfuse.runtime.kept",
+    "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
     "checkpoint": "opfuse.runtime.checkpoint",

@@ -18,6 +18,7 @@ VARIABLES = {
     "OPFUSE_CACHE_DIR": "where compiled kernels are kept, instead of the user's cache directory",
     "OPFUSE_DEBUG": "1: an error of the command line shows where it came from",
     "OPFUSE_PROGRAMS": "0: segments of plans are interpreted at every call, in place of being recorded once and repeated",
+    "OPFUSE_TRACE": "a directory into which every process writes its plans, keys and misses, for opfuse cache, report and diff",
     "OPFUSE_REFERENCE": "1: the definitions in torch compute everything, in place of CUDA kernels",
 }
 """Every variable that is read here, and what it says."""

@@ -106,6 +106,10 @@ class ConfigError(OpfuseError, ValueError):
         return "\n".join(map(str, self.args))
 
 
+class TraceError(OpfuseError, ValueError):
+    """A file is no trace, or a trace has no such key."""
+
+
 class TrainingError(OpfuseError, ArithmeticError):
     """Training cannot go on: a loss is not a finite number."""
 

@@ -286,16 +286,20 @@ def _distance(old: object, new: object) -> int:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a key was not found: the nearest entry and every field in which it differs (none: the cache was empty)."""
+    """Why a key was not found: the nearest entry and every field in which it differs (none: the cache was empty).
+
+    again: it had an entry, which was dropped.
+    """
 
     key: object
     nearest: object | None
     differences: tuple[Difference, ...]
+    again: bool = False
 
     def __str__(self) -> str:
         if self.nearest is None:
             return "first plan: the cache was empty"
-        return "; ".join(map(str, self.differences))
+        return "; ".join(("planned before, and dropped",) * self.again + tuple(map(str, self.differences)))
 
 
 K = TypeVar("K", bound=Hashable)
@@ -306,6 +310,10 @@ V = TypeVar("V")
 class _Entry(Generic[V]):
     value: V
     used: int
+
+
+_REMEMBERED = 8
+"""For each entry that a cache holds, keys of which it knows that they had one."""
 
 
 class Cache(Generic[K, V]):
@@ -322,6 +330,7 @@ class Cache(Generic[K, V]):
         self.misses = 0
         self.last_miss: Miss | None = None
         self._entries: dict[K, _Entry[V]] = {}
+        self._seen: dict[str, None] = {}  # digests of keys, oldest first
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -337,9 +346,12 @@ class Cache(Generic[K, V]):
 
     def put(self, key: K, value: V) -> Miss:
         """Insert after a miss; returns and records why it was one."""
-        digest(key)
-        miss = self.why(key)
+        name = digest(key)
+        miss = replace(self.why(key), again=name in self._seen)
         self.misses += 1
+        self._seen[name] = None
+        if len(self._seen) > _REMEMBERED * self.size:
+            self._seen.pop(next(iter(self._seen)))
         self._entries[key] = _Entry(value, self.hits + self.misses)
         for old, _ in self.items()[: -self.size]:
             self._entries.pop(old, None)

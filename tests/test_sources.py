@@ -17,7 +17,7 @@ from opfuse.keys import Leaf, leaves, plain
 
 HERE = "tests/test_sources.py"
 CONFIG = """version: 1
-recipe: {kind: mxfp8, scale_rounding: floor}
+recipe: {kind: mxfp8, scale_rule: ocp_floor}
 pipeline:
   dtype: bfloat16
   ops:
@@ -46,7 +46,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_leaf_of_a_key_knows_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "dequantized")
     model, made = ops.Sequential(ops.Linear(32, 32), ops.GELU()), line()
-    recipe, built = recipes.MXFP8BlockScaling(scale_rounding="floor"), line()
+    recipe, built = recipes.MXFP8BlockScaling(scale_rule="ocp_floor"), line()
     with opfuse.autocast(recipe=recipe):
         entered = line() - 1
         model(torch.randn(32, 32))
@@ -57,7 +57,7 @@ def test_every_leaf_of_a_key_knows_its_source(monkeypatch: pytest.MonkeyPatch) -
         "ops.0.0.op": made,
         "ops.1.op": made,
         "env.recipe": entered,
-        "env.recipe.scale_rounding": built,
+        "env.recipe.scale_rule": built,
         "env.amax_group": entered,
         "env.grad": called,
         "inputs.x.dtype": called,
@@ -75,7 +75,7 @@ def test_a_file_is_told_by_line_and_column() -> None:
     with opfuse.autocast(recipe=config.recipe):
         model(torch.randn(32, 32, dtype=torch.bfloat16))
     key = found(model)
-    assert key["env.recipe.scale_rounding"].source == "mine.yaml:2:39"
+    assert key["env.recipe.scale_rule"].source == "mine.yaml:2:35"
     assert key["ops.0.0.op"].source == "mine.yaml:6:7"
     assert (key["rules.epilogue"].source, key["rules.linear_add"].source) == ("mine.yaml:9:11", "default")
     assert key["env.level"].source == "mine.yaml:8:10"

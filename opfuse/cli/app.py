@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import opfuse
-from opfuse.cli.commands import COMMANDS
+from opfuse.cli.commands import COMMANDS, GROUPS
 from opfuse.cli.output import error
 from opfuse.environment import variable
 from opfuse.errors import OpfuseError, UnsupportedError
@@ -41,6 +41,11 @@ def frame(
 
 for command in COMMANDS:
     app.command()(command)
+for group, (about, members) in GROUPS.items():
+    inner = typer.Typer(no_args_is_help=True, help=about, rich_markup_mode=None)
+    for name, member in members.items():
+        inner.command(name)(member)
+    app.add_typer(inner, name=group)
 
 
 def main(args: Sequence[str] | None = None) -> int:

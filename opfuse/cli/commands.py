@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -125,6 +126,68 @@ def doctor(as_json: Json = False) -> None:
 
     doctor(as_json=as_json)
 
+
+_TRACE = "A file or directory that OPFUSE_TRACE or opfuse.dump() wrote"
+Trace = Annotated[Path | None, typer.Option(help=f"{_TRACE}; without it, the cache of compiled kernels.", show_default=False)]
+OfTrace = Annotated[Path, typer.Argument(metavar="TRACE", help=f"{_TRACE}.", show_default=False)]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Its first digits.", show_default=False)]
+
+
+def cache_ls(trace: Trace = None, as_json: Json = False) -> None:
+    """List plans and why each was made, or compiled kernels."""
+    from opfuse.cli.cache import ls
+
+    ls(trace, as_json=as_json)
+
+
+def cache_show(key: Key, trace: Trace = None, as_json: Json = False) -> None:
+    """Show every value of a plan's key and where it came from, or what is known of a compiled kernel."""
+    from opfuse.cli.cache import show
+
+    show(key, trace, as_json=as_json)
+
+
+def cache_diff(old: Key, new: Key, trace: OfTrace, as_json: Json = False) -> None:
+    """Show in which values two keys differ, and where both came from."""
+    from opfuse.cli.cache import diff
+
+    diff(old, new, trace, as_json=as_json)
+
+
+def cache_why(
+    trace: OfTrace, key: Annotated[str | None, typer.Option(help="Of this plan alone.")] = None, as_json: Json = False
+) -> None:
+    """Tell why plans were made, whether misses repeat, and which rank disagrees with the others."""
+    from opfuse.cli.cache import why
+
+    why(trace, key, as_json=as_json)
+
+
+def cache_verify(as_json: Json = False) -> None:
+    """Check that compiled kernels are what was stored, and count those that nothing asks for any more."""
+    from opfuse.cli.cache import verify
+
+    verify(as_json=as_json)
+
+
+def cache_prune(
+    days: Annotated[float | None, typer.Option(min=0, help="Also what is older than so many days.", show_default=False)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove compiled kernels that are damaged, or that nothing asks for any more."""
+    from opfuse.cli.cache import prune
+
+    prune(days=days, everything=everything, as_json=as_json)
+
+
+GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
+    "cache": (
+        "What plans and compiled kernels are kept, why they were made, and what may go.",
+        {"ls": cache_ls, "show": cache_show, "diff": cache_diff, "why": cache_why, "verify": cache_verify, "prune": cache_prune},
+    )
+}
+"""Commands of commands, by name, and what they are about."""
 
 COMMANDS = (run, study, explain, check, schema, kernels, doctor)
 """In the order in which they are listed."""

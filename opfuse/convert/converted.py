@@ -25,8 +25,9 @@ from opfuse.core.tracers import break_graph, check_partial, outside
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
-from opfuse.runtime.fuser import OperationFuser, recorded_plans
+from opfuse.runtime.fuser import OperationFuser
 from opfuse.runtime.recompute import repeated
+from opfuse.runtime.recording import recorded_plans
 from opfuse.runtime.segment import recorded_saves
 
 

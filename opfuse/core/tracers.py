@@ -86,6 +86,11 @@ def enrolled(name: str) -> Any:
     return thing
 
 
+def all_enrolled() -> list[Any]:
+    """The objects that are alive, oldest first."""
+    return list(_enrolled.values())
+
+
 def prepared(handle: str) -> str:
     """Have the object of that name get ready to be followed; a name for the place of the call.
 

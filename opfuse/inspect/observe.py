@@ -15,9 +15,9 @@ from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
-from opfuse.runtime.fuser import recorded_plans
 from opfuse.runtime.inputs import check_tensors
 from opfuse.runtime.kept import scopes_of
+from opfuse.runtime.recording import recorded_plans
 from opfuse.runtime.run import Kept
 from opfuse.runtime.segment import recorded_saves
 from opfuse.tensors.storage import QuantizedStorage

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import warnings
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,52 +33,29 @@ from opfuse.core.tracers import (
     prepared,
 )
 from opfuse.core.watched import Tree, WatchedModule
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import current_amax_group, current_recipe, note_use, region_source
+from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, is_followable
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
 from opfuse.runtime.misses import check_miss
+from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
+from opfuse.runtime.recording import Recording, recorded_plans, recording
 from opfuse.runtime.segment import recorded_saves, run_plan
+from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
-from opfuse.sources import caller
+from opfuse.runtime.trace import Made, note, since_start
 
 ROWS = 128
 PLANS = 64
+MADE = 256
+"""Plans alive of a pipeline; plans whose making it remembers."""
+
 _log = logging.getLogger("opfuse.misses")
-_recording: ContextVar[_Recording | None] = ContextVar("opfuse_recording", default=None)
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
-
-
-class _Recording(NamedTuple):
-    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
-
-    plans: list[Plan]
-    trial: bool
-
-
-class _Facts(NamedTuple):
-    """What is told of an op of one pipeline that another does not have. revision: how often it was changed in place."""
-
-    op: str
-    parameters: tuple[str, ...]
-    channels: tuple[Any, ...]
-    revision: int
-
-
-class _Around(Env):
-    """An environment that knows where a value came from."""
-
-    sources: Mapping[str, str | None] = MappingProxyType({})
-
-
-class _Told(PlanKey):
-    """A key that knows where it was asked for."""
-
-    sources: Mapping[str, str | None] = MappingProxyType({})
 
 
 class CacheInfo(NamedTuple):
@@ -89,17 +65,6 @@ class CacheInfo(NamedTuple):
     hits: int
     misses: int
     last_miss: str | None
-
-
-@contextmanager
-def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
-    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
-    plans: list[Plan] = []
-    reset = _recording.set(_Recording(plans, trial))
-    try:
-        yield plans
-    finally:
-        _recording.reset(reset)
 
 
 @cache
@@ -149,6 +114,8 @@ class OperationFuser:
         self.exports = frozenset(exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
         self.last_missed = 0
+        self.history: deque[Made] = deque(maxlen=MADE)
+        self._thrash = Thrash(PLANS)
         for op in (basic for given in self.given for basic in given.basic_ops):
             op.pre_first_fuser_forward()
         self._look()
@@ -189,7 +156,7 @@ class OperationFuser:
         channels = [
             tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)) for op in self.ops
         ]
-        facts = [_Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
+        facts = [Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
         made_of = tuple((type(op), op.spec, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels))
         parts = dict(zip(self._op_names, facts))
         sources = {name: op.made_at for name, op in zip(self._op_names, self.ops)}
@@ -249,13 +216,7 @@ class OperationFuser:
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
         inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
-        told = _Told(structure, _Around(*env), inputs, rules)
-        if call is not None:
-            place, region = caller(), region_source()
-            found = {"recipe": region, "amax_group": region, "rows_class": f"{_rows(call[0])} rows", "level": call[1].source}
-            told.env.sources = found  # type: ignore[attr-defined]
-            told.sources = {"env": place, "inputs": place}
-        return told
+        return told_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -279,7 +240,15 @@ class OperationFuser:
         plan = self._compiled(key, rules)
         why = self.cache.put(key, plan)
         self.last_missed = next(_misses)
-        _log.info("plan miss in %s (+%.1f ms): %s", self.where, (time.perf_counter() - start) * 1e3, why)
+        ms = (time.perf_counter() - start) * 1e3
+        _log.info("plan miss in %s (+%.1f ms): %s", self.where, ms, why)
+        thrash = self._thrash.note(self.where, why)
+        calls = self.cache.hits + self.cache.misses
+        found = Made(self.last_missed, calls, since_start(), key, why, ms, thrash)
+        self.history.append(found)
+        note(self, found, plan)
+        if thrash is not None:
+            warnings.warn(thrash, OpfuseWarning, stacklevel=2)
         return plan
 
     def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
@@ -288,7 +257,7 @@ class OperationFuser:
             key.env.recipe.check_trainable()
         return plan
 
-    def _recorded(self, recording: _Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
+    def _recorded(self, recording: Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
         """The plan of this call, entered in the recording."""
         if recording.trial:
             check_call(self, x, extras)
@@ -333,8 +302,8 @@ class OperationFuser:
             op.check_kwargs(given)
         if self._told.recipe_listeners:
             self._told.of_recipe(current_recipe())
-        recording = _recording.get()
-        plan = self.plan(x, *extras) if recording is None else self._recorded(recording, x, extras)
+        recorder = recording()
+        plan = self.plan(x, *extras) if recorder is None else self._recorded(recorder, x, extras)
         for i, op in self._told.call_listeners:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)

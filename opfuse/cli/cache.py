@@ -1,0 +1,171 @@
+"""``opfuse cache``: what plans and compiled kernels are kept, by key; why a plan was made; what may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from opfuse.cli.output import echo, echo_json
+from opfuse.cli.results import show as show_table
+from opfuse.errors import TraceError, describe, nearest
+from opfuse.inspect.trace import Trace, differences, find, odd_ranks, plans_of, read
+from opfuse.kernels.engine.cubins import location
+from opfuse.kernels.engine.inventory import Kept, inventory
+from opfuse.kernels.engine.inventory import prune as prune_files
+
+PLANS = ("key", "rank", "pipeline", "call", "ms", "why")
+KERNELS = ("key", "source", "kernels", "registers", "spills", "KiB", "days", "state")
+_KEY = 12
+
+
+def ls(trace: Path | None, *, as_json: bool) -> None:
+    """The plans of a trace, or the compiled kernels."""
+    if trace is not None:
+        found = read(trace)
+        if as_json:
+            echo_json({"plans": [_plan_row(each, plan) for each in found for plan in each.plans], "counts": _counts(found)})
+            return
+        _table(PLANS, [tuple(map(str, _plan_row(each, plan).values())) for each in found for plan in each.plans])
+        for line in _summary(found):
+            echo(line)
+        return
+    kept = inventory(location())
+    if as_json:
+        echo_json({"directory": str(location()), "kernels": [each.record() for each in kept]})
+        return
+    _table(KERNELS, [_kernel_row(each) for each in kept])
+    echo(f"{len(kept)} keys, {sum(each.bytes for each in kept) / 2**20:.1f} MiB in {location()}")
+
+
+def show(key: str, trace: Path | None, *, as_json: bool) -> None:
+    """Every value of a plan's key with its source, or what is known of a compiled kernel."""
+    if trace is None:
+        kept = _kernel(key)
+        echo_json(kept.record()) if as_json else echo("\n".join(f"{name:<9}{value}" for name, value in kept.record().items()))
+        return
+    plan = find(read(trace), key)
+    if as_json:
+        echo_json(plan.model_dump())
+        return
+    echo(f"{plan.key}  plan {plan.number} of the process, made in {plan.ms:.1f} ms for call {plan.call} of {plan.pipeline}")
+    echo(f"why  {plan.why}")
+    width = max(len(leaf.path) for leaf in plan.leaves)
+    for leaf in plan.leaves:
+        echo(f"  {leaf.path:<{width}}  {leaf.value!r:<32} {leaf.source or ''}".rstrip())
+
+
+def diff(old: str, new: str, trace: Path, *, as_json: bool) -> None:
+    """The leaves in which two keys of a trace differ."""
+    found = read(trace)
+    before, after = find(found, old), find(found, new)
+    told = differences(before, after)
+    if as_json:
+        echo_json({"old": before.key, "new": after.key, "differences": [each.model_dump() for each in told]})
+        return
+    echo(f"{before.key} -> {after.key}: {len(told)} of {len(after.leaves)} values differ")
+    for each in told:
+        echo(f"  {each}")
+
+
+def why(trace: Path, key: str | None, *, as_json: bool) -> None:
+    """Why plans were made, whether misses repeat, and which rank disagrees; ends with 1 if a rank does or misses repeat."""
+    found = read(trace)
+    plans = [find(found, key)] if key else plans_of(found)
+    odd = odd_ranks(found)
+    thrash = [plan.thrash for plan in plans if plan.thrash]
+    if as_json:
+        told = [
+            {"key": plan.key, "pipeline": plan.pipeline, "ms": plan.ms, "nearest": plan.nearest, "why": plan.why}
+            for plan in plans
+        ]
+        echo_json({"plans": told, "thrash": thrash, "odd_ranks": [{**asdict(each), "differences": str(each)} for each in odd]})
+    else:
+        for plan in plans:
+            near = f", nearest {plan.nearest}" if plan.nearest else ""
+            echo(f"{plan.pipeline}: plan {plan.key} at call {plan.call}, +{plan.ms:.1f} ms{near}\n  {plan.why}")
+        for line in (*thrash, *map(str, odd)):
+            echo(line)
+        if len({each.process.rank for each in found}) > 1 and not odd:
+            echo(f"all {len(found)} ranks made the same plans")
+    raise typer.Exit(1 if thrash or odd else 0)
+
+
+def verify(*, as_json: bool) -> None:
+    """Whether compiled kernels are intact, and which nothing asks for any more; ends with 1 if one is not intact."""
+    kept = inventory(location())
+    faults = {each.key: list(each.faults) for each in kept if each.faults}
+    old = [each.key for each in kept if each.source and not each.current]
+    if as_json:
+        echo_json({"keys": len(kept), "faults": faults, "unreachable": old})
+    else:
+        for key, texts in faults.items():
+            echo(f"{key[:_KEY]}: {'; '.join(texts)}")
+        echo(f"{len(kept)} keys: {len(faults)} not intact, {len(old)} made from other sources, which nothing asks for")
+        echo("A key holds the whole text that was compiled, the compiler and its flags, so no entry can be stale.")
+    raise typer.Exit(1 if faults else 0)
+
+
+def prune(*, days: float | None, everything: bool, as_json: bool) -> None:
+    """Remove compiled kernels that are damaged or that nothing asks for, and, if asked, what is older, or all."""
+
+    def unwanted(kept: Kept) -> bool:
+        old = days is not None and kept.days > days
+        return everything or old or bool(kept.faults) or (bool(kept.source) and not kept.current)
+
+    gone = prune_files(location(), unwanted)
+    freed = sum(each.bytes for each in gone)
+    if as_json:
+        echo_json({"removed": [each.key for each in gone], "bytes": freed})
+    else:
+        echo(f"removed {len(gone)} keys, {freed / 2**20:.1f} MiB, from {location()}")
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def _plan_row(trace: Trace, plan: Any) -> dict[str, Any]:
+    values = (plan.key, trace.process.rank, plan.pipeline, plan.call, plan.ms, plan.why)
+    return dict(zip(PLANS, values))
+
+
+def _counts(traces: tuple[Trace, ...]) -> list[dict[str, Any]]:
+    return [{"rank": each.process.rank, **row.model_dump()} for each in traces if each.counts for row in each.counts.pipelines]
+
+
+def _summary(traces: tuple[Trace, ...]) -> Iterator[str]:
+    for row in _counts(traces):
+        yield f"rank {row['rank']} {row['pipeline']}: {row['plans']} plans alive, {row['hits']} hits, {row['misses']} misses"
+    for each in traces:
+        if each.counts is None:
+            yield f"rank {each.process.rank}: {each.path.name} ends without counts: the process runs still, or was killed"
+
+
+def _kernel_row(kept: Kept) -> tuple[str, ...]:
+    used = kept.entries.values() if kept.source else ()
+    most = [str(max((entry[name] for entry in used), default="")) for name in ("registers", "spills")]
+    state = "; ".join(kept.faults) or ("" if kept.current or not kept.source else "of other sources")
+    names = ", ".join(kept.entries) if kept.source else "table of opfuse kernels" if kept.entries == {} else ""
+    return kept.key[:_KEY], kept.source, names, *most, f"{kept.bytes / 1024:.1f}", f"{kept.days:.1f}", state
+
+
+def _kernel(key: str) -> Kept:
+    kept = {each.key: each for each in inventory(location())}
+    found = [each for name, each in kept.items() if name.startswith(key)]
+    if len(found) != 1:
+        got = f"{key!r}, with which {len(found)} begin{nearest(key, kept)}"
+        raise TraceError(
+            describe("key", wanted="the first digits of one key", got=got, cure="see `opfuse cache ls`, or name a --trace")
+        )
+    return found[0]
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    show_table(table)

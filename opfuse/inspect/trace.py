@@ -1,0 +1,249 @@
+"""Traces: what processes wrote down of their plans, read back and compared.
+
+A trace is a file of JSON lines, format version 1, written by ``runtime/trace.py``; a directory of them is one run, a file a rank.
+The first line is the process, a line follows for every plan that was made, and one counts at the end, unless it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from opfuse.errors import TraceError, describe, nearest
+
+SUFFIX = ".jsonl"
+
+
+class Record(BaseModel):
+    """A line, or a part of one: exactly these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Process(Record):
+    """Who wrote the file. settings: of torch, that may change results. started: in UTC."""
+
+    record: Literal["process"]
+    version: Literal[1]
+    rank: int
+    ranks: int
+    pid: int
+    started: str
+    command: list[str]
+    versions: dict[str, str]
+    device: str
+    environment: dict[str, str]
+    settings: dict[str, Any]
+
+
+class KeyLeaf(Record):
+    """A value of a key, and where it came from: ``default``, ``environment NAME``, ``fp8.yaml:7:12``, ``train.py:88``."""
+
+    path: str
+    value: Any
+    source: str | None
+
+    def __str__(self) -> str:
+        return f"{self.path} = {self.value!r}" + (f"  ({self.source})" if self.source else "")
+
+
+class KeyDifference(Record):
+    """A leaf in which a key differs from the nearest that had a plan."""
+
+    path: str
+    old: Any
+    new: Any
+    old_source: str | None
+    new_source: str | None
+
+    def __str__(self) -> str:
+        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        same = self.old_source == self.new_source
+        return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(told)})")
+
+
+class PlanMade(Record):
+    """A call that found no plan, and the plan that was made for it.
+
+    number: among the misses of the process. call: among the calls of the pipeline. key: digits of the key, the same in every
+    process; nearest: those of the plan that came closest, None for the first. again: the key had a plan that the cache dropped.
+    thrash: told if misses repeat in a pattern. plan: the graph and its groups, as ``opfuse explain`` has them; None if dropped.
+    """
+
+    record: Literal["plan"]
+    number: int
+    call: int
+    seconds: float
+    pipeline: str
+    handle: str
+    ms: float
+    key: str
+    nearest: str | None
+    again: bool
+    differences: list[KeyDifference]
+    thrash: str | None
+    leaves: list[KeyLeaf]
+    plan: dict[str, Any] | None
+    outcomes: list[dict[str, Any]]
+
+    @property
+    def why(self) -> str:
+        """The reason of the miss in a line."""
+        if self.nearest is None:
+            return "first plan: the cache was empty"
+        again = ("planned before, and dropped",) * self.again
+        return "; ".join((*again, *map(str, self.differences))) or "nothing of the key that is told differs"
+
+
+class PipelineCounts(Record):
+    """Plans alive, calls that found one, and calls that did not."""
+
+    pipeline: str
+    handle: str
+    plans: int
+    hits: int
+    misses: int
+
+
+class Counts(Record):
+    """What the process came to."""
+
+    record: Literal["counts"]
+    seconds: float
+    pipelines: list[PipelineCounts]
+
+
+Line = Annotated[Process | PlanMade | Counts, Field(discriminator="record")]
+_LINE: TypeAdapter[Process | PlanMade | Counts] = TypeAdapter(Line)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A file. counts: None where the process was killed, or is still running."""
+
+    path: Path
+    process: Process
+    plans: tuple[PlanMade, ...]
+    counts: Counts | None
+
+
+def read(path: str | Path) -> tuple[Trace, ...]:
+    """The trace at ``path``, or all of a directory by rank. TraceError for what is none."""
+    place = Path(path)
+    files = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+    if not files:
+        raise TraceError(
+            describe(str(path), wanted="a trace", got=f"no *{SUFFIX} file", cure="write one: OPFUSE_TRACE=DIR, opfuse.dump()")
+        )
+    return tuple(sorted((_file(file) for file in files), key=lambda trace: (trace.process.rank, trace.process.started)))
+
+
+def _file(path: Path) -> Trace:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        cure = "name a file that OPFUSE_TRACE or opfuse.dump() wrote, or a directory of them"
+        raise TraceError(describe(str(path), wanted="a trace", got=str(error), cure=cure)) from None
+    found = [
+        _line(path, number, line) for number, line in enumerate(lines[:-1], 1)
+    ]  # what no newline ends was cut while it was written
+    if not found or not isinstance(found[0], Process):
+        got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
+        raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
+    plans = tuple(each for each in found if isinstance(each, PlanMade))
+    return Trace(path, found[0], plans, next((each for each in reversed(found) if isinstance(each, Counts)), None))
+
+
+def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
+    try:
+        return _LINE.validate_python(json.loads(line))
+    except (ValueError, ValidationError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": str(error), "loc": ()}
+        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        cure = "read it with the opfuse that wrote it, or write it anew"
+        raise TraceError(describe(f"{path}:{number}", wanted="a line of format version 1", got=got, cure=cure)) from None
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------------
+
+
+def plans_of(traces: Iterable[Trace]) -> list[PlanMade]:
+    """The plans of all ranks."""
+    return [plan for trace in traces for plan in trace.plans]
+
+
+def find(traces: Iterable[Trace], key: str) -> PlanMade:
+    """The latest plan whose key begins with ``key``. TraceError, with the nearest, if there is none or several."""
+    plans = plans_of(traces)
+    found = {plan.key: plan for plan in plans if plan.key.startswith(key)}
+    if len(found) == 1:
+        return found.popitem()[1]
+    known = sorted({plan.key for plan in plans})
+    got = f"{key!r}, which {', '.join(sorted(found))} begin with" if found else f"{key!r}{nearest(key, known)}"
+    raise TraceError(describe("key", wanted="the first digits of one key", got=got, cure=f"name one of {', '.join(known)}"))
+
+
+def differences(old: PlanMade, new: PlanMade) -> list[KeyDifference]:
+    """The leaves in which two keys differ, with both sources."""
+    before, after = ({leaf.path: leaf for leaf in plan.leaves} for plan in (old, new))
+    nothing = KeyLeaf(path="", value="nothing", source=None)
+    found = []
+    for path in {**before, **after}:
+        left, right = before.get(path, nothing), after.get(path, nothing)
+        if left.value != right.value:
+            fields = {"old": left.value, "new": right.value, "old_source": left.source, "new_source": right.source}
+            found.append(KeyDifference(path=path, **fields))
+    return found
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A rank whose key differs from that of most ranks at the same place: the ``occurrence``-th plan of a pipeline."""
+
+    rank: int
+    pipeline: str
+    occurrence: int
+    key: str | None
+    most: str
+    differences: tuple[KeyDifference, ...]
+
+    def __str__(self) -> str:
+        what = "; ".join(map(str, self.differences)) if self.key else "it made no such plan"
+        return f"rank {self.rank} disagrees in plan {self.occurrence} of {self.pipeline}: {what}"
+
+
+def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
+    """The ranks that disagree with most others about a key, compared plan by plan in the order in which each pipeline made them.
+
+    Which device of its type a rank has is no part of a key's digits. Of two ranks the first is right.
+    """
+    by_rank = [(trace.process.rank, list(_numbered(trace))) for trace in traces]
+    places = dict.fromkeys(place for _, numbered in by_rank for place, _ in numbered)
+    found = []
+    for place in places:
+        plans = {rank: dict(numbered).get(place) for rank, numbered in by_rank}
+        votes = Counter(None if plan is None else plan.key for plan in plans.values())
+        most = next(
+            plan
+            for plan in plans.values()
+            if plan is not None and votes[plan.key] == max(votes[p.key] for p in plans.values() if p)
+        )
+        for rank, plan in plans.items():
+            if plan is None or plan.key != most.key:
+                told = () if plan is None else tuple(differences(most, plan))
+                found.append(Odd(rank, place[0], place[1], None if plan is None else plan.key, most.key, told))
+    return found
+
+
+def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, int], PlanMade]]:
+    """Each plan with the name of its pipeline and its number among those of that name."""
+    seen: Counter[str] = Counter()
+    for plan in trace.plans:
+        seen[plan.pipeline] += 1
+        yield (plan.pipeline, seen[plan.pipeline]), plan

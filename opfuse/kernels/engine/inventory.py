@@ -1,0 +1,130 @@
+"""What lies in the cache of compiled kernels: what each was made from, whether it is intact, whether anything asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from opfuse.kernels.engine.bindings import SOURCES
+from opfuse.kernels.engine.cubins import CUBIN, FACTS, digest
+
+GENERATED = "generated.cuh"
+_SECTION = re.compile(r'^#line (\d+) "([\w.]+)"$')
+_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the cache holds under one key.
+
+    source: the .cu file; empty for a table of ``opfuse kernels``. entries: registers, spilled bytes and shared memory by kernel.
+    digests: of each cubin. written: seconds since the epoch. faults: what is wrong with it. current: whether its text is made of
+    the sources of this package, so that something may ask for it.
+    """
+
+    key: str
+    source: str
+    entries: dict[str, Any]
+    digests: tuple[str, ...]
+    bytes: int
+    written: float
+    faults: tuple[str, ...]
+    current: bool
+    files: tuple[Path, ...]
+
+    @property
+    def days(self) -> float:
+        """Its age."""
+        return max(0.0, time.time() - self.written) / _DAY
+
+    def record(self) -> dict[str, Any]:
+        """Plain values."""
+        names = ("key", "source", "entries", "digests", "bytes", "written", "faults", "current")
+        return {name: getattr(self, name) for name in names} | {"files": [path.name for path in self.files]}
+
+
+def inventory(directory: Path) -> list[Kept]:
+    """Everything in ``directory`` by key, newest first; temporary files that a crash left are keys of their own."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        found.setdefault(path.name if path.name.startswith(".") else path.stem.partition("-")[0], []).append(path)
+    return sorted((_kept(key, paths) for key, paths in found.items()), key=lambda kept: -kept.written)
+
+
+def _kept(key: str, paths: Sequence[Path]) -> Kept:
+    contents = {path: _content(path) for path in paths}
+    text = next((content.decode(errors="replace") for path, content in contents.items() if path.suffix == ".cu"), "")
+    facts = next((content for path, content in contents.items() if path.suffix == f".{FACTS}"), b"")
+    entries: Any = {}
+    with contextlib.suppress(ValueError):
+        entries = json.loads(facts or b"{}")
+    named = _sections(text)
+    source = next((name for name, _, _ in named if name.endswith(".cu")), "")
+    return Kept(
+        key,
+        source,
+        entries if isinstance(entries, dict) else {},
+        tuple(digest(content) for path, content in contents.items() if path.suffix == f".{CUBIN}"),
+        sum(map(len, contents.values())),
+        max(path.lstat().st_mtime for path in paths),
+        tuple(_faults(key, contents)),
+        bool(source) and all(_stands(*section) for section in named),
+        tuple(paths),
+    )
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+
+
+def _faults(key: str, contents: dict[Path, bytes]) -> Iterator[str]:
+    if key.startswith("."):
+        yield "left by a process that died while it wrote"
+        return
+    for path, content in contents.items():
+        if path.suffix != ".cu" and digest(content) != path.stem.partition("-")[2]:
+            yield f"{path.name} is not what was stored"
+    cubins = [path for path in contents if path.suffix == f".{CUBIN}"]
+    if len(cubins) > 1:
+        yield f"{len(cubins)} cubins under one key: the compiler is not what the key says"
+    if cubins and not any(path.suffix == f".{FACTS}" for path in contents):
+        yield "nothing says what its kernels use"
+
+
+def _sections(text: str) -> list[tuple[str, int, list[str]]]:
+    """The parts of an assembled text: the file that each is from, its first line there, and the lines."""
+    found: list[tuple[str, int, list[str]]] = []
+    for line in text.splitlines():
+        if start := _SECTION.match(line):
+            found.append((start[2], int(start[1]), []))
+        elif found:
+            found[-1][2].append(line)
+    return found
+
+
+@cache
+def _lines(name: str) -> tuple[str, ...]:
+    path = SOURCES / name
+    return tuple(path.read_text().splitlines()) if path.is_file() else ()
+
+
+def _stands(name: str, first: int, lines: Sequence[str]) -> bool:
+    """Whether a part of a text is what the source says today; lines that assembling takes out are empty."""
+    now = _lines(name)[first - 1 :]
+    return name == GENERATED or (len(lines) <= len(now) + 1 and all(line in ("", is_) for line, is_ in zip(lines, now)))
+
+
+def prune(directory: Path, unwanted: Callable[[Kept], bool]) -> list[Kept]:
+    """Remove what is ``unwanted``; what was removed."""
+    gone = [kept for kept in inventory(directory) if unwanted(kept)]
+    for path in (path for kept in gone for path in kept.files):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return gone

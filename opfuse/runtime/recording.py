@@ -1,0 +1,36 @@
+"""Who wants to know which plans run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from opfuse.compiler.plan import Plan
+
+
+class Recording(NamedTuple):
+    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
+
+    plans: list[Plan]
+    trial: bool
+
+
+_recording: ContextVar[Recording | None] = ContextVar("opfuse_recording", default=None)
+
+
+def recording() -> Recording | None:
+    """The innermost one that is around."""
+    return _recording.get()
+
+
+@contextmanager
+def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
+    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
+    plans: list[Plan] = []
+    reset = _recording.set(Recording(plans, trial))
+    try:
+        yield plans
+    finally:
+        _recording.reset(reset)

@@ -1,0 +1,234 @@
+"""What a process planned, as lines of JSON: ``OPFUSE_TRACE=dir`` writes them as they come, ``opfuse.dump(path)`` all at once.
+
+A line is an object whose ``record`` says what it is; ``inspect/trace.py`` has the models that read it, and says what they mean.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+import opfuse
+from opfuse.compiler import plain as plans
+from opfuse.compiler.plan import Plan, PlanKey
+from opfuse.core.tracers import all_enrolled
+from opfuse.environment import variable
+from opfuse.errors import OpfuseWarning, OutputError, describe
+from opfuse.keys import Cache, Leaf, Miss, leaves, plain
+
+VERSION = 1
+"""Of the format. A reader refuses another one."""
+
+TRACE = "OPFUSE_TRACE"
+PREFIXES = ("OPFUSE_", "NVTE_", "CUBLAS_", "NVIDIA_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_")
+"""Variables that may change what is computed, or how fast."""
+
+_INDEX = re.compile(r"^(\w+):\d+$")
+
+
+class Made(NamedTuple):
+    """A plan that was made. number: among all misses of the process. call: among those of the pipeline. ms: what it took."""
+
+    number: int
+    call: int
+    seconds: float
+    key: PlanKey
+    miss: Miss
+    ms: float
+    thrash: str | None
+
+
+class Pipeline(Protocol):
+    """What is traced."""
+
+    handle: str
+    cache: Cache[PlanKey, Plan]
+    history: Any
+
+    @property
+    def where(self) -> str: ...
+
+
+_START = time.time()
+
+
+def rank() -> tuple[int, int]:
+    """The rank of this process and the number of ranks, from torch.distributed or from the variables of a launcher."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    return (int(found[0]), int(found[1])) if all(text.isdecimal() for text in found) else (0, 1)
+
+
+def process() -> dict[str, Any]:
+    """What is true of the process as a whole."""
+    number, ranks = rank()
+    cuda = torch.cuda.is_available()
+    return {
+        "record": "process",
+        "version": VERSION,
+        "rank": number,
+        "ranks": ranks,
+        "pid": os.getpid(),
+        "started": datetime.fromtimestamp(_START, UTC).isoformat(timespec="milliseconds"),
+        "command": list(sys.argv),
+        "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
+        "settings": {
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "seed": torch.initial_seed(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def key_id(found: Iterator[Leaf]) -> str:
+    """16 digits that are equal for equal keys, in every process: sources are left out, and which device of its type it is."""
+    told = [(leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in found]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+
+
+def made(pipeline: Pipeline, found: Made, plan: Plan | None) -> dict[str, Any]:
+    """A plan and why it was made. plan: None if the cache has dropped it."""
+    own = list(leaves(found.key))
+    nearest = found.miss.nearest
+    differences = [{**vars(each), "old": _side(each.old), "new": _side(each.new)} for each in found.miss.differences]
+    return {
+        "record": "plan",
+        "number": found.number,
+        "call": found.call,
+        "seconds": round(found.seconds, 3),
+        "pipeline": pipeline.where,
+        "handle": pipeline.handle,
+        "ms": round(found.ms, 3),
+        "key": key_id(iter(own)),
+        "nearest": None if nearest is None else key_id(leaves(nearest)),
+        "again": found.miss.again,
+        "differences": differences,
+        "thrash": found.thrash,
+        "leaves": [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in own],
+        "plan": None if plan is None else plans.pipeline(plan),
+        "outcomes": [] if plan is None else [plans.outcome(each) for each in plan.outcomes],
+    }
+
+
+def _side(value: object) -> Any:
+    """A side of a difference: a leaf as it is, a composite by its text."""
+    return plain(value) if len(list(leaves(value))) == 1 else repr(value)
+
+
+def counts(pipelines: list[Pipeline]) -> dict[str, Any]:
+    """How often each pipeline found a plan."""
+    rows = [(each, each.cache) for each in pipelines]
+    told = [
+        {"pipeline": each.where, "handle": each.handle, "plans": len(own), "hits": own.hits, "misses": own.misses}
+        for each, own in rows
+        if own.misses
+    ]
+    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": told}
+
+
+def records(pipelines: list[Pipeline]) -> Iterator[dict[str, Any]]:
+    """Everything that is known now."""
+    yield process()
+    found = [(each, one) for each in pipelines for one in each.history]
+    for pipeline, one in sorted(found, key=lambda pair: pair[1].number):
+        yield made(pipeline, one, dict(pipeline.cache.items()).get(one.key))
+    yield counts(pipelines)
+
+
+def text(found: Iterator[Mapping[str, Any]]) -> str:
+    """Lines of JSON."""
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in found)
+
+
+def write(path: Path, pipelines: list[Pipeline]) -> Path:
+    """Everything that is known now, into ``path``. OutputError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text(records(pipelines)), encoding="utf-8")
+    except OSError as error:
+        got = f"{type(error).__name__}: {error.strerror}"
+        raise OutputError(describe(str(path), wanted="a file to write", got=got, cure="name another path")) from None
+    return path
+
+
+def dump(path: str | Path) -> Path:
+    """Write what this process planned: pipelines that are alive, their keys with sources, every miss and why, the environment.
+
+    Lines of JSON, as ``OPFUSE_TRACE`` has them written; ``opfuse cache``, ``opfuse report`` and ``opfuse diff`` read them.
+    OutputError if the file cannot be written.
+    """
+    return write(Path(path), [each for each in all_enrolled() if hasattr(each, "history")])
+
+
+# -- as it comes -------------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Appends records to the file of this process in a directory; what cannot be written is told once, and training goes on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / f"rank{rank()[0]}-{os.getpid()}.jsonl"
+        self.pid = os.getpid()
+        self.failed = False
+        self.pipelines: dict[str, Pipeline] = {}
+        self.append(process())
+        atexit.register(self.end)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One more line."""
+        if self.failed:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text(iter([record])))
+        except OSError as error:
+            self.failed = True
+            got, cure = f"{type(error).__name__}: {error.strerror}", f"name a directory in {TRACE} that can be written"
+            warnings.warn(
+                describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
+            )
+
+    def note(self, pipeline: Pipeline, found: Made, plan: Plan) -> None:
+        """A plan was made."""
+        self.pipelines[pipeline.handle] = pipeline
+        self.append(made(pipeline, found, plan))
+
+    def end(self) -> None:
+        """The process ends."""
+        if os.getpid() == self.pid:
+            self.append(counts(list(self.pipelines.values())))
+
+
+@cache
+def _writer(directory: str, pid: int) -> Writer:
+    return Writer(Path(directory))
+
+
+def note(pipeline: Pipeline, found: Made, plan: Plan) -> None:
+    """A plan was made: write it down if ``OPFUSE_TRACE`` names a directory."""
+    if directory := variable(TRACE):
+        _writer(directory, os.getpid()).note(pipeline, found, plan)
+
+
+def since_start() -> float:
+    """Seconds since the process began to trace."""
+    return time.time() - _START

@@ -1,0 +1,62 @@
+"""The cache of compiled kernels is told, checked and pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from opfuse.cli.app import main
+from opfuse.kernels.engine.compiling import Variant, assemble
+from opfuse.kernels.engine.cubins import FACTS, CubinCache
+from opfuse.kernels.engine.inventory import inventory
+
+FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with an intact entry, one of other sources, a damaged one and one with two cubins, and a temporary file."""
+    monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path))
+    place = tmp_path / "kernels-v2"
+    cache = CubinCache(place)
+    text = assemble(Variant("amax.cu", ("IN=float",)))
+    for key, source in (("a" * 64, text), ("b" * 64, text.replace("max", "min", 1)), ("c" * 64, text), ("d" * 64, text)):
+        cache.store(key, key.encode())
+        cache.store(key, json.dumps(FACT).encode(), FACTS)
+        cache.store_source(key, source)
+    (damaged,) = place.glob("c*.cubin")
+    damaged.write_bytes(b"something else")
+    cache.store("d" * 64, b"another")
+    (place / ".x.tmp").write_bytes(b"")
+    os.utime(next(place.glob("a*.cu")), (0, 0))
+    return place
+
+
+def test_the_inventory_tells_what_is_there(directory: Path) -> None:
+    kept = {each.key[0]: each for each in inventory(directory)}
+    assert {key: each.current for key, each in kept.items()} == {"a": True, "b": False, "c": True, "d": True, ".": False}
+    assert kept["a"].faults == kept["b"].faults == ()
+    assert "is not what was stored" in kept["c"].faults[0]
+    assert "2 cubins under one key" in kept["d"].faults[0]
+    assert "died while it wrote" in kept["."].faults[0]
+    assert (kept["a"].source, kept["a"].entries) == ("amax.cu", FACT)
+
+
+def test_commands_verify_show_and_prune(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "verify"]) == 1
+    assert "5 keys: 3 not intact, 1 made from other sources" in capsys.readouterr().out
+    assert main(["cache", "ls"]) == 0
+    assert "of other sources" in capsys.readouterr().out
+    assert main(["cache", "show", "aaaa", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"] == FACT
+    assert main(["cache", "show", "e"]) == 1
+    assert main(["cache", "prune", "--json"]) == 0
+    assert sorted(key[0] for key in json.loads(capsys.readouterr().out)["removed"]) == [".", "b", "c", "d"]
+    assert {path.name[0] for path in directory.iterdir()} == {"a"}
+    assert main(["cache", "verify"]) == 0
+    capsys.readouterr()
+    assert main(["cache", "prune", "--all"]) == 0
+    assert not list(directory.iterdir())

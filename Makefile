@@ -5,6 +5,7 @@ JOBS ?= 2
 GPU_JOBS ?= 8
 GPU_LARGE_JOBS ?= 2
 GPU_TESTS ?= build/gpu.xml
+GPU_RANKS ?= build/ranks.json
 ANY_DEVICE ?= tests/tensors tests/compiler tests/runtime tests/inspect tests/fusions tests/ops
 BIN = $(VENV)/bin
 
@@ -40,9 +41,11 @@ gpu:
 	$(PYTHON) -m benchmarks.record --tests $(GPU_TESTS)
 	$(PYTHON) -m pytest tests/gpu -n $(GPU_LARGE_JOBS) -m slow
 
-# On a machine with several GPUs: training over NCCL beside training in one process, every recipe in every way, one rank a GPU.
+# On a machine with several GPUs: training over NCCL beside training in one process, every recipe in every way, one rank a GPU;
+# then timings and the record, named after the devices.
 gpu-distributed:
-	$(PYTHON) -m tests.distributed --device cuda
+	$(PYTHON) -m tests.distributed --device cuda --report $(GPU_RANKS)
+	$(PYTHON) -m benchmarks.distributed --tests $(GPU_RANKS)
 
 # The whole suite on a machine with a GPU, as it is and with the tensors of its tests on the GPU.
 gpu-suite:

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the record of a GPU: ``python -m docs.performance``; ``--check`` only compares."""
+"""Writes docs/performance.md from the records of GPUs: ``python -m docs.performance``; ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from docs.tables import table
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
+RANKS = ROOT / "benchmarks" / "results" / "h200x2.json"
 
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Of one script: the records by name, then by unit."""
@@ -176,13 +177,49 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
 
 def code(record: Mapping[str, Any]) -> str:
     """Which code was measured, and what became of its tests on the GPU where the record says so."""
-    told = [f"{name} {record[field][:12]}" for name, field in DIGESTS.items() if field in record]
     tests = [", ".join(f"{count} {state}" for state, count in record["tests"].items())] if "tests" in record else []
-    return "; ".join([", ".join(told), *(f"tests/gpu: {each}" for each in tests)])
+    return "; ".join([digests(record), *(f"tests/gpu: {each}" for each in tests)])
 
 
-def document(record: Mapping[str, Any]) -> str:
-    """The page of a record."""
+def digests(record: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {record[field][:12]}" for name, field in DIGESTS.items() if field in record)
+
+
+def ranks(record: Mapping[str, Any]) -> str:
+    """Training over the GPUs of a machine."""
+    count, figures = record["ranks"], of_script(record, "distributed")
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    counted = ", ".join(f"{number} {state}" for state, number in record["tests"].items())
+    columns = {
+        "gathered, MB": (("MB given to gathers a step", 0), ("x bytes of bf16", 2)),
+        "forward and backward, ms": (("ms, forward and backward", 1), ("x torch, forward and backward", 2)),
+        "with AdamW, ms": (("ms, with AdamW", 1), ("x torch, with AdamW", 2)),
+        "gathers, ms": (("ms of gathers a step", 1),),
+        "beside kernels, %": (("% of gathers beside kernels", 0),),
+        "waits of the host": (("waits of the host in a step", 0),),
+    }
+    rows = [
+        (name, *(", x ".join(shown(units.get(unit), digits) for unit, digits in cell) for cell in columns.values()))
+        for name, units in figures.items()
+    ]
+    origin = (
+        f"On {record['date']} by `{record['script']}`, {count} ranks, one a GPU: {versions}; {digests(record)}; "
+        f"tests/distributed over NCCL: {counted}.\n\n"
+    )
+    return origin + SEVERAL + table(("layers", *columns), rows)
+
+
+SEVERAL = (
+    "Four layers shaped as those of an 8B model (4096 wide, 14336 inside, 32 heads, 8 of keys), 4096 tokens a rank, FSDP2, each "
+    "layer sharded by itself and freed between the passes. Bytes are those that a rank gives in a step, with their part of bf16; "
+    "times are medians of the slowest rank, with their part of eager torch. Of the time of gathers, the part in which other "
+    "kernels ran as well, by torch.profiler. AdamW steps on fp32 masters of weights that live quantized, else on weights in bf16."
+    "\n\n"
+)
+
+
+def document(record: Mapping[str, Any], several: Mapping[str, Any]) -> str:
+    """The page of the records of one GPU and of several."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     head = (
         "# Measured\n\n"
@@ -190,12 +227,13 @@ def document(record: Mapping[str, Any]) -> str:
         f"{code(record)}.\n"
         "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold.\n"
     )
-    return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in sections(record))
+    made = [*sections(record), ("Several GPUs", ranks(several))]
+    return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)
 
 
 def main() -> int:
     """Write the page, or compare it under ``--check``."""
-    text = document(json.loads(RECORD.read_text(encoding="utf-8")))
+    text = document(*(json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS)))
     if "--check" in sys.argv[1:]:
         return int(DOCUMENT.read_text(encoding="utf-8") != text)
     DOCUMENT.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, pipelines, record, timing, training
+from benchmarks import bandwidth, distributed, pipelines, record, timing, training
 from opfuse.config import Config, load
 from opfuse.recipes import Support
 from opfuse.train import Comparison, compare
@@ -184,3 +184,16 @@ def test_a_training_meets_its_limit_near_its_baseline_if_products_are_native(
 def test_limits_are_of_figures_that_there_are() -> None:
     names = {name for table, _ in record.TABLES.values() for name in table}
     assert {*record.LEAST, *record.MOST} <= names
+
+
+def test_a_gather_is_covered_where_other_kernels_run() -> None:
+    """Kernels that overlap, or touch, count once; those of NCCL cover nothing."""
+    spans = {
+        "ncclDevKernel_AllGather_a": (10, 20),
+        "ncclDevKernel_AllGather_b": (100, 10),
+        "ncclDevKernel_ReduceScatter": (5, 50),
+    }
+    spans |= {"gemm": (0, 12), "cast": (8, 6), "norm": (14, 1), "copy": (25, 100)}
+    events = [{"name": name, "ts": start, "dur": took} for name, (start, took) in spans.items()]
+    assert distributed.covered(events, "AllGather") == (pytest.approx(0.03), pytest.approx((5 + 5 + 10) / 30))
+    assert distributed.covered(events[-4:], "AllGather") == (0.0, 0.0)

@@ -7,27 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grouped, record, stamp
+from benchmarks import distributed, grouped, record, stamp
 from docs import performance
 
-RECORD = json.loads(performance.RECORD.read_text(encoding="utf-8"))
+RECORD, RANKS = (json.loads(file.read_text(encoding="utf-8")) for file in (performance.RECORD, performance.RANKS))
 FIGURES = {(figure["script"], figure["name"], figure["unit"]): figure for figure in RECORD["results"]}
 
 
 def test_the_page_is_the_record() -> None:
-    assert performance.DOCUMENT.read_text(encoding="utf-8") == performance.document(RECORD), "run `python -m docs.performance`"
+    page = performance.DOCUMENT.read_text(encoding="utf-8")
+    assert page == performance.document(RECORD, RANKS), "run `python -m docs.performance`"
 
 
 def test_a_record_says_what_of_which_code_and_machine() -> None:
     assert RECORD.keys() == {"date", "versions", "kernels_digest", "package_digest", "script", "tests", "results"}
-    assert {"device", "opfuse", "torch", "cupy"} <= RECORD["versions"].keys()
-    assert len(RECORD["kernels_digest"]) == 64
-    assert len(RECORD["package_digest"]) == 64
-    assert RECORD["tests"]["passed"] > 0
-    assert RECORD["tests"]["failed"] == 0
-    for figure in RECORD["results"]:
-        assert figure.keys() == {"name", "value", "unit", "limit", "met", "script"}
-        assert (figure["limit"] is None) == (figure["met"] is None)
+    assert RANKS.keys() == RECORD.keys() | {"ranks"}
+    assert {"nccl", "torchao"} <= RANKS["versions"].keys()
+    for found in (RECORD, RANKS):
+        assert {"device", "opfuse", "torch", "cupy"} <= found["versions"].keys()
+        assert len(found["kernels_digest"]) == 64
+        assert len(found["package_digest"]) == 64
+        assert found["tests"]["passed"] > 0
+        assert found["tests"]["failed"] == 0
+        for figure in found["results"]:
+            assert figure.keys() == {"name", "value", "unit", "limit", "met", "script"}
+            assert (figure["limit"] is None) == (figure["met"] is None)
+
+
+def test_the_record_of_several_gpus_has_every_variant_and_meets_its_limits() -> None:
+    assert {figure["name"] for figure in RANKS["results"]} == set(distributed.VARIANTS)
+    assert all(figure["met"] for figure in RANKS["results"] if figure["limit"] is not None)
 
 
 def test_every_script_was_run_and_every_limit_measured() -> None:

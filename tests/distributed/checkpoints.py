@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import opfuse
-from tests.distributed.running import Task
+from tests.distributed.running import Task, failed
 from tests.distributed.training import RECIPES, WRAPS, Case, build, data, loss_of, optimizer_of, region_of, whole
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
@@ -95,6 +100,50 @@ def check_checkpoint(case: Case, rank: int, ranks: int, device: str) -> list[str
             if ordered and not same(whole(other[0].parameters()), after):
                 wrong.append(f"{name}: another step under {wrap}")
     return wrong
+
+
+KILLED = Case("current", stored=True)
+
+
+def check_killed(folder: Path, rank: int, ranks: int, device: str) -> list[str]:
+    """Save one checkpoint whole; the last rank is killed while it writes its part of another."""
+    one, save = trainer(KILLED, KILLED.wrap, ranks, device), torch.save
+    train(KILLED, one, data(KILLED, 0, 0, rank, ranks).to(device))
+    dcp.save(states(one), checkpoint_id=folder / "1")
+    train(KILLED, one, data(KILLED, 1, 0, rank, ranks).to(device))
+    written: list[None] = []
+
+    def killing(*args: Any, **kwargs: Any) -> None:
+        written.append(save(*args, **kwargs))
+        if len(written) == 3 and rank == ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    filesystem.torch.save = killing
+    dcp.save(states(one), checkpoint_id=folder / "2")
+    return ["was not killed"]
+
+
+def check_left(folder: Path, rank: int, ranks: int, device: str) -> list[str]:
+    """The last whole checkpoint goes on as what saved it; the other one is refused, and nothing of it is read."""
+    one, other = trainer(KILLED, KILLED.wrap, ranks, device), trainer(KILLED, KILLED.wrap, ranks, device, scale=3.0)
+    train(KILLED, one, data(KILLED, 0, 0, rank, ranks).to(device))
+    before = whole(other[0].parameters())
+    with pytest.raises(CheckpointException, match="metadata"):
+        resume(other, folder / "2")
+    wrong = [] if same(whole(other[0].parameters()), before) else ["values of a checkpoint that is not whole"]
+    resume(other, folder / "1")
+    batch = data(KILLED, 1, 0, rank, ranks).to(device)
+    alike = torch.equal(train(KILLED, other, batch), train(KILLED, one, batch))
+    return wrong + ([] if alike and same(whole(other[0].parameters()), whole(one[0].parameters())) else ["another step"])
+
+
+def killed(ranks: int, device: str) -> list[str]:
+    """What is wrong with the checkpoints of ranks of which one is killed while it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        failures = failed(ranks, device, [(check_killed, Path(folder)), (check_left, Path(folder))])
+    died = failures.pop(0, ["nobody was killed"])
+    as_meant = any("signal SIGKILL" in text for text in died)
+    return [*(() if as_meant else died), *(text for texts in failures.values() for text in texts)]
 
 
 TASKS: list[Task] = [

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,22 +45,29 @@ class Ended(NamedTuple):
 
 def spawn(ranks: int, device: str, tasks: Sequence[Task], *, grace: float = GRACE) -> None:
     """One process for each rank, which run all tasks; RuntimeError that lists those that failed."""
-    failures: list[str] = []
+    failures = failed(ranks, device, tasks, grace=grace)
+    if failures:
+        raise RuntimeError("\n".join((f"{len(failures)} failed", *(line for lines in failures.values() for line in lines))))
+
+
+def failed(ranks: int, device: str, tasks: Sequence[Task], *, grace: float = GRACE) -> dict[int, list[str]]:
+    """What is wrong, by the number of the task that failed; under the number of tasks what came after the last."""
+    failures: dict[int, list[str]] = {}
+    first = 0
     with tempfile.TemporaryDirectory() as folder:
-        while tasks:
+        while first < len(tasks):
             place, died = Path(tempfile.mkdtemp(dir=folder)), ""
             try:
-                run_ranks(worker, place, ranks, device, tasks, ranks=ranks, grace=grace)
+                run_ranks(worker, place, ranks, device, tasks[first:], ranks=ranks, grace=grace)
             except ProcessExitedException as error:
                 died = str(error)
             ended = [_read(place, rank) for rank in range(ranks)]
-            count = 1 + min(sum(not each.raised for each in those) for those in ended) if died else len(tasks)
-            failures += [f"after the last task: {died}"] if count > len(tasks) else []
-            for i, task in enumerate(tasks[:count]):
-                failures += _told(task, [those[i].found if i < len(those) else [f"did not end: {died}"] for those in ended])
-            tasks = tasks[count:]
-    if failures:
-        raise RuntimeError("\n".join((f"{len(failures)} failed", *failures)))
+            count = 1 + min(sum(not each.raised for each in those) for those in ended) if died else len(tasks) - first
+            for i, task in enumerate(tasks[first : first + count]):
+                told = _told(task, [those[i].found if i < len(those) else [f"did not end: {died}"] for those in ended])
+                failures |= {first + i: told} if told else {}
+            first += count
+    return failures if first == len(tasks) else failures | {len(tasks): [f"after the last task: {died}"]}
 
 
 def worker(rank: int, place: Path, ranks: int, device: str, tasks: Sequence[Task]) -> None:
@@ -103,14 +110,13 @@ def _read(place: Path, rank: int) -> list[Ended]:
     return [Ended(*json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _told(task: Task, by_rank: list[list[str]]) -> Iterator[str]:
-    """A line, if anything is wrong, for each text that ranks have, and whose it is."""
+def _told(task: Task, by_rank: list[list[str]]) -> list[str]:
+    """A line for each text that ranks have, and whose it is."""
     ranks_by_text: dict[str, list[str]] = {}
     for rank, found in enumerate(by_rank):
         if found:
             ranks_by_text.setdefault(", ".join(found), []).append(f"rank {rank}")
-    for text, ranks in ranks_by_text.items():
-        yield f"{_name(task)}, {' and '.join(ranks)}: {text}"
+    return [f"{_name(task)}, {' and '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
 
 
 def _name(task: Task) -> str:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.distributed.checkpoints import MORE, resume, same, states, train, trainer, whole
+from tests.distributed.checkpoints import MORE, killed, resume, same, states, train, trainer, whole
 from tests.distributed.running import spawn
 from tests.distributed.training import Case, data
 
@@ -60,3 +60,10 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_last_checkpoint_whol
         resume(other, tmp_path / "2", no_dist=True)
     assert same(whole(other[0].parameters()), before)
     assert same(whole(resume(other, tmp_path / "1", no_dist=True)[0].parameters()), whole(one[0].parameters()))
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.row("H28")
+def test_a_rank_that_is_killed_while_all_save_leaves_the_last_checkpoint_whole():
+    assert killed(2, "cpu") == []

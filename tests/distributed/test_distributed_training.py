@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import distributed
 from tests.distributed import checkpoints, parallel, shards
 from tests.distributed.running import spawn
 from tests.distributed.training import FEW, WIRES, check_case, table
 
 
+def check_benchmark(stack: distributed.Stack, rank: int, ranks: int, device: str) -> list[str]:
+    """The script that measures training over ranks runs, and counts bytes on any device."""
+    found = list(distributed.records(stack, ranks, device))
+    wrong = [f"{each['name']}: {each['value']} {each['unit']}" for each in found if each["met"] is False]
+    return wrong + ([] if {each["name"] for each in found} == set(distributed.variants(device)) else ["a variant is missing"])
+
+
+BENCHMARK = (check_benchmark, distributed.SMALL)
+
+
 @pytest.mark.cpu
 @pytest.mark.row("H20", "H22", "H23", "H27", "H28", "R17")
 def test_r17_training_on_two_ranks_equals_one_process():
-    spawn(2, "cpu", [*((check_case, case) for case in FEW), *WIRES, *shards.TASKS, *checkpoints.TASKS, *parallel.TASKS])
+    spawn(
+        2, "cpu", [*((check_case, case) for case in FEW), *WIRES, *shards.TASKS, *checkpoints.TASKS, *parallel.TASKS, BENCHMARK]
+    )
 
 
 @pytest.mark.cpu

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import opfuse
+from benchmarks.distributed import Counting
 from opfuse import ops, recipes
 from opfuse.tensors.masters import stored_in
 from tests.convert.blocks import GatedMLP
@@ -251,21 +252,6 @@ def whole(tensors: Any) -> list[torch.Tensor]:
 
 
 # -- bytes on the wire -----------------------------------------------------------------------------------------------------------
-
-
-class Counting:
-    """The all-gather of FSDP2, which counts the bytes that this rank gives."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        self.sent += input_tensor.nbytes
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # of which the second is the older name
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def sent(recipe: str, ranks: int, device: str, *, reshard: bool) -> tuple[int, int]:

@@ -51,6 +51,8 @@ _NAMES = {
     "checkpoint": "opfuse.runtime.checkpoint",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
+    "export_weights": "opfuse.convert.foreign",
+    "import_weights": "opfuse.convert.foreign",
     "load_policy": "opfuse.config",
 }
 

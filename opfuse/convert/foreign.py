@@ -1,0 +1,319 @@
+"""Weights as other libraries write and read them: their names and arrays, and the planes that these are, bit for bit.
+
+:data:`LAYOUTS` is a table: DeepSeek's block FP8, and schemes of compressed-tensors, which vLLM and transformers read as well.
+What lives quantized in the layout's format is written as it is; what is plain is cast by the layout's own scale rule. An array
+that does not fit is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from opfuse.convert.policy import HEADS
+from opfuse.errors import ConversionError, describe, nearest
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format
+from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
+from opfuse.numerics.scales import nvfp4_global_scale
+from opfuse.ops.linear import BasicLinear, Linear
+from opfuse.tensors.planes import mirrored
+from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+FP8 = torch.float8_e4m3fn
+_WEIGHT = ".weight"
+
+
+class Part(NamedTuple):
+    """An array of a weight in a file: what stands after the module's name, its dtype, and what a plane has of it."""
+
+    suffix: str
+    dtype: torch.dtype
+    written: Callable[[Plane], torch.Tensor]
+
+
+def _codes(plane: Plane) -> torch.Tensor:
+    return plane.data
+
+
+def _scales(plane: Plane) -> torch.Tensor:
+    return load_scale(cast(torch.Tensor, plane.scale), plane.layout).contiguous()
+
+
+def _global(plane: Plane) -> torch.Tensor:
+    return nvfp4_global_scale(cast(torch.Tensor, plane.amax), plane.format.encode_max)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """How a library stores a weight.
+
+    parts: its arrays: codes, scales, and the global encode scale where the format has one. quantizer: how plain weights are cast.
+    config: the ``quantization_config`` of a model whose modules of these names stay plain.
+    """
+
+    parts: tuple[Part, ...]
+    quantizer: Quantizer
+    config: Callable[[list[str]], dict[str, Any]]
+
+    @property
+    def format(self) -> Format:
+        """Of the rowwise plane."""
+        return self.quantizer.formats[0]
+
+    def written(self, path: str, record: QuantizedStorage) -> dict[str, torch.Tensor]:
+        """The arrays of a weight by their names in a file; they share memory with ``record`` where they can."""
+        plane = record.plane(ROWWISE)
+        return {f"{path}.{part.suffix}": _as(part.written(plane), part.dtype) for part in self.parts}
+
+    def layout(self, codes: torch.Tensor) -> Layout:
+        """Of the plane whose codes an array has."""
+        return layout_of(self.format, ROWWISE, (codes.shape[0], codes.shape[1] * 8 // cast(Any, self.format.element).bits))
+
+    def fits(self, arrays: Mapping[str, torch.Tensor]) -> bool:
+        """Whether ``arrays``, by suffix, are those of a weight in this layout, by their dtypes and shapes."""
+        if not all(part.suffix in arrays for part in self.parts):
+            return False
+        codes, scales = (arrays[part.suffix] for part in self.parts[:2])
+        if codes.dim() != 2 or not _is_of(codes, self.parts[0].dtype) or not _is_of(scales, self.parts[1].dtype):
+            return False
+        layout = self.layout(codes)
+        return layout.lines[1] % self.format.multiple == 0 and tuple(scales.shape) == layout.blocks
+
+    def read(self, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
+        """The weight of arrays that fit, with both planes. The columnwise one holds the same values, or is their cast."""
+        codes, scales = (arrays[part.suffix] for part in self.parts[:2])
+        layout = self.layout(codes)
+        wide = scales.to(torch.float32) if layout.format.scale == "fp32" else scales.view(torch.uint8)
+        amax = _amax_of(path, arrays[self.parts[2].suffix]) if len(self.parts) > 2 else None
+        rowwise = Plane(ROWWISE, layout.format, layout.shape, codes.view(torch.uint8), store_scale(wide, layout), amax)
+        storage = QuantizedStorage(torch.Size(layout.shape), dtype, rowwise, None)
+        columnwise = mirrored(rowwise) if self.quantizer.planes_agree else self._columnwise(storage.dequantize(torch.float32))
+        why = "its rows cannot be cut into blocks"
+        return QuantizedTensor(QuantizedStorage(storage.shape, dtype, rowwise, columnwise, why), quantizer=self.quantizer)
+
+    def _columnwise(self, values: torch.Tensor) -> Plane | None:
+        quantizer = self.quantizer.wanting(rowwise=False)
+        return quantizer.quantize(values).plane(COLUMNWISE) if quantizer.is_quantizable(values) else None
+
+
+def _as(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+_WIDER = {torch.float32: (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)}
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def _is_of(array: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether an array has ``dtype``, or what is read as it: narrower scales, E8M0 codes under their own name."""
+    return array.dtype in (_BYTES if dtype == torch.uint8 else _WIDER.get(dtype, (dtype,)))
+
+
+def _amax_of(path: str, encode: torch.Tensor) -> torch.Tensor:
+    """The global amax whose encode scale is ``encode``, the roundest of those; ConversionError if there is none."""
+    wanted = encode.reshape(1).to(torch.float32)
+    near = (torch.full_like(wanted, NVFP4.encode_max * 6.0) / wanted).view(torch.int32) + torch.arange(-4, 5, dtype=torch.int32)
+    amaxes = near.view(torch.float32)
+    found = amaxes[nvfp4_global_scale(amaxes, NVFP4.encode_max) == wanted]
+    if not found.numel():
+        where, got = f"{path}.weight_global_scale", wanted.item()
+        cure = "pass dequantize=True, which reads the values"
+        raise ConversionError(describe(where, wanted="2688 / amax of some fp32 amax", got=got, cure=cure))
+    bits = found.view(torch.int32)
+    return found[(bits & -bits).argmax()].reshape(1)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------------
+
+
+def _deepseek(ignored: list[str]) -> dict[str, Any]:
+    """As DeepSeek-V3's config.json has it."""
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return config | ({"modules_to_not_convert": ignored} if ignored else {})
+
+
+def _scheme(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Callable[[list[str]], dict[str, Any]]:
+    """A ``quantization_config`` of compressed-tensors with one group for all linear layers."""
+
+    def args(given: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "float", "symmetric": True, "dynamic": False, **given}
+
+    def config(ignored: list[str]) -> dict[str, Any]:
+        activations = None if inputs is None else args({"dynamic": True, **inputs})
+        group = {"targets": ["Linear"], "weights": args(weights), "input_activations": activations, "format": kind}
+        state = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": kind}
+        return state | {"config_groups": {"group_0": group}, "ignore": ignored}
+
+    return config
+
+
+_EXACT: dict[str, Any] = {"scale_rule": "compressed_tensors", "force_pow_2_scales": False}
+_TWO = (Part("weight", FP8, _codes), Part("weight_scale", torch.float32, _scales))
+_MX_ARGS = {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+LAYOUTS: Mapping[str, Foreign] = MappingProxyType(
+    {
+        "deepseek": Foreign(
+            (Part("weight", FP8, _codes), Part("weight_scale_inv", torch.float32, _scales)),
+            Float8BlockQuantizer(E4M3.dtype, scale_rule="deepgemm", force_pow_2_scales=False),
+            _deepseek,
+        ),
+        "fp8_block": Foreign(
+            _TWO,
+            Float8BlockQuantizer(E4M3.dtype, **_EXACT),
+            _scheme(
+                "float-quantized",
+                {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+                {"num_bits": 8, "strategy": "group", "group_size": 128},
+            ),
+        ),
+        "fp8_dynamic": Foreign(
+            _TWO,
+            Float8RowQuantizer(E4M3.dtype, **_EXACT),
+            _scheme("float-quantized", {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "token"}),
+        ),
+        "mxfp8": Foreign(
+            (Part("weight", FP8, _codes), Part("weight_scale", torch.uint8, _scales)),
+            MXFP8Quantizer(scale_rule="compressed_tensors"),
+            _scheme("mxfp8-quantized", _MX_ARGS, _MX_ARGS),
+        ),
+        "nvfp4": Foreign(
+            (
+                Part("weight_packed", torch.uint8, _codes),
+                Part("weight_scale", FP8, _scales),
+                Part("weight_global_scale", torch.float32, _global),
+            ),
+            NVFP4Quantizer(),
+            _scheme(
+                "nvfp4-pack-quantized",
+                {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+                None,  # a global scale of activations would want calibration
+            ),
+        ),
+    }
+)
+"""By name: DeepSeek's, then FP8_BLOCK, FP8_DYNAMIC, MXFP8 and NVFP4A16 of compressed-tensors."""
+
+# -- reading and writing -----------------------------------------------------------------------------------------------------
+
+
+class Exported(NamedTuple):
+    """Tensors by their names in a file, and the ``quantization_config`` for the model's config.json."""
+
+    tensors: dict[str, torch.Tensor]
+    quantization_config: dict[str, Any]
+
+
+def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | None = None) -> Exported:
+    """The state dict of ``model`` with the weights of its linear layers as the library of ``layout`` stores them.
+
+    A weight that lives quantized in the layout's format is written bit for bit, with no copy; a plain one is cast by the
+    layout's scale rule. The others stay as they are, as do modules named in ``ignore``, by their whole or their last names
+    (None: output heads and routers).
+
+    ConversionError for a layout that is none, a name in ``ignore`` that no linear layer has, and a weight that lives quantized
+    in another format or whose size the format cannot take.
+    """
+    foreign = _named(layout)
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, (nn.Linear, BasicLinear, Linear))}
+    ignored = _ignored(linears, ignore)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        path = name.removesuffix(_WEIGHT)
+        chosen = name.endswith(_WEIGHT) and path in linears and path not in ignored
+        if isinstance(value, QuantizedTensor) or chosen:
+            tensors |= foreign.written(path, _record(name, value, layout))
+        else:
+            tensors[name] = value
+    return Exported(tensors, foreign.config(sorted(ignored)))
+
+
+def _ignored(linears: Collection[str], ignore: Collection[str] | None) -> set[str]:
+    wanted = set(HEADS if ignore is None else ignore)
+    found = {path for path in linears if path in wanted or path.rpartition(".")[2] in wanted}
+    last = {path.rpartition(".")[2] for path in linears}
+    if ignore is not None and (unknown := sorted(wanted - {*linears, *last})):
+        got, cure = f"{unknown[0]!r}{nearest(unknown[0], linears)}", "name a linear layer, by its whole or its last name"
+        raise ConversionError(describe("export_weights ignore", wanted="names of linear layers", got=got, cure=cure))
+    return found
+
+
+def _record(name: str, value: torch.Tensor, layout: str) -> QuantizedStorage:
+    """The planes of a weight in the format of a layout."""
+    quantizer = LAYOUTS[layout].quantizer.wanting(columnwise=False)
+    where = f"export_weights {name}"
+    if isinstance(value, QuantizedTensor):
+        plane = value.record.rowwise
+        if plane is None or plane.format != quantizer.formats[0] or not name.endswith(_WEIGHT):
+            known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format]
+            cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
+            got = "columnwise data alone" if plane is None else plane.format
+            raise ConversionError(describe(where, wanted=f"a weight in {quantizer.formats[0]}", got=got, cure=cure))
+        return value.record
+    if not quantizer.is_quantizable(value):
+        wanted = f"sizes and a dtype for {quantizer.formats[0]}"
+        cure = f"leave it plain: ignore=[{name.removesuffix(_WEIGHT)!r}, ...]"
+        raise ConversionError(describe(where, wanted=wanted, got=f"{value.dtype} {tuple(value.shape)}", cure=cure))
+    return quantizer.quantize(value.detach())
+
+
+def import_weights(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    layout: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    dequantize: bool = False,
+) -> dict[str, torch.Tensor]:
+    """A state dict for ``load_state_dict`` from tensors as another library wrote them; what is plain stays as it is.
+
+    Weights become quantized tensors of the nominal ``dtype``, over the same bytes: loaded into parameters that were made under
+    ``quantized_model_init`` in their format they are copied bit for bit, into plain parameters their values are. ``dequantize``:
+    plain values. ``layout``: a name of :data:`LAYOUTS`; None: of each weight the one that its arrays fit.
+
+    ConversionError for arrays that fit no layout, by their names.
+    """
+    known = dict(LAYOUTS) if layout is None else {layout: _named(layout)}
+    found = dict(tensors)
+    for path, arrays in _weights(tensors, known):
+        foreign = next((each for each in known.values() if each.fits(arrays)), None)
+        if foreign is None:
+            told = ", ".join(f"{suffix} {array.dtype} {tuple(array.shape)}" for suffix, array in arrays.items())
+            cure = "pass all of the file's tensors, and name their layout"
+            raise ConversionError(describe(path, wanted=f"a weight in one of {', '.join(known)}", got=told, cure=cure))
+        for part in foreign.parts:
+            del found[f"{path}.{part.suffix}"]
+        weight = foreign.read(path, arrays, dtype) if not dequantize else _values(foreign, path, arrays, dtype)
+        found[path + _WEIGHT] = weight
+    return found
+
+
+def _values(foreign: Foreign, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Plain values; of NVFP4 by the global scale itself, where no amax has it."""
+    if len(foreign.parts) < 3:
+        return foreign.read(path, arrays, torch.float32).dequantize().to(dtype)
+    last = foreign.parts[2].suffix
+    unscaled = foreign.read(path, {**arrays, last: torch.ones(1)}, torch.float32).dequantize()
+    return (unscaled / arrays[last].to(torch.float32)).to(dtype)
+
+
+def _weights(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Foreign]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Each module whose weight is quantized, with its arrays by suffix."""
+    scales = {part.suffix for foreign in known.values() for part in foreign.parts[1:]}
+    suffixes = {part.suffix for foreign in known.values() for part in foreign.parts}
+    paths = {name.rpartition(".")[0]: None for name in tensors if name.rpartition(".")[2] in scales}
+    for path in paths:
+        yield path, {suffix: tensors[f"{path}.{suffix}"] for suffix in sorted(suffixes) if f"{path}.{suffix}" in tensors}
+
+
+def _named(layout: str) -> Foreign:
+    if layout not in LAYOUTS:
+        cure = f"use one of {', '.join(LAYOUTS)}"
+        raise ConversionError(describe("layout", wanted="a layout", got=f"{layout!r}{nearest(layout, LAYOUTS)}", cure=cure))
+    return LAYOUTS[layout]

@@ -174,7 +174,8 @@ class Line:
                 size = dtype.itemsize
                 for length in shape:
                     size *= length
-                self._zero(f"{_name(number)}.data_ptr()", size)
+                if size:
+                    self._zero(f"{_name(number)}.data_ptr()", size)
         else:
             self._op(step)
 

@@ -43,7 +43,7 @@ class Recording:
         """What is on a tape, without what nobody needs; products go to cuBLASLt where they can."""
         steps = _needed([each for step in tape.steps for each in _by_address(tape, step)], results)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
-        sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) is not None and size <= SMALL}
+        sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) and size <= SMALL}
         return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
 
     def read_as_tensors(self) -> set[int]:

@@ -91,10 +91,11 @@ class Tape(TorchDispatchMode):
         try:
             yield
         except Unrecordable as reason:
-            self._refuse(str(reason))
+            self.refuse(str(reason))
 
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
+    def refuse(self, reason: str) -> None:
+        """End the recording, since the run cannot be repeated."""
+        self.refusal = self.refusal or reason
         for kept in (self.steps, self.tensors, self._alive, self._looks, self._memory, self._starts, self._wrappers):
             kept.clear()  # type: ignore[attr-defined]
 
@@ -121,9 +122,9 @@ class Tape(TorchDispatchMode):
             return number
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if not start or not tensor.numel():
-            raise Unrecordable("a tensor without elements")
-        if start not in self._memory:
+        if not start and tensor.numel():
+            raise Unrecordable("a tensor without memory")
+        if start not in self._memory and tensor.numel():  # one without elements, as of a group without rows, has no address
             insort(self._starts, start)
             self._memory[start] = _Memory(start + storage.nbytes(), number, tensor.data_ptr())
         self._looks[_look(tensor)] = number
@@ -180,7 +181,7 @@ class Tape(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
-            self._refuse("there is no memory to keep all tensors of the run")
+            self.refuse("there is no memory to keep all tensors of the run")
         return func(*args, **kwargs)
 
     def _note(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:

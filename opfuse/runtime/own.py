@@ -14,18 +14,23 @@ from opfuse.numerics.pointwise import Pointwise
 
 
 def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
-    """Whether all that runs in the segment is the library's, and needs no values on the host."""
+    """Whether all that runs in the segment is the library's, and done when it is run."""
     nodes = [plan.graph.nodes[i] for i in segment.nodes]
-    if plan.reads_sizes or not any(node.inputs for node in nodes):
+    if not any(node.inputs for node in nodes):
         return False
     groups = (*segment.forward, *segment.backward)
     rules = [function for group in groups if group.rule for function in (group.rule.forward, group.rule.backward) if function]
     return (
         not any(group.opaque for group in groups)
         and all(_is_ours(function) for function in rules)
-        and all(has_own_methods(ops[i]) and not accumulates(ops[i].spec) for i in segment.ops)
+        and all(has_own_methods(ops[i]) and not _leaves_work(ops[i].spec) for i in segment.ops)
         and all(is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
     )
+
+
+def _leaves_work(spec: Any) -> bool:
+    """Whether an op writes to tensors of the caller, or puts products off."""
+    return accumulates(spec) or getattr(spec, "delay_wgrad_compute", False)
 
 
 def _is_ours(what: Any) -> bool:

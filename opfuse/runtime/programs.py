@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from opfuse.compiler.graph import GROUPED
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
@@ -25,7 +26,8 @@ from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Backward, Packing, Programs, Recorded
 from opfuse.runtime.run import Kept, Kwargs, Runner
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.grouped import Sizes, check_splits, known_sizes, read_sizes
+from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
 _log = logging.getLogger("opfuse.programs")
@@ -66,6 +68,8 @@ def runner_of(
     if look is None:
         return Runner(plan, segment, ops, kwargs, held)
     look += tuple([each.node for each in held])
+    if plan.reads_sizes:
+        look += tuple(_sizes(plan, segment, ops, tensors))
     programs = plan.programs.setdefault(segment.nodes.start, Programs())
     found = programs.get(look)
     if isinstance(found, Recorded):
@@ -84,6 +88,26 @@ def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwa
     if own is None:
         own = plan.repeatable[segment.nodes.start] = is_own(plan, segment, ops)
     return own
+
+
+def _sizes(
+    plan: Plan, segment: Segment, ops: Sequence[BasicOperation], tensors: Sequence[torch.Tensor | None]
+) -> Iterator[Sizes | None]:
+    """How many rows the groups of each grouped op have, in numbers, which its run depends on; None where no host knows them.
+
+    From a device they are read where the run would read them too: it finds them read.
+    """
+    given = dict(zip(segment.inputs, tensors))
+    for node in (plan.graph.nodes[i] for i in segment.nodes):
+        if GROUPED in node.traits and not node.is_cast:
+            x, splits = given.get(node.inputs[0]), given.get(node.inputs[1])
+            if splits is None:
+                yield None
+                continue
+            check_splits(splits, node.spec.num_groups, where=ops[node.op].label)
+            rows = 0 if x is None else matrix_shape(x.shape)[0]
+            casts = any(cast.op is ops[node.op] for cast in plan.casts.values())
+            yield read_sizes(splits, rows) if casts or node.spec.use_bias else known_sizes(splits, rows)
 
 
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -108,8 +132,9 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
             return None
         for leaf in leaves:
             address = leaf.data_ptr()
-            addresses.append(address)
-            seen.append(leaf)
+            if address:  # a tensor without elements, as of a group without rows, lies nowhere
+                addresses.append(address)
+                seen.append(leaf)
             look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % ALIGNMENT))
     if len(set(addresses)) < len(addresses):
         first = [addresses.index(address) for address in addresses]

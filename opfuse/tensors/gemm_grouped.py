@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
+from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.tensors.gemm import Operand, gemm
 from opfuse.tensors.grouped import Sizes, groups_of
@@ -30,8 +31,18 @@ class Groups(NamedTuple):
         """int32 (G,) on ``device``: where each group ends."""
         if self.sizes is None:
             return gemm_grouped.ends_of(cast(torch.Tensor, self.splits), rows)
-        ends = torch.tensor(self.sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        return ends.to(device, non_blocking=True)
+        sizes, made = self.sizes, list[torch.Tensor]()
+
+        def ends() -> Sequence[torch.Tensor]:
+            counted = torch.tensor(sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+            made[:] = [counted.to(device, non_blocking=True)]
+            return made
+
+        tape = listener()
+        if tape is None:
+            return ends()[0]
+        tape.call(ends)  # a repeated call makes them anew: they are numbers of the host
+        return made[0]
 
 
 def takes_device_splits(x: Operand, weights: Weights) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError, describe
 from opfuse.formats import USAGES
+from opfuse.kernels.engine.launch import listener
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 Sizes = tuple[int, ...]
@@ -106,7 +107,10 @@ def offsets(sizes: Sizes) -> Iterator[tuple[int, int]]:
 
 
 _READ: ContextVar[dict[int, tuple[torch.Tensor, Sizes]] | None] = ContextVar("opfuse_sizes_read", default=None)
-"""What the host has read in the running call, by the identity of the tensor: layers that share splits wait for them once."""
+"""What the host has read in the running call, by the identity of the tensor: layers that share splits wait for them once.
+
+Who repeats a recording has read before it what the recording is made for. What is read later no recording may depend on.
+"""
 
 
 @contextmanager
@@ -128,24 +132,30 @@ def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
     known = known_sizes(splits, rows)
     if known is not None:
         return known
-    if splits.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         where, wanted, got = "split sizes", "values that the host knows", "a device tensor during graph capture"
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure="pass them as a CPU tensor"))
-    sizes = tuple(map(int, splits.tolist()))
-    read = _READ.get()
-    if read is not None:
-        read[id(splits)] = splits, sizes
-    return sizes
+    return _values(splits)
 
 
 def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
     """The values of ``splits``, as :func:`read_sizes` gives them, if the host has them without waiting for a device."""
     if splits.is_meta:
         return tuple(map(len, torch.empty(rows, device="meta").tensor_split(len(splits))))
-    if not splits.is_cuda:
-        return tuple(map(int, splits.tolist()))
     read = (_READ.get() or {}).get(id(splits))
-    return None if read is None else read[1]
+    if read is not None:
+        return read[1]
+    return None if splits.is_cuda else _values(splits)
+
+
+def _values(splits: torch.Tensor) -> Sizes:
+    if (tape := listener()) is not None:
+        tape.refuse("the host reads how many rows groups have")
+    sizes = tuple(map(int, splits.tolist()))
+    read = _READ.get()
+    if read is not None:
+        read[id(splits)] = splits, sizes
+    return sizes
 
 
 def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:

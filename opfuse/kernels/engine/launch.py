@@ -103,6 +103,9 @@ class Listener(Protocol):
     def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Call a function of the host whose tensors kernels read."""
 
+    def refuse(self, reason: str) -> None:
+        """What runs now is no longer told by ops and launches alone."""
+
 
 @contextlib.contextmanager
 def listening(to: Listener) -> Iterator[None]:

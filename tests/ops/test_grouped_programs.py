@@ -1,0 +1,142 @@
+"""Grouped layers as programs: recorded for the sizes of groups that the host knows, with the bits of the interpreter."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.recorded import Backward, Recorded
+from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
+
+pytestmark = pytest.mark.cpu
+BF16 = torch.bfloat16
+RECIPE = recipes.Float8BlockScaling()
+OPTIONS: list[dict[str, Any]] = [{}, {"bias": False, "single_grouped_weight": True}, {"pad_splits": True, "scale_bias": True}]
+
+
+def step(model, recipe, splits, call: int, *, train: bool = True) -> list[torch.Tensor]:
+    """Outputs and gradients of one step; scales of biases beside the splits where the op wants them."""
+    rows = int(splits.sum())
+    x = randn(rows, 128, seed=call).requires_grad_(train)
+    extras = [splits, randn(rows, seed=call + 1)][: getattr(model, "num_extra_inputs", 1)]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(call)
+    with torch.set_grad_enabled(train), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x, *extras)
+    if not train:
+        return [y]
+    y.backward(gradient(y, call))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def made_for(op) -> list[Any]:
+    """What became of each look of an op that was called alone."""
+    return [made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values()]
+
+
+def assert_same(model, other, recipe, splits, call: int, **options: bool) -> None:
+    got = step(model, recipe, splits, call, **options)
+    with interpreted():
+        wanted = step(other, recipe, splits, call, **options)
+    assert all(map(torch.equal, got, wanted)), call
+
+
+@pytest.mark.row("B21")
+@pytest.mark.parametrize(("number", "name", "override"), [(i % 3, *case) for i, case in enumerate(CASES)])
+def test_a_training_step_with_sizes_of_the_host_is_a_program(number, name, override):
+    """One of the groups has no rows."""
+    model, recipe = to(ops.GroupedLinear(3, 128, 128, **OPTIONS[number]), BF16), recipe_for(name, override)
+    other = copy.deepcopy(model)
+    splits = torch.tensor([128, 0, 256])
+    for call in range(5):
+        assert_same(model, other, recipe, splits, call)
+    (made,) = made_for(model)
+    assert isinstance(made, Recorded)
+    (backward,) = made.backward.values()
+    assert isinstance(backward, Backward)
+    for call in range(3):
+        assert_same(model, other, recipe, splits, call, train=False)
+    assert all(isinstance(made, Recorded) for made in made_for(model))
+
+
+def test_other_sizes_are_another_program_also_in_the_same_tensor():
+    model = to(ops.GroupedLinear(3, 128, 128), BF16)
+    other = copy.deepcopy(model)
+    splits = torch.tensor([128, 128, 128])
+    ways = ([128, 128, 128], [0, 256, 128], [384, 0, 0])
+    for call in range(12):
+        splits.copy_(torch.tensor(ways[call % len(ways)]))
+        assert_same(model, other, RECIPE, splits, call)
+    assert [type(made) for made in made_for(model)] == [Recorded] * len(ways)
+
+
+def test_wrong_sizes_are_the_error_that_they_are_without_programs():
+    model = to(ops.GroupedLinear(3, 128, 128), BF16)
+    good, bad = torch.tensor([128, 0, 256]), torch.tensor([128, 128, 256])
+    for call in range(4):
+        step(model, RECIPE, good, call)
+    with pytest.raises(opfuse.errors.ShapeError, match="sum"), opfuse.autocast(recipe=RECIPE):
+        model(randn(384, 128), bad)
+
+
+def test_a_mixture_of_experts_in_a_pipeline_repeats_its_grouped_layers():
+    def experts() -> ops.Sequential:
+        torch.manual_seed(0)
+        dispatch, combine = ops.TokenDispatch(2, 128, top_k=1), ops.TokenCombine()
+        layers = ops.GroupedLinear(2, 128, 128, bias=False, pad_splits=True), ops.GroupedLinear(2, 128, 128, pad_splits=True)
+        dispatch.set_extra_output_channel(0, "splits", output_to_caller=False)
+        dispatch.set_extra_output_channel(2, "places", output_to_caller=False)
+        for layer in layers:
+            layer.set_extra_input_channel(0, "splits")
+        combine.set_extra_input_channel(0, "places")
+        return to(ops.Sequential(dispatch, layers[0], ops.GELU(), layers[1], combine), BF16)
+
+    def run(model) -> list[torch.Tensor]:
+        found = []
+        for call in range(6):
+            x = randn(64, 128, seed=call // 5).requires_grad_()
+            model.zero_grad(set_to_none=True)
+            with opfuse.autocast(recipe=RECIPE):
+                y, _ = model(x)
+            y.backward(gradient(y, call))
+            found += [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        return found
+
+    model = experts()
+    with interpreted():
+        wanted = run(experts())
+    assert all(map(torch.equal, run(model), wanted))
+    (fuser,) = model.runs()
+    looks = [looks for _, plan in fuser.cache.items() for looks in plan.programs.values()]
+    assert sum(isinstance(made, Recorded) for each in looks for made in each.values()) >= 1
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "accumulate_into_main_grad"])
+def test_products_that_are_put_off_or_added_by_hand_are_interpreted(option):
+    model = to(ops.GroupedLinear(2, 128, 128, bias=False, **{option: True}), BF16)
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    for call in range(4):
+        step(model, RECIPE, torch.tensor([128, 128]), call)
+        if option == "delay_wgrad_compute":
+            model.backward_dw()
+    assert made_for(model) == []
+
+
+def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, caplog):
+    """As where no host could know them before."""
+    model = to(ops.GroupedLinear(2, 128, 128), BF16)
+    monkeypatch.setattr("opfuse.runtime.programs._sizes", lambda *_: [None])
+    other = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "opfuse.programs"):
+        for call in range(4):
+            assert_same(model, other, RECIPE, torch.tensor([128, 128]), call)
+    assert "the host reads how many rows groups have" in caplog.text
+    assert not any(isinstance(made, Recorded) for made in made_for(model))

@@ -2,7 +2,7 @@
 
 from opfuse.config.findings import Finding, Span
 from opfuse.config.load import Config, load, load_policy, loads
-from opfuse.config.models import PydocTopics, Train
+from opfuse.config.models import PydocTopics, Text, TextFile, Train
 from opfuse.config.operations import Entry
 
-__all__ = ["Config", "Entry", "Finding", "PydocTopics", "Span", "Train", "load", "load_policy", "loads"]
+__all__ = ["Config", "Entry", "Finding", "PydocTopics", "Span", "Text", "TextFile", "Train", "load", "load_policy", "loads"]

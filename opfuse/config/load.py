@@ -14,8 +14,8 @@ from opfuse.compiler.registry import RuleSet
 from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
 from opfuse.config.expect import Call, unmet
-from opfuse.config.findings import Finding, Span, refuse, similar
-from opfuse.config.models import PydocTopics, Train
+from opfuse.config.findings import Finding, Span, refuse, shown, similar
+from opfuse.config.models import Text, TextFile, Train
 from opfuse.config.operations import Entry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
@@ -38,8 +38,13 @@ class Config:
     dtype: torch.dtype
     rules: RuleSet
     pipeline: tuple[Entry, ...]
-    data: PydocTopics | None
+    data: Text | None
     train: Train
+
+    @property
+    def folder(self) -> Path:
+        """Where the file is, from which paths in it count."""
+        return Path(self.path).parent
 
     @property
     def columns(self) -> int | None:
@@ -99,6 +104,9 @@ def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
     config, root, document = _validated(data, path)
     call = Call(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
+    if isinstance(root.data, TextFile) and not (config.folder / root.data.path).is_file():
+        help = "write the path from the folder of this file, or an absolute one"
+        document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)
     for problem in unmet(root.fusions.rules, call):
         document.report(document.find(problem.loc), problem.code, problem.message, problem.help)
     return tuple(document.findings)

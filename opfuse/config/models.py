@@ -27,16 +27,16 @@ Positive = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class PydocTopics(Section):
-    """Bytes of the help texts that come with Python: predict the next byte from the ``context`` bytes before it.
+class Text(Section):
+    """Bytes of a text: predict the next byte from the ``context`` bytes before it.
 
     embedding: columns that stand for one byte, so that a sample has ``context * embedding`` columns.
-    validation_fraction: part of the text that is kept for validation.
+    validation_fraction: part of the text, its end, that is kept for validation.
     """
 
     classes: ClassVar[int] = 256
 
-    kind: Literal["pydoc_topics"]
+    kind: str
     context: Positive = 16
     embedding: Positive = 16
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
@@ -45,6 +45,23 @@ class PydocTopics(Section):
     def columns(self) -> int:
         """Columns of one sample."""
         return self.context * self.embedding
+
+
+class PydocTopics(Text):
+    """The help texts that come with Python, about 0.46 MB."""
+
+    kind: Literal["pydoc_topics"]
+
+
+class TextFile(Text):
+    """A file of one's own, read as bytes. path: where it is; from the folder of the configuration, if it is not absolute."""
+
+    kind: Literal["text"]
+    path: Annotated[str, Field(min_length=1)]
+
+
+DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
+"""The model of a data section by its kind."""
 
 
 class Train(Section):

@@ -17,7 +17,10 @@ Line = Mapping[str, Any]
 """One error of pydantic: ``type``, ``loc``, ``msg``, ``input`` and ``ctx``."""
 
 CHOICES = {"kind": "recipe", "op": "op"}
-"""Keys that choose one of several models, and what they choose."""
+"""Keys that choose one of several models, and what they choose, but for :data:`OTHERS`."""
+
+OTHERS: Mapping[tuple[str, ...], str] = {("data",): "text"}
+"""What is chosen at other places."""
 
 CHOOSERS = {"kind": ("recipe",), "op": ("pipeline", "ops")}
 """Where they stand."""
@@ -142,7 +145,7 @@ def _inside(names: tuple[str, ...], sections: Sections) -> str:
 
 def _unknown_choice(line: Line, sections: Sections) -> list[Problem]:
     key, tag, known = _choice(line, sections)
-    what = CHOICES[key]
+    what = OTHERS.get(_names(line["loc"]), CHOICES[key])
     help = similar(tag, known) or f"one of {', '.join(known)}"
     return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
-from opfuse.config.models import PydocTopics, Section, Train
+from opfuse.config.models import DATA, PydocTopics, Section, TextFile, Train
 from opfuse.config.trial import trial
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -23,7 +23,7 @@ class Root(Section):
     recipe: recipes.RecipeSection
     pipeline: operations.Pipeline
     fusions: rules.Fusions = rules.Fusions()
-    data: PydocTopics | None = None
+    data: Annotated[PydocTopics | TextFile, Field(discriminator="kind")] | None = None
     train: Train = Train()
 
     @model_validator(mode="after")
@@ -38,6 +38,7 @@ TAGGED: Mapping[tuple[str, ...], Mapping[str, type[Section]]] = {
     ("recipe",): recipes.MODELS,
     ("pipeline", "ops"): operations.MODELS,
     ("fusions", "rules"): rules.ENTRIES,
+    ("data",): DATA,
 }
 """Sections that are one of several models, by their place in the file."""
 
@@ -45,7 +46,6 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     (): Root,
     ("pipeline",): operations.Pipeline,
     ("fusions",): rules.Fusions,
-    ("data",): PydocTopics,
     ("train",): Train,
     **{("fusions", "rules", tag, "expect"): rules.Expect for tag in ("use", "name")},
     **{(*place, tag): model for place, models in TAGGED.items() for tag, model in models.items()},

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.config.findings import Loc, Problem, sentence
-from opfuse.config.models import PydocTopics
+from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, Entry
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
@@ -33,9 +33,7 @@ class Tensor(NamedTuple):
     dtype: torch.dtype
 
 
-def trial(
-    entries: Sequence[Entry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: PydocTopics | None
-) -> Problem | None:
+def trial(entries: Sequence[Entry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: Text | None) -> Problem | None:
     """The first problem that ``rows`` samples would meet on their way through the pipeline, or None.
 
     Ends early, without a problem, where an op takes tensors from the caller or where nothing tells the input's columns.

@@ -10,7 +10,7 @@ from pathlib import PurePath
 import torch
 from pydantic import ValidationError
 
-from opfuse.config import Config, PydocTopics, Train
+from opfuse.config import Config, Text, Train
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
@@ -72,7 +72,7 @@ def compare(
     settings = overridden(config.train, steps=steps, seed=seed)
     data = data_of(config)
     place = usable(device)
-    text = corpus(data.kind, validation_fraction=data.validation_fraction)
+    text = corpus(data, config.folder)
     initial = initial_model(config, data, settings.seed, place)
     held_out = spread_batches(
         text.validation,
@@ -95,14 +95,14 @@ def _labels(config: Config) -> tuple[str, str]:
     return (plain if config.recipe is None else config.recipe.kind), plain
 
 
-def data_of(config: Config) -> PydocTopics:
+def data_of(config: Config) -> Text:
     if config.data is None:
-        cure = "add `data: {kind: pydoc_topics}` to the file"
+        cure = "add `data: {kind: text, path: FILE}` or `data: {kind: pydoc_topics}` to the file"
         raise ConfigError(describe(config.path, wanted="data to train on", got="no data section", cure=cure))
     return config.data
 
 
-def initial_model(config: Config, data: PydocTopics, seed: int, device: torch.device) -> ByteModel:
+def initial_model(config: Config, data: Text, seed: int, device: torch.device) -> ByteModel:
     """The model before its first step. Drawn on the CPU, so that it is the same on every device."""
     with torch.device("cpu"), torch.random.fork_rng([]):
         torch.manual_seed(seed)

@@ -1,16 +1,19 @@
-"""Real text to train on, and samples of it: the same ones for the same seed, on every device."""
+"""Text to train on, and samples of it: the same ones for the same seed, on every device."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
 
-from opfuse.errors import ShapeError, describe
+from opfuse.config import Text, TextFile
+from opfuse.errors import ConfigError, ShapeError, describe
+from opfuse.train.files import reason
 
 BYTES = 256
 """Classes: the next byte is one of these."""
@@ -35,8 +38,23 @@ def pydoc_topics() -> bytes:
     return "".join(topics[name] for name in sorted(topics)).encode()
 
 
-SOURCES: dict[str, Callable[[], bytes]] = {"pydoc_topics": pydoc_topics}
-"""Texts by the ``kind`` that a configuration names."""
+def read(path: Path) -> bytes:
+    """A file as it is. ConfigError if it cannot be read, or holds nothing."""
+    try:
+        text, got = path.read_bytes(), "an empty one"
+    except OSError as error:
+        text, got = b"", reason(error)
+    if not text:
+        cure = "write data.path from the folder of the configuration, or as an absolute path"
+        raise ConfigError(describe(f"data {path}", wanted="a file with a text", got=got, cure=cure))
+    return text
+
+
+def text_of(data: Text, folder: Path) -> tuple[str, bytes]:
+    """The name and the bytes of what a configuration in ``folder`` trains on."""
+    if isinstance(data, TextFile):
+        return data.path, read(folder / data.path)
+    return data.kind, pydoc_topics()
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,11 @@ class Corpus:
         return float(torch.special.entr(counts / counts.sum()).sum())
 
 
-def corpus(name: str, *, validation_fraction: float) -> Corpus:
-    """The text called ``name`` in :data:`SOURCES`, split."""
-    text = SOURCES[name]()
+def corpus(data: Text, folder: str | Path = ".") -> Corpus:
+    """The text that a configuration in ``folder`` names, split. ConfigError if it cannot be read."""
+    name, text = text_of(data, Path(folder))
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    cut = len(text) - round(len(text) * validation_fraction)
+    cut = len(text) - round(len(text) * data.validation_fraction)
     return Corpus(name, values[:cut], values[cut:], hashlib.sha256(text).hexdigest())
 
 

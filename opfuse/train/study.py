@@ -118,7 +118,7 @@ def study_overrides(
     settings = overridden(config.train, steps=steps, seed=seed)
     settings = overridden(settings, eval_every=settings.steps)
     data, place = data_of(config), usable(device)
-    text = corpus(data.kind, validation_fraction=data.validation_fraction)
+    text = corpus(data, config.folder)
     model = initial_model(config, data, settings.seed, place)
     sizes = {"context": data.context, "batch_size": settings.batch_size}
     batches = random_batches(text.train, **sizes, seed=settings.seed)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import torch
 
-from opfuse.errors import ShapeError
+from opfuse.config import PydocTopics, load
+from opfuse.config.load import check
+from opfuse.errors import ConfigError, ShapeError
 from opfuse.train.data import Corpus, corpus, pydoc_topics, random_batches, spread_batches
 
 
 @pytest.fixture(scope="module")
 def text() -> Corpus:
-    return corpus("pydoc_topics", validation_fraction=0.1)
+    return corpus(PydocTopics(kind="pydoc_topics"))
 
 
 def test_the_text_is_every_help_topic_in_order() -> None:
@@ -72,3 +75,42 @@ def test_evaluation_spans_the_validation_text(text: Corpus) -> None:
 def test_a_text_shorter_than_the_context_is_refused(text: Corpus) -> None:
     with pytest.raises(ShapeError, match="wants more than 8 bytes, got 8"):
         spread_batches(text.validation[:8], context=8, batch_size=4, count=1)
+
+
+FILE = """\
+version: 1
+recipe: {kind: none}
+pipeline: {dtype: float32, ops: [{op: linear, in_features: 8, out_features: 256}]}
+data: {kind: text, path: texts/own.txt, context: 2, embedding: 4, validation_fraction: 0.25}
+"""
+
+
+def test_a_file_of_ones_own_lies_beside_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(FILE)
+    (finding,) = check(path)
+    assert (finding.code, finding.span.line, finding.span.column) == ("no-file", 4, 26)
+    config = load(path)
+    assert config.data is not None
+    with pytest.raises(ConfigError, match=r"texts.own\.txt: wants a file with a text, got FileNotFoundError"):
+        corpus(config.data, config.folder)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "own.txt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="got an empty one"):
+        corpus(config.data, config.folder)
+    (tmp_path / "texts" / "own.txt").write_bytes(bytes(range(200)))
+    assert check(path) == ()
+    found = corpus(config.data, config.folder)
+    assert (found.name, found.train.tolist(), found.validation.tolist()) == (
+        "texts/own.txt",
+        [*range(150)],
+        [*range(150, 200)],
+    )
+
+
+def test_a_text_that_nothing_knows_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(FILE.replace("kind: text", "kind: txt"))
+    (finding,) = check(path)
+    assert str(finding).startswith(f"{path}:4:14: error[unknown-text]: there is no text 'txt'")
+    assert finding.help == "did you mean 'text'?"

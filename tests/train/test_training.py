@@ -11,7 +11,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.config import Train
+from opfuse.config import PydocTopics, Train
 from opfuse.errors import PipelineError, TrainingError
 from opfuse.train import ByteModel, evaluate, fit
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
@@ -29,7 +29,7 @@ def model(*, dtype: torch.dtype = torch.float32) -> ByteModel:
 
 
 def samples(*, steps: int = 4) -> tuple[list[Batch], list[Batch]]:
-    text = corpus("pydoc_topics", validation_fraction=0.1)
+    text = corpus(PydocTopics(kind="pydoc_topics"))
     batches = random_batches(text.train, context=CONTEXT, batch_size=32, seed=1)
     return [next(batches) for _ in range(steps)], spread_batches(text.validation, context=CONTEXT, batch_size=32, count=3)
 

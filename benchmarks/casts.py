@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, NV, Make, Peer, Shape, Table, command, random
 from benchmarks.timing import Call
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.casts import tensor as cast
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.dequantize import dequantize
@@ -23,7 +23,7 @@ COL: tuple[Usage, ...] = (COLUMNWISE,)
 BOTH: tuple[Usage, ...] = (ROWWISE, COLUMNWISE)
 
 
-def layouts_of(fmt: Format, shape: Shape, usages: Sequence[Usage], *, swizzled: bool = False) -> list[Layout]:
+def layouts_of(fmt: NumberFormat, shape: Shape, usages: Sequence[Usage], *, swizzled: bool = False) -> list[Layout]:
     return [Layout(fmt, usage, shape, swizzled) for usage in usages]
 
 
@@ -95,7 +95,7 @@ def plane(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     return data, torch.rand(layout.scale_shape, device="cuda")
 
 
-def decoded(fmt: Format, usage: Usage = ROWWISE, *, swizzled: bool = False) -> Make:
+def decoded(fmt: NumberFormat, usage: Usage = ROWWISE, *, swizzled: bool = False) -> Make:
     """Dequantize to bf16."""
 
     def make(shape: Shape) -> Call:

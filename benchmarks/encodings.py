@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.bandwidth import Shape
 from opfuse.formats import E4M3, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.casts.encoding import Blocks, Encoding, Microscaled, Recording, RowScaled
+from opfuse.kernels.casts.encoding import Blocks, Encoding, Microscaled, RecordingScale, RowScaled
 from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
@@ -18,7 +18,7 @@ Encode = Callable[[Shape, Sequence[Usage]], Encoding]
 
 def delayed(shape: Shape, usages: Sequence[Usage]) -> Encoding:
     layouts = [Layout(fp8_tensor(E4M3), usage, shape) for usage in usages]
-    return Recording(torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda"), layouts)
+    return RecordingScale(torch.full((1,), 3.7, device="cuda"), torch.zeros(1, device="cuda"), layouts)
 
 
 def current(shape: Shape, usages: Sequence[Usage]) -> Encoding:

@@ -53,7 +53,7 @@ FP8_ELEMENTS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 @dataclass(frozen=True)
-class Format:
+class NumberFormat:
     """How a matrix is encoded.
 
     ``block`` is (rows, columns) that share one scale in the rowwise plane, mirrored in the columnwise plane; 0 columns are all of
@@ -90,7 +90,7 @@ class Format:
         unlike = {rotated: self.rht, "row-scaled": self.per_row, f"scales to {self.encode_max}": not usual}
         return f"{self.name} ({', '.join(mark for mark, applies in unlike.items() if applies)})"
 
-    def replace(self, **changes: object) -> Format:
+    def replace(self, **changes: object) -> NumberFormat:
         """The same format with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
@@ -98,36 +98,36 @@ class Format:
 MULTIPLES = {"mx": 32, "nv": 16}
 """What the blocked dimension of a family must be a multiple of."""
 
-IDENTITY = Format("identity", "identity", None, None, "none", transposed=False)
+IDENTITY = NumberFormat("identity", "identity", None, None, "none", transposed=False)
 
 
 @functools.cache
-def fp8_tensor(element: Element) -> Format:
+def fp8_tensor(element: Element) -> NumberFormat:
     """One fp32 scale for the whole tensor; the columnwise plane is the byte transpose of the rowwise one."""
-    return Format(f"fp8_tensor_{element.name}", "tensor", element, None, "fp32", transposed=True)
+    return NumberFormat(f"fp8_tensor_{element.name}", "tensor", element, None, "fp32", transposed=True)
 
 
 @functools.cache
-def fp8_row(element: Element) -> Format:
+def fp8_row(element: Element) -> NumberFormat:
     """One fp32 scale for each row; in the columnwise plane, for each column."""
-    return Format(f"fp8_row_{element.name}", "row", element, (1, 0), "fp32", transposed=True)
+    return NumberFormat(f"fp8_row_{element.name}", "row", element, (1, 0), "fp32", transposed=True)
 
 
 @functools.cache
-def fp8_block(element: Element, dims: int) -> Format:
+def fp8_block(element: Element, dims: int) -> NumberFormat:
     """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``)."""
-    return Format(
+    return NumberFormat(
         f"fp8_block_{dims}d_{element.name}", "block", element, (1, 128) if dims == 1 else (128, 128), "fp32", transposed=True
     )
 
 
 @functools.cache
-def mxfp8(element: Element) -> Format:
+def mxfp8(element: Element) -> NumberFormat:
     """E8M0 scales over 1x32 blocks; columnwise data keeps the shape (M, K). A 2D cast stores the same layout."""
-    return Format(f"mxfp8_{element.name}", "mx", element, (1, 32), "e8m0", transposed=False)
+    return NumberFormat(f"mxfp8_{element.name}", "mx", element, (1, 32), "e8m0", transposed=False)
 
 
 _ENCODE_MAX = 448
 
-NVFP4 = Format("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=_ENCODE_MAX)
+NVFP4 = NumberFormat("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=_ENCODE_MAX)
 """E4M3 scales over 1x16 blocks under one fp32 amax for the tensor; two values a byte, low nibble first."""

@@ -307,7 +307,7 @@ V = TypeVar("V")
 
 
 @dataclass
-class _Entry(Generic[V]):
+class _CacheEntry(Generic[V]):
     value: V
     used: int
 
@@ -329,7 +329,7 @@ class Cache(Generic[K, V]):
         self.hits = 0
         self.misses = 0
         self.last_miss: Miss | None = None
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, _CacheEntry[V]] = {}
         self._seen: dict[str, None] = {}  # digests of keys, oldest first
 
     def __len__(self) -> int:
@@ -352,7 +352,7 @@ class Cache(Generic[K, V]):
         self._seen[name] = None
         if len(self._seen) > _REMEMBERED * self.size:
             self._seen.pop(next(iter(self._seen)))
-        self._entries[key] = _Entry(value, self.hits + self.misses)
+        self._entries[key] = _CacheEntry(value, self.hits + self.misses)
         for old, _ in self.items()[: -self.size]:
             self._entries.pop(old, None)
         self.last_miss = miss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,23 @@ def test_no_import_hides_in_a_function():
         if module.split(".")[0] == "opfuse"
     ]
     assert hidden == []
+
+
+def words(tree: ast.Module) -> Iterator[str]:
+    """Names of the classes of a file, and of its type aliases."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (each.id for each in targets if isinstance(each, ast.Name) and re.match("_?[A-Z][a-z]", each.id))
+
+
+def test_a_word_has_one_meaning():
+    """No two classes or type aliases of the package share a name, private ones included."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for word in words(parsed(path)):
+            places.setdefault(word.lstrip("_"), []).append(f"{path.relative_to(PACKAGE)}: {word}")
+    assert {word: found for word, found in places.items() if len(found) > 1} == {}
 
 
 HOT = """

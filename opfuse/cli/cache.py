@@ -15,7 +15,7 @@ from opfuse.cli.results import show as show_table
 from opfuse.errors import TraceError, describe, nearest
 from opfuse.inspect.trace import Trace, differences, find, odd_ranks, plans_of, read
 from opfuse.kernels.engine.cubins import location
-from opfuse.kernels.engine.inventory import Kept, inventory
+from opfuse.kernels.engine.inventory import KeptCubin, inventory
 from opfuse.kernels.engine.inventory import prune as prune_files
 
 PLANS = ("key", "rank", "pipeline", "call", "ms", "why")
@@ -113,7 +113,7 @@ def verify(*, as_json: bool) -> None:
 def prune(*, days: float | None, everything: bool, as_json: bool) -> None:
     """Remove compiled kernels that are damaged or that nothing asks for, and, if asked, what is older, or all."""
 
-    def unwanted(kept: Kept) -> bool:
+    def unwanted(kept: KeptCubin) -> bool:
         old = days is not None and kept.days > days
         return everything or old or bool(kept.faults) or (bool(kept.source) and not kept.current)
 
@@ -145,7 +145,7 @@ def _summary(traces: tuple[Trace, ...]) -> Iterator[str]:
             yield f"rank {each.process.rank}: {each.path.name} ends without counts: the process runs still, or was killed"
 
 
-def _kernel_row(kept: Kept) -> tuple[str, ...]:
+def _kernel_row(kept: KeptCubin) -> tuple[str, ...]:
     used = kept.entries.values() if kept.source else ()
     most = [str(max((entry[name] for entry in used), default="")) for name in ("registers", "spills")]
     state = "; ".join(kept.faults) or ("" if kept.current or not kept.source else "of other sources")
@@ -153,7 +153,7 @@ def _kernel_row(kept: Kept) -> tuple[str, ...]:
     return kept.key[:_KEY], kept.source, names, *most, f"{kept.bytes / 1024:.1f}", f"{kept.days:.1f}", state
 
 
-def _kernel(key: str) -> Kept:
+def _kernel(key: str) -> KeptCubin:
     kept = {each.key: each for each in inventory(location())}
     found = [each for name, each in kept.items() if name.startswith(key)]
     if len(found) != 1:

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 _CONFIG = "A file, or an example of the package by name, such as quickstart."
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help=_CONFIG, show_default=False)]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=_CONFIG, show_default=False)]
 Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help=_CONFIG, show_default=False)]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)]
+StepsOption = Annotated[int | None, typer.Option(min=1, help="Steps, instead of the file's.", show_default=False)]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed, instead of the file's.", show_default=False)]
 Device = Annotated[str, typer.Option(help="Where to train.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -41,10 +41,10 @@ class Subject(enum.StrEnum):
 
 
 def run(
-    config: Config,
+    config: ConfigPath,
     *,
-    steps: Steps = None,
-    seed: Seed = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
     device: Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="Where report and plot go.", show_default="runs/NAME")] = None,
     as_json: Json = False,
@@ -57,11 +57,11 @@ def run(
 
 def study(
     subject: Annotated[Subject, typer.Argument(help="overrides: how far gradients are from the exact ones.", show_default=False)],
-    config: Config,
+    config: ConfigPath,
     *,
-    steps: Steps = None,
+    steps: StepsOption = None,
     points: Annotated[int, typer.Option(min=1, help="Points of the run at which gradients are compared.")] = 6,
-    seed: Seed = None,
+    seed: SeedOption = None,
     device: Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="Where table and plot go.", show_default="runs/NAME")] = None,
     as_json: Json = False,
@@ -76,7 +76,7 @@ def study(
 
 
 def explain(
-    config: Config,
+    config: ConfigPath,
     why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what fuses, and what became of this rule.")] = None,
     format: Annotated[GraphFormat, typer.Option(help="How to print.")] = GraphFormat.text,
     device: Annotated[str, typer.Option(help="Where to run the pipeline once.")] = "cpu",
@@ -128,26 +128,26 @@ def doctor(as_json: Json = False) -> None:
 
 
 _TRACE = "A file or directory that OPFUSE_TRACE or opfuse.dump() wrote"
-Trace = Annotated[Path | None, typer.Option(help=f"{_TRACE}; without it, the cache of compiled kernels.", show_default=False)]
+TracePath = Annotated[Path | None, typer.Option(help=f"{_TRACE}; without it, the cache of compiled kernels.", show_default=False)]
 OfTrace = Annotated[Path, typer.Argument(metavar="TRACE", help=f"{_TRACE}.", show_default=False)]
-Key = Annotated[str, typer.Argument(metavar="KEY", help="Its first digits.", show_default=False)]
+KeyDigits = Annotated[str, typer.Argument(metavar="KEY", help="Its first digits.", show_default=False)]
 
 
-def cache_ls(trace: Trace = None, as_json: Json = False) -> None:
+def cache_ls(trace: TracePath = None, as_json: Json = False) -> None:
     """List plans and why each was made, or compiled kernels."""
     from opfuse.cli.cache import ls
 
     ls(trace, as_json=as_json)
 
 
-def cache_show(key: Key, trace: Trace = None, as_json: Json = False) -> None:
+def cache_show(key: KeyDigits, trace: TracePath = None, as_json: Json = False) -> None:
     """Show every value of a plan's key and where it came from, or what is known of a compiled kernel."""
     from opfuse.cli.cache import show
 
     show(key, trace, as_json=as_json)
 
 
-def cache_diff(old: Key, new: Key, trace: OfTrace, as_json: Json = False) -> None:
+def cache_diff(old: KeyDigits, new: KeyDigits, trace: OfTrace, as_json: Json = False) -> None:
     """Show in which values two keys differ, and where both came from."""
     from opfuse.cli.cache import diff
 

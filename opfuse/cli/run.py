@@ -17,7 +17,7 @@ from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import is_due
 from opfuse.cli.results import keep, show
 from opfuse.config import load
-from opfuse.train import Comparison, OnStep, Step, compare, fused, to_dict, usable, writable, write_plot, write_report
+from opfuse.train import Comparison, OnNamedStep, TrainStep, compare, fused, to_dict, usable, writable, write_plot, write_report
 from opfuse.train.report import report_text
 
 WIDTH = 100
@@ -57,19 +57,19 @@ def tell(result: Comparison) -> None:
 # -- while it runs -------------------------------------------------------------------------------------------------------
 
 
-def reporter() -> AbstractContextManager[OnStep]:
+def reporter() -> AbstractContextManager[OnNamedStep]:
     """What tells on stderr how training goes: a bar for each run on a terminal, else a line now and then."""
     return bars() if sys.stderr.isatty() else lines()
 
 
 @contextmanager
-def bars() -> Iterator[OnStep]:
+def bars() -> Iterator[OnNamedStep]:
     """A progress bar for each run."""
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         tasks: dict[str, TaskID] = {}
 
-        def on_step(label: str, step: Step) -> None:
+        def on_step(label: str, step: TrainStep) -> None:
             if label not in tasks:
                 tasks[label] = progress.add_task(label, total=step.total, loss="")
             progress.update(tasks[label], completed=step.number, loss=_losses(step))
@@ -78,17 +78,17 @@ def bars() -> Iterator[OnStep]:
 
 
 @contextmanager
-def lines() -> Iterator[OnStep]:
+def lines() -> Iterator[OnNamedStep]:
     """A few lines for each run."""
 
-    def on_step(label: str, step: Step) -> None:
+    def on_step(label: str, step: TrainStep) -> None:
         if is_due(step.number, step.total):
             error(f"{label:>12}  step {step.number}/{step.total}  {_losses(step)}")
 
     yield on_step
 
 
-def _losses(step: Step) -> str:
+def _losses(step: TrainStep) -> str:
     return f"loss {step.loss:.3f}" + ("" if step.validation is None else f"  validation {step.validation:.3f}")
 
 

@@ -72,7 +72,7 @@ class Partial:
     at: tuple[int, ...]
 
 
-class Chain:
+class MainChain:
     """The main chain of a graph in one direction, with links only where a fused kernel may hide the value in between."""
 
     def __init__(self, graph: Graph, direction: str) -> None:
@@ -90,7 +90,7 @@ class Chain:
         return self.direction == BACKWARD or len(node.outputs) == 1
 
 
-def _runs(chain: Chain, start: int, claimed: Collection[int]) -> Iterator[Node]:
+def _runs(chain: MainChain, start: int, claimed: Collection[int]) -> Iterator[Node]:
     """The nodes from ``start`` on that one rule could take, in order."""
     position = start
     while chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position]):
@@ -149,7 +149,7 @@ def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, .
 
 
 def match(
-    rule: Fusion, chain: Chain, start: int, claimed: Collection[int] = (), dead: set[tuple[int, int]] | None = None
+    rule: Fusion, chain: MainChain, start: int, claimed: Collection[int] = (), dead: set[tuple[int, int]] | None = None
 ) -> Binding | Partial:
     """Bind the rule's pattern from the node at ``start``, up to a claimed node; a Partial says where it stopped.
 
@@ -216,7 +216,7 @@ def cover(
     Rules claim in order, each over the whole chain from left to right; ``taken`` maps nodes that are claimed already to the
     claimant's name.
     """
-    chain = Chain(graph, direction)
+    chain = MainChain(graph, direction)
     claimed = dict(taken)
     groups: list[Group] = []
     outcomes: list[Outcome] = []
@@ -227,7 +227,7 @@ def cover(
     return groups, outcomes
 
 
-def _apply(rule: Fusion, chain: Chain, graph: Graph, env: Env, claimed: dict[int, str]) -> tuple[list[Group], list[Outcome]]:
+def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict[int, str]) -> tuple[list[Group], list[Outcome]]:
     groups: list[Group] = []
     outcomes: list[Outcome] = []
     nearest: Partial | None = None

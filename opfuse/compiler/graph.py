@@ -17,7 +17,7 @@ from opfuse.core.signature import TensorSig
 if TYPE_CHECKING:
     import networkx as nx
 
-    from opfuse.compiler.products import Product
+    from opfuse.compiler.products import ProductFormats
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -111,7 +111,7 @@ class Graph:
     producer: dict[int, int] = field(compare=False)
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
-    products: tuple[Product, ...] = ()
+    products: tuple[ProductFormats, ...] = ()
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ class Graph:
         extra_inputs: Iterable[int],
         outputs: Iterable[int],
         grads: Iterable[int],
-        products: Iterable[Product] = (),
+        products: Iterable[ProductFormats] = (),
     ) -> Graph:
         """Wire ``nodes`` up. grads: numbers of the values that a gradient flows into."""
         producer = {value: node.index for node in nodes if FORWARD in node.directions for value in node.outputs}

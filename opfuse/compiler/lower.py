@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
-from opfuse.compiler.products import Product, products_of, stored_formats
+from opfuse.compiler.products import ProductFormats, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass
-class _Builder:
+class _GraphBuilder:
     """The graph so far: the current main value, and which values carry gradients.
 
     ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
@@ -57,7 +57,7 @@ class _Builder:
     channels: dict[str, int] = field(default_factory=dict)
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
-    products: list[Product] = field(default_factory=list)
+    products: list[ProductFormats] = field(default_factory=list)
 
     def new_value(self, *, grad: bool) -> int:
         value, self.values = self.values, self.values + 1
@@ -73,7 +73,7 @@ class _Builder:
 
 def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset()) -> Graph:
     """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input."""
-    b = _Builder(env, ops, [op.known for op in ops], exports=exports)
+    b = _GraphBuilder(env, ops, [op.known for op in ops], exports=exports)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
@@ -110,7 +110,7 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
     return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
 
 
-def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> int:
+def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]) -> int:
     if name is not None and name in b.channels:
         return b.channels[name]
     sig = next(extras)
@@ -121,14 +121,14 @@ def _extra_input(b: _Builder, name: str | None, extras: Iterator[TensorSig]) -> 
     return value
 
 
-def _needs(b: _Builder, params: Mapping[str, TensorSig | None], extra_values: Sequence[int]) -> frozenset[str]:
+def _needs(b: _GraphBuilder, params: Mapping[str, TensorSig | None], extra_values: Sequence[int]) -> frozenset[str]:
     wanted = {name for name, sig in params.items() if b.env.grad and sig is not None and sig.requires_grad}
     wanted |= {f"extra{i}" for i, value in enumerate(extra_values) if value in b.grads}
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
 def _casts(
-    b: _Builder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
+    b: _GraphBuilder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
 ) -> dict[str, CastSpec]:
     """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
     recipe = b.env.recipe
@@ -159,7 +159,7 @@ def _casts(
     return casts
 
 
-def _caster(b: _Builder, index: int, role: str) -> int:
+def _caster(b: _GraphBuilder, index: int, role: str) -> int:
     """The op whose quantizer casts an operand: the op itself, unless an explicit Quantize meets the tensor first."""
     op = b.ops[index]
     if b.known[index].casts_itself or op.cast_groups(role) or role not in ("input", GRADIENT):
@@ -170,7 +170,7 @@ def _caster(b: _Builder, index: int, role: str) -> int:
     return max((i for i in after if _casts_gradient(b.ops[i], b.env.recipe)), default=index)
 
 
-def _is_copy(b: _Builder, index: int) -> bool:
+def _is_copy(b: _GraphBuilder, index: int) -> bool:
     """Whether the gradient of the op's input is that of its output: not a sum over two outputs."""
     return TRANSPARENT in b.known[index].traits and not b.ops[index].num_extra_outputs
 
@@ -182,7 +182,7 @@ def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
     return op.narrow_quantizer(quantizer, GRADIENT, recipe.backward_override, ()) is not None
 
 
-def _leaves_cast(b: _Builder, index: int) -> bool:
+def _leaves_cast(b: _GraphBuilder, index: int) -> bool:
     """Whether an explicit Quantize leaves the cast to the product after it, which casts groups of rows apart."""
     after = next((i for i in range(index + 1, len(b.ops)) if not _is_copy(b, i)), None)
     if not b.known[index].is_cast or after is None or b.known[after].casts_itself:
@@ -190,13 +190,13 @@ def _leaves_cast(b: _Builder, index: int) -> bool:
     return b.ops[after].cast_groups("input") > 0
 
 
-def _cast_parameter(b: _Builder, op: int, spec: CastSpec) -> tuple[str, int]:
+def _cast_parameter(b: _GraphBuilder, op: int, spec: CastSpec) -> tuple[str, int]:
     value = b.new_value(grad=False)
     b.add(kind=spec.kind, op=op, spec=spec, outputs=(value,), directions=frozenset((FORWARD,)), side=True)
     return spec.role, value
 
 
-def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
+def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
     """A node for the cast, unless an explicit Quantize has one, which then makes the planes that are read here.
 
     The first extra input says where groups of rows end.
@@ -214,7 +214,7 @@ def _cast_input(b: _Builder, op: int, spec: CastSpec, extra_values: Sequence[int
     b.current = value
 
 
-def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
+def _cast_gradient(b: _GraphBuilder, op: int, spec: CastSpec) -> None:
     original = b.current
     while original in b.copies:
         original = b.copies[original]
@@ -223,7 +223,7 @@ def _cast_gradient(b: _Builder, op: int, spec: CastSpec) -> None:
         b.add(kind=spec.kind, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
 
 
-def _publish(b: _Builder, op: BasicOperation, node: Node) -> None:
+def _publish(b: _GraphBuilder, op: BasicOperation, node: Node) -> None:
     """Make the node's outputs known: the main one goes on, the extra ones to their channels and to the caller."""
     b.current, *extra_outputs = node.outputs
     if _is_copy(b, node.op):

@@ -15,7 +15,7 @@ from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
-from opfuse.core.grouped import GroupedCast
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe

@@ -12,7 +12,7 @@ from opfuse.compiler.graph import CastSpec
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
-from opfuse.formats import COLUMNWISE, USAGES, Format
+from opfuse.formats import COLUMNWISE, USAGES, NumberFormat
 from opfuse.kernels.products.native import BACKENDS, layout_refusal, machine
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
@@ -23,7 +23,7 @@ from opfuse.tensors.tensor import QuantizedTensor
 GEMM = "gemm"
 """Trait of an op whose roles are the operands of the three products."""
 
-Formats = Mapping[str, Format]
+Formats = Mapping[str, NumberFormat]
 """Formats by usage."""
 
 
@@ -37,9 +37,9 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     if not isinstance(stored, QuantizedTensor):
         return {}
     read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
-    found: dict[str, Format] = {usage: _format(op, role, stored, usage) for usage in USAGES if usage in read}
+    found: dict[str, NumberFormat] = {usage: _format(op, role, stored, usage) for usage in USAGES if usage in read}
     formats = op.stored_quantizer(role, recipe).formats
-    wanted: dict[str, Format] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
+    wanted: dict[str, NumberFormat] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
     if found == wanted or recipe.on_recipe_change == "keep":
         return found
     if recipe.on_recipe_change == "dequantize":
@@ -59,7 +59,7 @@ _SPARED = {COLUMNWISE: ", or compute the backward pass under a backward_override
 """How a call can do without a plane."""
 
 
-def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) -> Format:
+def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) -> NumberFormat:
     try:
         return stored.format_of(usage)
     except MissingPlaneError as error:
@@ -78,7 +78,7 @@ def _listed(formats: Formats) -> str:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductFormats:
     """One of the products of an op: its name in GEMMS, and the formats that its operands have in the planes it reads.
 
     None stands for an operand in high precision, which makes the product one too.
@@ -86,8 +86,8 @@ class Product:
 
     op: int
     name: str
-    left: Format | None
-    right: Format | None
+    left: NumberFormat | None
+    right: NumberFormat | None
 
     @property
     def clash(self) -> str | None:
@@ -103,7 +103,7 @@ def products_of(
     *,
     made: Sequence[str],
     quantized: Sequence[str],
-) -> Iterator[Product]:
+) -> Iterator[ProductFormats]:
     """The products ``made`` by the op at ``index``, of which those ``quantized`` read its casts and its stored parameters."""
     if GEMM not in op.known.traits:
         return
@@ -116,10 +116,10 @@ def products_of(
             or (None,)
             for role, plane in ((what.left, what.left_plane), (what.right, what.right_plane))
         )
-        yield from (Product(index, name, one, other) for one in left for other in right)
+        yield from (ProductFormats(index, name, one, other) for one in left for other in right)
 
 
-def _plain(fmt: Format) -> Format | None:
+def _plain(fmt: NumberFormat) -> NumberFormat | None:
     return None if fmt.family == "identity" else fmt
 
 
@@ -130,7 +130,7 @@ class How(NamedTuple):
     reason: str
 
 
-def how(product: Product, spec: Any, env: Env) -> How:
+def how(product: ProductFormats, spec: Any, env: Env) -> How:
     """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``."""
     if product.left is None or product.right is None:
         return How("high precision", "an operand is in high precision")

@@ -27,7 +27,7 @@ PARAMETERS = ("weight", "bias")
 """Parameters of the built-in ops; grouped ones number theirs."""
 
 
-class Kind(NamedTuple):
+class NodeKind(NamedTuple):
     """A kind of node: the words that mean it, and the spec its nodes have (NoSpec: its class declares none)."""
 
     words: frozenset[str]
@@ -47,18 +47,18 @@ def declared_traits(cls: type[BasicOperation]) -> frozenset[str]:
     return next(traits for base in cls.__mro__ if isinstance(traits := vars(base).get("traits"), frozenset))
 
 
-def _kind(cls: type[BasicOperation]) -> Kind:
+def _kind(cls: type[BasicOperation]) -> NodeKind:
     annotated = (name for name, hint in annotations_of(cls).items() if "Parameter" in str(hint))
-    return Kind(frozenset((cls.kind, *declared_traits(cls))), spec_of(cls), (*PARAMETERS, *annotated))
+    return NodeKind(frozenset((cls.kind, *declared_traits(cls))), spec_of(cls), (*PARAMETERS, *annotated))
 
 
-_declared: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
+_declared: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 """What each class that lives declares, asked once: rule sets are made often."""
 
 
-def kinds() -> tuple[Kind, ...]:
+def kinds() -> tuple[NodeKind, ...]:
     """Every kind of node that there can be now."""
-    casts = (Kind(frozenset((kind,)), CastSpec) for kind in (QUANTIZE, QUANTIZE_GROUPS))
+    casts = (NodeKind(frozenset((kind,)), CastSpec) for kind in (QUANTIZE, QUANTIZE_GROUPS))
     for cls in _below(BasicOperation):
         if cls.kind and cls not in _declared:
             _declared[cls] = _kind(cls)
@@ -75,7 +75,7 @@ def check_rules(rules: Iterable[Fusion]) -> None:
             _check_guard(rule, guard, known)
 
 
-def _check_term(rule: Fusion, term: Term, known: Sequence[Kind]) -> None:
+def _check_term(rule: Fusion, term: Term, known: Sequence[NodeKind]) -> None:
     words = frozenset().union(*(kind.words for kind in known))
     if unknown := [word for word in term.words if word not in words]:
         where, got = f"fusion {rule.name!r} place {term.name!r}", f"{unknown[0]!r}{nearest(unknown[0], words)}"
@@ -83,7 +83,7 @@ def _check_term(rule: Fusion, term: Term, known: Sequence[Kind]) -> None:
         raise FusionError(describe(where, wanted="a kind or a trait of an op", got=got, cure=cure))
 
 
-def _check_guard(rule: Fusion, guard: Guard, known: Sequence[Kind]) -> None:
+def _check_guard(rule: Fusion, guard: Guard, known: Sequence[NodeKind]) -> None:
     root, *steps = guard.reads.split(".")
     term = next((term for term in rule.pattern if term.name == root), None)
     read = _of_env if term is None else _of_node([kind for kind in known if not kind.words.isdisjoint(term.words)])
@@ -98,8 +98,8 @@ def _check_guard(rule: Fusion, guard: Guard, known: Sequence[Kind]) -> None:
             raise FusionError(describe(where, wanted=f"what {of} has", got=got, cure=cure))
 
 
-Found = tuple[Collection[str], "Reader"] | None
-Reader = Callable[[str], Found]
+Lookup = tuple[Collection[str], "PathReader"] | None
+PathReader = Callable[[str], Lookup]
 """From a step of a path to the names that it can be, and how to read on; None where anything can be."""
 
 
@@ -107,23 +107,23 @@ def _names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls) if field.compare) if is_dataclass(cls) else ()
 
 
-def _of_env(step: str) -> Found:
+def _of_env(step: str) -> Lookup:
     names = (*Env._fields, "backward_override", "rounding")
     return names, _of_recipe if step == "recipe" else _of_value
 
 
-def _of_recipe(step: str) -> Found:
+def _of_recipe(step: str) -> Lookup:
     """Fields of every recipe that there is, and what a custom one's factory answered."""
     answers = (f"{tensor}_quantizer" for tensor in TENSOR_TYPES)
     return {"kind", *answers, *(name for cls in _below(cast(Any, Recipe)) for name in _names(cls))}, _of_anything
 
 
-def _of_node(kinds: Sequence[Kind]) -> Reader:
+def _of_node(kinds: Sequence[NodeKind]) -> PathReader:
     """Of a node: its own fields, those of its spec, its parameters."""
     own = {name for kind in kinds for name in (*_names(kind.spec), *kind.parameters)} | {*_names(Node)}
     undeclared = any(kind.spec is NoSpec for kind in kinds)
 
-    def read(step: str) -> Found:
+    def read(step: str) -> Lookup:
         if re.sub(r"\d+$", "", step) in PARAMETERS or (undeclared and step not in own):
             return {step}, _of_tensor
         return own, _of_anything
@@ -131,13 +131,13 @@ def _of_node(kinds: Sequence[Kind]) -> Reader:
     return read
 
 
-def _of_tensor(step: str) -> Found:
+def _of_tensor(step: str) -> Lookup:
     return TensorSig._fields, _of_value
 
 
-def _of_value(step: str) -> Found:
+def _of_value(step: str) -> Lookup:
     return (), _of_value
 
 
-def _of_anything(step: str) -> Found:
+def _of_anything(step: str) -> Lookup:
     return None

@@ -3,6 +3,18 @@
 from opfuse.config.findings import Finding, Span
 from opfuse.config.load import Config, load, load_policy, loads
 from opfuse.config.models import PydocTopics, Text, TextFile, Train
-from opfuse.config.operations import Entry
+from opfuse.config.operations import PipelineEntry
 
-__all__ = ["Config", "Entry", "Finding", "PydocTopics", "Span", "Text", "TextFile", "Train", "load", "load_policy", "loads"]
+__all__ = [
+    "Config",
+    "Finding",
+    "PipelineEntry",
+    "PydocTopics",
+    "Span",
+    "Text",
+    "TextFile",
+    "Train",
+    "load",
+    "load_policy",
+    "loads",
+]

@@ -46,7 +46,7 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\
 
 
 @dataclass(frozen=True)
-class Node:
+class YamlNode:
     """A value of the document. value: a scalar, ``dict[str, Node]`` or ``list[Node]``. keys: where each key stands."""
 
     value: Any
@@ -59,7 +59,7 @@ class Node:
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
-    def child(self, step: str | int) -> Node | None:
+    def child(self, step: str | int) -> YamlNode | None:
         """The node under a key or an index, or None."""
         if isinstance(self.value, dict):
             return self.value.get(step)
@@ -74,7 +74,7 @@ class Document:
     path: str
     text: str
     findings: list[Finding] = field(default_factory=list)
-    root: Node = field(default_factory=lambda: Node(None, Span(1, 1)))
+    root: YamlNode = field(default_factory=lambda: YamlNode(None, Span(1, 1)))
 
     def __post_init__(self) -> None:
         self.lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", self.text)
@@ -127,7 +127,7 @@ def _parse(document: Document) -> None:
         span = Span(before.count("\n") + 1, len(before) - before.rfind("\n"))
         document.report(span, "yaml-syntax", f"character {bad[0]!a} has no place in YAML", "remove it")
         return
-    builder = _Builder(document)
+    builder = _TreeBuilder(document)
     try:
         for event in YAML(typ="safe", pure=True).parse(text):
             if not builder.take(event):
@@ -145,13 +145,13 @@ def _parse(document: Document) -> None:
 class _Open:
     """A collection that has begun but not ended. key: the one whose value comes next."""
 
-    value: dict[str, Node] | list[Node]
+    value: dict[str, YamlNode] | list[YamlNode]
     span: Span
     keys: dict[str, Span] = field(default_factory=dict)
     key: str | None = None
 
 
-class _Builder:
+class _TreeBuilder:
     """Makes nodes of events without recursion."""
 
     def __init__(self, document: Document) -> None:
@@ -174,11 +174,11 @@ class _Builder:
             end = event.end_mark
             on_one_line = end.line + 1 == done.span.line
             width = end.column + 1 - done.span.column if on_one_line else WHOLE_LINE
-            self._place(Node(done.value, replace(done.span, width=width), done.keys))
+            self._place(YamlNode(done.value, replace(done.span, width=width), done.keys))
         elif isinstance(event, ScalarEvent):
             self._scalar(event)
         elif isinstance(event, AliasEvent):
-            self._place(Node(None, self.last))
+            self._place(YamlNode(None, self.last))
         return True
 
     def _begin(self, event: DocumentStartEvent) -> bool:
@@ -215,7 +215,7 @@ class _Builder:
 
     def _scalar(self, event: ScalarEvent) -> None:
         if self._expects_value():
-            self._place(Node(meaning(event.value) if event.implicit[0] else event.value, self.last))
+            self._place(YamlNode(meaning(event.value) if event.implicit[0] else event.value, self.last))
             return
         top, key = self.stack[-1], event.value
         if key in top.keys:
@@ -225,7 +225,7 @@ class _Builder:
             )
         top.key, top.keys[key] = key, self.last
 
-    def _place(self, node: Node) -> None:
+    def _place(self, node: YamlNode) -> None:
         if not self.stack:
             self.document.root = node
             return

@@ -10,17 +10,17 @@ import torch
 
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.findings import Problem, sentence
-from opfuse.config.operations import Entry
-from opfuse.config.order import Change
+from opfuse.config.operations import PipelineEntry
+from opfuse.config.order import RuleChange
 from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, autocast
 from opfuse.runtime.fuser import planned_on
 
 
-class Call(NamedTuple):
+class PlannedCall(NamedTuple):
     """The training call that is planned. columns: None where nothing tells them."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[PipelineEntry]
     rules: RuleSet
     recipe: Recipe | None
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     columns: int | None
 
 
-def unmet(changes: Sequence[Change], call: Call) -> Iterator[Problem]:
+def unmet(changes: Sequence[RuleChange], call: PlannedCall) -> Iterator[Problem]:
     """A problem for every number that is not as an entry expects."""
     expecting = [(i, change) for i, change in enumerate(changes) if change.expect is not None]
     if not expecting:
@@ -46,7 +46,7 @@ def unmet(changes: Sequence[Change], call: Call) -> Iterator[Problem]:
                 yield Problem("not-as-expected", message, "`opfuse explain` says why, place by place", (*place, status))
 
 
-def _outcomes(call: Call) -> Counter[tuple[str, str]] | Problem:
+def _outcomes(call: PlannedCall) -> Counter[tuple[str, str]] | Problem:
     """How often each rule had each status; a Problem where there is no plan to count on."""
     if call.columns is None:
         return Problem("not-countable", "nothing tells the columns of the input", "add a data section")

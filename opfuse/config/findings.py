@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from opfuse.errors import ConfigError, nearest
 
-Step = str | int
-Loc = tuple[Step, ...]
+PathStep = str | int
+Loc = tuple[PathStep, ...]
 """Keys and indices from the top of a document to a value."""
 
 WINDOW = 160

@@ -13,10 +13,10 @@ from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
-from opfuse.config.expect import Call, unmet
+from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Span, refuse, shown, similar
 from opfuse.config.models import Text, TextFile, Train
-from opfuse.config.operations import Entry
+from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
 from opfuse.config.root import DTYPES, SECTIONS, Root
@@ -37,7 +37,7 @@ class Config:
     recipe: Recipe | None
     dtype: torch.dtype
     rules: RuleSet
-    pipeline: tuple[Entry, ...]
+    pipeline: tuple[PipelineEntry, ...]
     data: Text | None
     train: Train
 
@@ -103,7 +103,7 @@ def loads(data: str | bytes, path: str = "<text>") -> Config:
 def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
     config, root, document = _validated(data, path)
-    call = Call(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
+    call = PlannedCall(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
     if isinstance(root.data, TextFile) and not (config.folder / root.data.path).is_file():
         help = "write the path from the folder of this file, or an absolute one"
         document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)

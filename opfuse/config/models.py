@@ -23,7 +23,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
-Positive = Annotated[int, Field(ge=1, le=2**31)]
+AtLeastOne = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -37,8 +37,8 @@ class Text(Section):
     classes: ClassVar[int] = 256
 
     kind: str
-    context: Positive = 16
-    embedding: Positive = 16
+    context: AtLeastOne = 16
+    embedding: AtLeastOne = 16
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
 
     @property
@@ -67,10 +67,10 @@ DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
 class Train(Section):
     """How to train. eval_every: steps between two evaluations."""
 
-    steps: Positive = 300
-    batch_size: Positive = 128
+    steps: AtLeastOne = 300
+    batch_size: AtLeastOne = 128
     learning_rate: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: Seed = 0
-    eval_every: Positive = 50
+    eval_every: AtLeastOne = 50

@@ -85,7 +85,7 @@ MODELS: Mapping[str, type[Section]] = {key: _model(key, cls) for key, cls in OPS
 
 
 @dataclass(frozen=True)
-class Entry:
+class PipelineEntry:
     """One op of a pipeline, ready to be built any number of times. source: where it is written."""
 
     op: str
@@ -117,12 +117,12 @@ class Entry:
         return op
 
 
-def to_entry(section: Any) -> Entry:
+def to_entry(section: Any) -> PipelineEntry:
     """The entry that ``section`` describes, built once to see that the op takes it."""
     names = {SPELLINGS.get(name, name): name for name in written(OPS[section.op])}
     given = {names[key]: getattr(section, key) for key in sorted(section.model_fields_set & names.keys())}
     channels = {side: tuple(getattr(section, side, None) or ()) for side in CHANNELS}
-    entry = Entry(section.op, tuple(given.items()), channels["extra_input"], channels["extra_output"])
+    entry = PipelineEntry(section.op, tuple(given.items()), channels["extra_input"], channels["extra_output"])
     for name, most in MOST.items():
         if given.get(name, 0) > most:
             raise Refused(Problem("too-large", f"a file has at most {name}: {most}, got {given[name]}", IN_PYTHON, (name,)))
@@ -136,7 +136,7 @@ def to_entry(section: Any) -> Entry:
     return entry
 
 
-def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
+def check_channels(entries: Sequence[PipelineEntry]) -> Sequence[PipelineEntry]:
     """Refused unless every channel has one producer, and a consumer after it of as many groups."""
     problems: list[Problem] = []
     producers: dict[str, int] = {}
@@ -165,10 +165,10 @@ def check_channels(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 if TYPE_CHECKING:
-    OpSection = Entry
+    OpSection = PipelineEntry
 else:
     OpSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="op"), AfterValidator(to_entry)]  # noqa: UP007
-"""One entry of ``pipeline.ops``; validates to an :class:`Entry`."""
+"""One entry of ``pipeline.ops``; validates to an :class:`PipelineEntry`."""
 
 
 class Pipeline(Section):

@@ -12,7 +12,7 @@ from opfuse.config.shadows import covers
 
 
 @dataclass(frozen=True)
-class Change:
+class RuleChange:
     """What an entry does to the rule set.
 
     rule: the one that is added, or put in place of its namesake; None: it is disabled. before, after: the rule that it shall
@@ -32,7 +32,7 @@ class Change:
         return next(((key, name) for key in ("before", "after") if (name := getattr(self, key)) is not None), None)
 
 
-def changed(changes: Sequence[Change]) -> RuleSet:
+def changed(changes: Sequence[RuleChange]) -> RuleSet:
     """The rule set in force with ``changes``."""
     rules = default_rules()
     for change in changes:
@@ -64,7 +64,7 @@ def _place(order: Sequence[Fusion], name: str) -> int:
     return next(i for i, rule in enumerate(order) if rule.name == name)
 
 
-def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
+def check_changes(changes: Sequence[RuleChange]) -> Sequence[RuleChange]:
     """Refused if entries speak of one rule, stand next to none, or leave nothing to a declared rule."""
     for check in (_twice, _astray):
         _refuse(check(changes, i) for i in range(len(changes)))
@@ -80,7 +80,7 @@ def _refuse(found: Iterable[Problem | None]) -> None:
         raise Refused(*problems)
 
 
-def _twice(changes: Sequence[Change], index: int) -> Problem | None:
+def _twice(changes: Sequence[RuleChange], index: int) -> Problem | None:
     change = changes[index]
     if change.new and change.name in default_rules().names:
         help = f"choose another name, or write `use: {change.name}`"
@@ -92,7 +92,7 @@ def _twice(changes: Sequence[Change], index: int) -> Problem | None:
     return Problem("duplicate-rule", message, "make one entry of the two", (index,))
 
 
-def _astray(changes: Sequence[Change], index: int) -> Problem | None:
+def _astray(changes: Sequence[RuleChange], index: int) -> Problem | None:
     change = changes[index]
     if change.anchor is None or change.rule is None:
         return None
@@ -108,7 +108,7 @@ def _astray(changes: Sequence[Change], index: int) -> Problem | None:
     return None
 
 
-def _contrary(change: Change, index: int, order: Sequence[Fusion]) -> Problem | None:
+def _contrary(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
     """Of an entry whose place in the order the others take away."""
     if change.anchor is None:
         return None
@@ -119,7 +119,7 @@ def _contrary(change: Change, index: int, order: Sequence[Fusion]) -> Problem | 
     return Problem("bad-value", message, "drop one of them", (index, key))
 
 
-def _shadowed(change: Change, index: int, order: Sequence[Fusion]) -> Problem | None:
+def _shadowed(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
     """Of a declared rule that one before it leaves nothing to."""
     if not change.new:
         return None

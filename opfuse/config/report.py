@@ -13,7 +13,7 @@ from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, simil
 from opfuse.errors import closest
 
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
-Line = Mapping[str, Any]
+ReportLine = Mapping[str, Any]
 """One error of pydantic: ``type``, ``loc``, ``msg``, ``input`` and ``ctx``."""
 
 CHOICES = {"kind": "recipe", "op": "op"}
@@ -69,7 +69,7 @@ def _hidden(line: Any, sections: Sections) -> Iterator[Any]:
                 yield {**each, "loc": (*line["loc"], guess, *each["loc"])}
 
 
-def _choice(line: Line, sections: Sections) -> tuple[str, str, list[str]]:
+def _choice(line: ReportLine, sections: Sections) -> tuple[str, str, list[str]]:
     """The key that chooses a model, its value, and the values that it can have."""
     known = [names[-1] for names in sections if names[:-1] == _names(line["loc"]) and names[:-1] not in sections]
     return line["ctx"]["discriminator"].strip("'"), line["ctx"]["tag"], known
@@ -104,7 +104,7 @@ def _name(place: Loc) -> str:
     return f"{_name(place[:-1])}[{place[-1]}]" if isinstance(place[-1], int) else str(place[-1])
 
 
-def _wanted(line: Line) -> str:
+def _wanted(line: ReportLine) -> str:
     return NAMED.get(line["type"]) or re.sub(r"^\w+ should (be|have|match) ", "", line["msg"])
 
 
@@ -122,7 +122,7 @@ def _mapping(place: Loc, value: object, sections: Sections) -> str:
 # -- kinds of errors that need more than a sentence about the value ----------------------------------------------------
 
 
-def _unknown_key(line: Line, sections: Sections) -> list[Problem]:
+def _unknown_key(line: ReportLine, sections: Sections) -> list[Problem]:
     *above, key = line["loc"]
     section = sections.get(_names(tuple(above)))
     known, not_here = getattr(section, "model_fields", {}), getattr(section, "not_here", {})
@@ -130,7 +130,7 @@ def _unknown_key(line: Line, sections: Sections) -> list[Problem]:
     return [Problem("unknown-key", f"unknown key {shown(key)}", help, on="key")]
 
 
-def _missing_key(line: Line, sections: Sections) -> list[Problem]:
+def _missing_key(line: ReportLine, sections: Sections) -> list[Problem]:
     *above, key = line["loc"]
     return [
         Problem(
@@ -143,14 +143,14 @@ def _inside(names: tuple[str, ...], sections: Sections) -> str:
     return f"'{names[-1]}'" if names else "the file"
 
 
-def _unknown_choice(line: Line, sections: Sections) -> list[Problem]:
+def _unknown_choice(line: ReportLine, sections: Sections) -> list[Problem]:
     key, tag, known = _choice(line, sections)
     what = OTHERS.get(_names(line["loc"]), CHOICES[key])
     help = similar(tag, known) or f"one of {', '.join(known)}"
     return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
 
 
-def _no_choice(line: Line, sections: Sections) -> list[Problem]:
+def _no_choice(line: ReportLine, sections: Sections) -> list[Problem]:
     key = line["ctx"]["discriminator"].strip("'")
     if not isinstance(line["input"], Mapping):
         return [Problem("bad-value", f"{_name(line['loc'])} wants a mapping, got {shown(line['input'])}")]
@@ -158,12 +158,12 @@ def _no_choice(line: Line, sections: Sections) -> list[Problem]:
     return [Problem("missing-key", f"{_name(line['loc'])} needs a key {' or '.join(map(shown, keys))}", f"add `{keys[0]}: ...`")]
 
 
-def _refused(line: Line, sections: Sections) -> list[Problem]:
+def _refused(line: ReportLine, sections: Sections) -> list[Problem]:
     error = line["ctx"]["error"]
     return list(error.problems) if isinstance(error, Refused) else [Problem("refused-recipe", *sentence(str(error)))]
 
 
-PROBLEMS: Mapping[str, Callable[[Line, Sections], list[Problem]]] = {
+PROBLEMS: Mapping[str, Callable[[ReportLine, Sections], list[Problem]]] = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
     "union_tag_invalid": _unknown_choice,

@@ -15,7 +15,7 @@ from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, simil
 from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
 from opfuse.config.operations import MAX_OPS
-from opfuse.config.order import Change, changed, check_changes
+from opfuse.config.order import RuleChange, changed, check_changes
 from opfuse.errors import FusionError
 from opfuse.fusions.declared import WORDS, declared, misfit, unknown_word
 
@@ -141,10 +141,10 @@ def _entry_key(value: Any) -> str | None:
     return next((key for key in ENTRIES if key in given), None)
 
 
-def to_change(section: Any) -> Change:
+def to_change(section: Any) -> RuleChange:
     """What ``section`` asks for. Refused if its guards or its pattern cannot be."""
     if isinstance(section, Disable):
-        return Change(section.disable)
+        return RuleChange(section.disable)
     orders = [key for key in ("priority", "before", "after") if getattr(section, key) is not None]
     if len(orders) > 1:
         message = f"{orders[0]!r} and {orders[1]!r} both say when rule {getattr(section, 'use', None) or section.name!r} claims"
@@ -157,7 +157,7 @@ def to_change(section: Any) -> Change:
     if expected == {}:
         raise Refused(Problem("bad-value", "expect names no outcome", "write `expect: {fused: 1}`", ("expect",)))
     order = {"before": section.before, "after": section.after}
-    return Change(rule.name, rule, new=isinstance(section, Declare), expect=expected, **order)
+    return RuleChange(rule.name, rule, new=isinstance(section, Declare), expect=expected, **order)
 
 
 def _guards(section: Any, places: Places) -> tuple[Guard, ...]:
@@ -192,14 +192,14 @@ def _declared(section: Declare) -> Fusion:
 
 
 if TYPE_CHECKING:
-    RuleSection = Change
+    RuleSection = RuleChange
 else:
     RuleSection = Annotated[
         Annotated[Use, Tag("use")] | Annotated[Disable, Tag("disable")] | Annotated[Declare, Tag("name")],
         Discriminator(_entry_key),
         AfterValidator(to_change),
     ]
-"""One entry of ``fusions.rules``; validates to a :class:`Change`."""
+"""One entry of ``fusions.rules``; validates to a :class:`RuleChange`."""
 
 
 class Fusions(Section):

@@ -15,7 +15,7 @@ import torch
 
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
-from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, Entry
+from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe, autocast
@@ -33,7 +33,9 @@ class Tensor(NamedTuple):
     dtype: torch.dtype
 
 
-def trial(entries: Sequence[Entry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: Text | None) -> Problem | None:
+def trial(
+    entries: Sequence[PipelineEntry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: Text | None
+) -> Problem | None:
     """The first problem that ``rows`` samples would meet on their way through the pipeline, or None.
 
     Ends early, without a problem, where an op takes tensors from the caller or where nothing tells the input's columns.
@@ -52,7 +54,9 @@ def trial(entries: Sequence[Entry], recipe: Recipe | None, dtype: torch.dtype, *
     return Problem("does-not-fit", message, f"end with out_features: {data.classes}", ("pipeline", "ops", len(entries) - 1))
 
 
-def _shape(entries: Sequence[Entry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype) -> torch.Size | Problem | None:
+def _shape(
+    entries: Sequence[PipelineEntry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype
+) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
     channels: dict[str, Tensor] = {}
     few = _stand_ins(entries)
@@ -80,18 +84,18 @@ def _too_large(shape: Sequence[int], place: Loc) -> Problem | None:
     return Problem("too-large", f"a tensor of a file has at most {MAX_ELEMENTS} elements, got {elements}", IN_PYTHON, place)
 
 
-def _stand_ins(entries: Sequence[Entry]) -> dict[int, int]:
+def _stand_ins(entries: Sequence[PipelineEntry]) -> dict[int, int]:
     """A small number for each number of groups, not below what one token goes to; different ones for different ones."""
     least = max((dict(entry.arguments).get("top_k", 1) for entry in entries), default=1)
     return {groups: min(groups, least + i) for i, groups in enumerate(sorted({e.groups for e in entries if e.groups}))}
 
 
-def _with_groups(entry: Entry, few: Mapping[int, int]) -> Entry:
+def _with_groups(entry: PipelineEntry, few: Mapping[int, int]) -> PipelineEntry:
     found = {"num_groups": few[entry.groups]} if entry.groups else {}
     return replace(entry, arguments=tuple((dict(entry.arguments) | found).items()))
 
 
-def input_columns(entries: Sequence[Entry]) -> int | None:
+def input_columns(entries: Sequence[PipelineEntry]) -> int | None:
     """What the first op that knows its columns takes, if those before it leave the columns alone; else None."""
     for entry in entries:
         arguments = dict(entry.arguments)
@@ -103,7 +107,9 @@ def input_columns(entries: Sequence[Entry]) -> int | None:
 
 
 @lru_cache(maxsize=1024)
-def _rehearse(entry: Entry, given: tuple[Tensor, ...], recipe: Recipe | None, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+def _rehearse(
+    entry: PipelineEntry, given: tuple[Tensor, ...], recipe: Recipe | None, dtype: torch.dtype
+) -> tuple[Tensor, ...] | None:
     """The outputs of one op alone, main first, whose backward pass has run as well; None if it takes more inputs."""
     op = entry.build(dtype=dtype, device="meta")
     if op.num_extra_inputs >= len(given):

@@ -25,7 +25,7 @@ class _Called(nn.Module):
         return type(self.inner).forward(self.inner, **given)
 
 
-class _Value(fx.Proxy):
+class _TracedValue(fx.Proxy):
     def __len__(self) -> int:
         raise TypeError("unknown")  # as of what has none: a list that takes its parts asks, and does without
 
@@ -34,7 +34,7 @@ class _Beginning(Tracer):
     """Follows a forward as far as it goes: what is unpacked, a shape above all, is taken to have two parts."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _TracedValue(node, self)
 
     def iter(self, obj: Any) -> Iterator[Any]:
         try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from opfuse.convert.chain import Add, Apply, Call, Chain, Gate, NoChain, Step, arguments_of, chain_of
-from opfuse.convert.converted import Converted, Opaque, Run
+from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, arguments_of, chain_of
+from opfuse.convert.converted import Converted, Opaque, PipelineRun
 from opfuse.convert.leaves import GATED, UNGATED, obstacle, op_of, weight_of
 from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.probe import activation_of_module
@@ -36,7 +36,7 @@ class Build:
     module: nn.Module
     path: str
     policies: Policies
-    parts: list[Run | Opaque] = field(default_factory=list)
+    parts: list[PipelineRun | Opaque] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     members: dict[str, nn.Module] = field(default_factory=dict)
     inlined: list[nn.Module] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Build:
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def add(self, steps: Sequence[Step]) -> None:
+    def add(self, steps: Sequence[ChainStep]) -> None:
         """Make the parts of all ``steps``. NoChain for what is no op and no submodule."""
         for step in steps:
             match step:
-                case Call():
+                case CallModule():
                     self._call(step.path)
                 case Apply():
                     self._op(UNGATED[step.name](), step.name)
                 case Add():
                     self._op(AddExtraInput(), f"add{step.index}")
                     self._run().extras.append(step.index)
-                case Gate():
+                case GatedUnit():
                     self._gate(step)
 
     def _call(self, path: str) -> None:
@@ -81,7 +81,7 @@ class Build:
         self.parts.append(Opaque(child))
         self.told.append(f"({type(child).__name__})")
 
-    def _gate(self, step: Gate) -> None:
+    def _gate(self, step: GatedUnit) -> None:
         act = step.act
         name = act.name if isinstance(act, Apply) else self._activation(act.path)
         if name not in GATED:
@@ -108,11 +108,11 @@ class Build:
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Run:
-        if not self.parts or not isinstance(self.parts[-1], Run):
-            self.parts.append(Run(path=self.path))
+    def _run(self) -> PipelineRun:
+        if not self.parts or not isinstance(self.parts[-1], PipelineRun):
+            self.parts.append(PipelineRun(path=self.path))
         last = self.parts[-1]
-        return last if isinstance(last, Run) else self._run()
+        return last if isinstance(last, PipelineRun) else self._run()
 
     def _op(self, op: BasicOperation, name: str, follows: nn.Module | None = None) -> None:
         if isinstance(op, Identity):
@@ -149,7 +149,7 @@ class Build:
     def _named(self, path: str) -> str:
         return f"{self.path}.{path}".lstrip(".")
 
-    def result(self, chain: Chain) -> Converted:
+    def result(self, chain: TracedChain) -> Converted:
         """The forward of the module. NoChain where it multiplies nothing."""
         if not self.weights:
             raise NoChain("no product that may be converted", "a product")
@@ -171,12 +171,12 @@ def build_alone(weight: Weight, path: str, choice: Choice) -> Converted:
     """A product that is converted by itself."""
     ops, made = product_of([weight])
     ops[0].name = path
-    run = Run(ops, ["weight", "bias"][: len(ops)], made=[] if made is None else [made], path=path)
+    run = PipelineRun(ops, ["weight", "bias"][: len(ops)], made=[] if made is None else [made], path=path)
     names = arguments_of(weight.module)[:1]
     return Converted(weight.module, path, arguments=names, parts=(run,), members={}, recipe=choice.recipe)
 
 
-def _inlined(module: nn.Module) -> Chain | None:
+def _inlined(module: nn.Module) -> TracedChain | None:
     """The chain of a submodule that may run as a part of the chain around it."""
     try:
         chain = chain_of(module)

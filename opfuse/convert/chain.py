@@ -28,7 +28,7 @@ they do depends on the call, so they are not traced.
 
 
 @dataclass(frozen=True)
-class Call:
+class CallModule:
     """y = the submodule ``path`` of x."""
 
     path: str
@@ -42,10 +42,10 @@ class Apply:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GatedUnit:
     """y = act(gate(x)) * up(x), where ``gate`` and ``up`` are submodules; without them, of the two halves of x."""
 
-    act: Call | Apply
+    act: CallModule | Apply
     gate: str = ""
     up: str = ""
 
@@ -57,17 +57,17 @@ class Add:
     index: int
 
 
-Step = Call | Apply | Gate | Add
+ChainStep = CallModule | Apply | GatedUnit | Add
 
 
 @dataclass(frozen=True)
-class Chain:
+class TracedChain:
     """The steps of a forward, and the names of its arguments: the one that the steps begin with, then those that they add."""
 
     arguments: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
 
-    def within(self, path: str) -> tuple[Step, ...]:
+    def within(self, path: str) -> tuple[ChainStep, ...]:
         """The steps as those of the module that holds this one under ``path``."""
         return tuple(_within(step, path) for step in self.steps)
 
@@ -87,10 +87,10 @@ class Tracer(fx.Tracer):
         return True
 
 
-def chain_of(module: nn.Module) -> Chain:
+def chain_of(module: nn.Module) -> TracedChain:
     """The chain that the forward of ``module`` is, in training and in evaluation. NoChain where it is none."""
     _check_arguments(type(module).forward)
-    one, other = (_Reader(_traced(module, training)).chain() for training in (True, False))
+    one, other = (_TraceReader(_traced(module, training)).chain() for training in (True, False))
     if one != other:
         raise NoChain("another chain in training than in evaluation", "one chain, whose dropouts are submodules")
     return one
@@ -131,14 +131,14 @@ def arguments_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-class _Reader:
+class _TraceReader:
     """Reads a traced graph from its first argument to its result."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.arguments = [node for node in graph.nodes if node.op == "placeholder"]
         self.nodes = {node for node in graph.nodes if node.op != "placeholder"}
 
-    def chain(self) -> Chain:
+    def chain(self) -> TracedChain:
         first, *_ = self.arguments
         steps, value = [], first
         while not self._is_result(value):
@@ -146,7 +146,7 @@ class _Reader:
             steps.append(step)
         if self.nodes:
             _refuse(f"{_told(next(iter(self.nodes)))} beside it", "one value from the argument to the result")
-        return Chain(tuple(str(node.target) for node in self.arguments), tuple(steps))
+        return TracedChain(tuple(str(node.target) for node in self.arguments), tuple(steps))
 
     def _is_result(self, value: fx.Node) -> bool:
         result = next(iter(value.users), None)
@@ -157,7 +157,7 @@ class _Reader:
         self.nodes.discard(result)
         return True
 
-    def _next(self, value: fx.Node) -> tuple[Step, fx.Node]:
+    def _next(self, value: fx.Node) -> tuple[ChainStep, fx.Node]:
         users = list(value.users)
         if len(users) == 1:
             (node,) = users
@@ -172,9 +172,9 @@ class _Reader:
         self.nodes.discard(node)
         return node
 
-    def _step(self, node: fx.Node, value: fx.Node) -> Step:
+    def _step(self, node: fx.Node, value: fx.Node) -> ChainStep:
         if node.op == "call_module" and node.args == (value,) and not node.kwargs:
-            return Call(str(node.target))
+            return CallModule(str(node.target))
         if _is(node, ADD) and len(node.args) == 2 and not node.kwargs:
             other: Any = next((arg for arg in node.args if arg is not value), value)
             if other in self.arguments[1:] and len(other.users) == 1:
@@ -184,7 +184,7 @@ class _Reader:
             return Apply(name)
         _refuse(_told(node), "a submodule, an activation or a sum with an argument of forward")
 
-    def _gate(self, value: fx.Node, users: Sequence[fx.Node]) -> tuple[Step, fx.Node]:
+    def _gate(self, value: fx.Node, users: Sequence[fx.Node]) -> tuple[ChainStep, fx.Node]:
         for gate, up in (users, users[::-1]):
             act: Any = next(iter(gate.users), None)
             product: Any = None if act is None else next(iter(act.users), None)
@@ -192,13 +192,13 @@ class _Reader:
                 continue
             if not _is_product(product, act, up) or any(len(each.users) != 1 for each in (gate, act, up)):
                 continue
-            step = Gate(self._act(act, gate), str(gate.target), str(up.target))
+            step = GatedUnit(self._act(act, gate), str(gate.target), str(up.target))
             for node in (gate, act, up):
                 self._take(node)
             return step, self._take(product)
         _refuse(f"{_told(value)} read by {_told(users[0])} and {_told(users[1])}", "act(gate(x)) * up(x)")
 
-    def _halves(self, chunk: fx.Node) -> tuple[Step, fx.Node]:
+    def _halves(self, chunk: fx.Node) -> tuple[ChainStep, fx.Node]:
         """act(a) * b of ``a, b = x.chunk(2, dim=-1)``."""
         parts = {node.args[1]: node for node in chunk.users if _is(node, (operator.getitem,))}
         wanted = "act(a) * b of a, b = x.chunk(2, dim=-1)"
@@ -209,14 +209,14 @@ class _Reader:
         product: Any = None if act is None else next(iter(act.users), None)
         if product is None or not _is_product(product, act, b) or any(len(each.users) != 1 for each in (a, act, b)):
             _refuse(_told(chunk), wanted)
-        step = Gate(self._act(act, a))
+        step = GatedUnit(self._act(act, a))
         for node in (chunk, a, act, b):
             self._take(node)
         return step, self._take(product)
 
-    def _act(self, node: Any, value: fx.Node) -> Call | Apply:
+    def _act(self, node: Any, value: fx.Node) -> CallModule | Apply:
         step = self._step(node, value)
-        if isinstance(step, (Call, Apply)):
+        if isinstance(step, (CallModule, Apply)):
             return step
         _refuse(_told(node), "an activation of the gate")
 
@@ -263,22 +263,22 @@ def _refuse(got: str, wanted: str) -> NoReturn:
     raise NoChain(got, wanted)
 
 
-def _within(step: Step, path: str) -> Step:
+def _within(step: ChainStep, path: str) -> ChainStep:
     match step:
-        case Call():
-            return Call(f"{path}.{step.path}")
-        case Gate():
+        case CallModule():
+            return CallModule(f"{path}.{step.path}")
+        case GatedUnit():
             act: Any = _within(step.act, path)
             return replace(step, act=act, **{key: f"{path}.{getattr(step, key)}" for key in ("gate", "up") if getattr(step, key)})
         case _:
             return step
 
 
-def paths_of(steps: Sequence[Step]) -> Iterator[str]:
+def paths_of(steps: Sequence[ChainStep]) -> Iterator[str]:
     """The submodules that a chain calls."""
     for step in steps:
-        if isinstance(step, Call):
+        if isinstance(step, CallModule):
             yield step.path
-        elif isinstance(step, Gate):
+        elif isinstance(step, GatedUnit):
             yield from (path for path in (step.gate, step.up) if path)
             yield from paths_of((step.act,))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.rows import UNITS, padded, spare_rows
-from opfuse.convert.weights import Made
+from opfuse.convert.weights import MadeParameters
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_partial, outside
 from opfuse.errors import ConversionError, OpfuseWarning, describe
@@ -32,7 +32,7 @@ from opfuse.runtime.segment import recorded_saves
 
 
 @dataclass(eq=False)
-class Run:
+class PipelineRun:
     """Ops that run as one pipeline.
 
     ops, names: the ops and what they are called. extras: the further arguments that they add. made: owners of parameters
@@ -42,7 +42,7 @@ class Run:
     ops: list[BasicOperation] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    made: list[MadeParameters] = field(default_factory=list)
     modes: list[tuple[BasicOperation, nn.Module]] = field(default_factory=list)
     path: str = ""
     fuser: OperationFuser | None = None
@@ -114,7 +114,7 @@ class Converted:
         path: str,
         *,
         arguments: Sequence[str],
-        parts: Sequence[Run | Opaque],
+        parts: Sequence[PipelineRun | Opaque],
         members: dict[str, nn.Module],
         recipe: Recipe | None,
     ) -> None:
@@ -126,7 +126,7 @@ class Converted:
         self.settings = {path: _settings(member) for path, member in members.items()}
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
-        self.normed: tuple[Run | Opaque, ...] = ()
+        self.normed: tuple[PipelineRun | Opaque, ...] = ()
         self.warned = False
         self.awaited: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -136,14 +136,14 @@ class Converted:
     def begin_with(self, norm: BasicOperation, name: str) -> None:
         """Have the parts begin with a norm, where its module hands its input on: see ``feeds.py``."""
         first = self.parts[0]
-        if isinstance(first, Run):
+        if isinstance(first, PipelineRun):
             run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None, spare={}, lock=RLock())
             self.normed = (run, *self.parts[1:])
 
     @property
-    def made(self) -> list[Made]:
+    def made(self) -> list[MadeParameters]:
         """What its pipelines make of parameters."""
-        return [made for part in self.parts if isinstance(part, Run) for made in part.made]
+        return [made for part in self.parts if isinstance(part, PipelineRun) for made in part.made]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ class Converted:
     @property
     def products(self) -> dict[str, BasicOperation]:
         """Its ops that cast, by name."""
-        return casting(part for part in self.parts if isinstance(part, Run))
+        return casting(part for part in self.parts if isinstance(part, PipelineRun))
 
     # What a checkpoint compares, to find the first run of a call that it repeats.
 
@@ -247,7 +247,7 @@ def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def casting(runs: Iterable[Run]) -> dict[str, BasicOperation]:
+def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:
     """The ops of ``runs`` that cast, by name."""
     return {name: op for run in runs for name, op in zip(run.names, run.ops) if op.quantizer_slots()}
 

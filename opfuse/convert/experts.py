@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import arguments_of, kept
-from opfuse.convert.converted import Converted, Run
+from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import GATED
 from opfuse.convert.probe import activation_of_module
-from opfuse.convert.weights import Made
+from opfuse.convert.weights import MadeParameters
 from opfuse.numerics.activations import ACTIVATIONS
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.recipes import Recipe
@@ -105,7 +105,7 @@ class Routed(Converted):
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     """What a module with experts becomes."""
     experts, width, inner = found.sizes
-    run = Run(path=path)
+    run = PipelineRun(path=path)
     for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
         op, made = _grouped(found.module, name, experts, *sizes)
         op.name = f"{path}.{name}".lstrip(".")
@@ -120,9 +120,9 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     return routed
 
 
-def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, Made]:
+def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, MadeParameters]:
     """A grouped product over a parameter of ``module``."""
-    made = Made({"weight": ((module, name, False),)})
+    made = MadeParameters({"weight": ((module, name, False),)})
     options: dict[str, Any] = {"bias": False, "single_grouped_weight": True, "pad_splits": True}
     op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=module._parameters[name].dtype)  # type: ignore[union-attr]
     del op._parameters["weight"]

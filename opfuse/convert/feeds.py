@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from opfuse.convert.around import arguments_around, graph_around, name_of
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, Run
+from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import norm_of, obstacle
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import Recipe, current_recipe, in_region
@@ -86,4 +86,4 @@ def fed(module: nn.Module, path: str, made: Mapping[nn.Module, Converted]) -> It
 
 def _begins(made: Converted) -> bool:
     """Whether it is a chain that begins with a run: experts and siblings compute in ways of their own."""
-    return type(made) is Converted and bool(made.parts) and isinstance(made.parts[0], Run)
+    return type(made) is Converted and bool(made.parts) and isinstance(made.parts[0], PipelineRun)

@@ -17,7 +17,7 @@ from torch import nn
 
 from opfuse.convert.policy import HEADS
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, Format
+from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, NumberFormat
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
 from opfuse.numerics.scales import nvfp4_global_scale
 from opfuse.ops.linear import BasicLinear, Linear
@@ -63,7 +63,7 @@ class Foreign:
     config: Callable[[list[str]], dict[str, Any]]
 
     @property
-    def format(self) -> Format:
+    def format(self) -> NumberFormat:
         """Of the rowwise plane."""
         return self.quantizer.formats[0]
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from opfuse.convert.build import build, build_alone, refusal, unfit
 from opfuse.convert.chain import NoChain
-from opfuse.convert.converted import Converted, Run, converted
+from opfuse.convert.converted import Converted, PipelineRun, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
-from opfuse.convert.report import Entry, Report
+from opfuse.convert.report import Conversion, Report
 from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
@@ -97,7 +97,7 @@ def _restore(made: dict[nn.Module, Converted]) -> None:
         States.remove(module)
 
 
-def _nothing(model: nn.Module, entries: list[Entry]) -> ConversionError:
+def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
     why = next((entry.why for entry in entries if entry.status in ("refused", "kept") and entry.weights), "")
     got = f"none in a {type(model).__name__}" + (f"; the first is {why}" if why else "")
     cure = "pass a model with linear layers, and see what filter_fn and policy leave"
@@ -109,7 +109,7 @@ class _Walk:
 
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
-        self.entries: list[Entry] = []
+        self.entries: list[Conversion] = []
         self.made: dict[nn.Module, Converted] = {}
         self.seen: set[nn.Module] = set()
         self.inlined: set[nn.Module] = set()
@@ -161,7 +161,7 @@ class _Walk:
                 self._retell(other.path, status="joined", became=f"in {names[0]}", weights=0)
             self.made.update({each.module: each for each in group})
 
-    def _entry(self, path: str) -> Entry:
+    def _entry(self, path: str) -> Conversion:
         (entry,) = [each for each in self.entries if each.path == path]
         return entry
 
@@ -208,7 +208,7 @@ class _Walk:
             self._tell(module, path, "refused", **{**told, "wanted": why[0]}, got=why[1], cure=OTHER)
         else:
             self.made[module] = made = build_experts(experts, path, choice.recipe)
-            names = " → ".join(type(op).__name__ for part in made.parts if isinstance(part, Run) for op in part.ops)
+            names = " → ".join(type(op).__name__ for part in made.parts if isinstance(part, PipelineRun) for op in part.ops)
             self._tell(
                 module, path, "fused", became=names, recipe=_told(made), weights=experts.elements, gain=gain_of(made.recipe)
             )
@@ -232,7 +232,7 @@ class _Walk:
             self._tell(module, path, "refused", weights=elements, wanted="a known module", got=got, cure=cure)
 
     def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
-        self.entries.append(Entry(path, type(module).__name__, status, **fields))
+        self.entries.append(Conversion(path, type(module).__name__, status, **fields))
 
 
 NONE = "none is needed"

@@ -126,7 +126,7 @@ def _activation(module: nn.Module) -> BasicOperation | None:
     return None if name is None else UNGATED[name]()
 
 
-class Leaf(NamedTuple):
+class ModuleLeaf(NamedTuple):
     """recognises: the module as an op, with its parameters; None for a module that is none."""
 
     name: str
@@ -134,11 +134,11 @@ class Leaf(NamedTuple):
 
 
 LEAVES = (
-    Leaf("layer norm", _layer_norm),
-    Leaf("RMS norm", _rms_norm),
-    Leaf("dropout", _dropout),
-    Leaf("identity", _identity),
-    Leaf("activation", _activation),
+    ModuleLeaf("layer norm", _layer_norm),
+    ModuleLeaf("RMS norm", _rms_norm),
+    ModuleLeaf("dropout", _dropout),
+    ModuleLeaf("identity", _identity),
+    ModuleLeaf("activation", _activation),
 )
 """Beside products, which :func:`weight_of` recognises, since several can become one."""
 

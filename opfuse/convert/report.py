@@ -17,7 +17,7 @@ STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
 
 
 @dataclass(frozen=True)
-class Entry:
+class Conversion:
     """What became of one module.
 
     status: fused; joined, its op is in the pipeline of the module that reads it; parts, it stays as it is and its
@@ -48,9 +48,9 @@ class Entry:
 class Report:
     """What :func:`opfuse.fuse_` did, module by module in the order of the model. ``print`` shows it; notebooks show a table."""
 
-    entries: tuple[Entry, ...] = field(default_factory=tuple)
+    entries: tuple[Conversion, ...] = field(default_factory=tuple)
 
-    def of(self, status: Status) -> tuple[Entry, ...]:
+    def of(self, status: Status) -> tuple[Conversion, ...]:
         """The entries of one status."""
         return tuple(entry for entry in self.entries if entry.status == status)
 
@@ -82,7 +82,7 @@ class Report:
         times = [entry.weights / entry.gain for entry in multiply if entry.gain is not None]
         return sum(entry.weights for entry in multiply) / sum(times) if len(times) == len(multiply) > 0 else None
 
-    def __getitem__(self, path: str) -> Entry:
+    def __getitem__(self, path: str) -> Conversion:
         return next(entry for entry in self.entries if entry.path == path)
 
     def __str__(self) -> str:

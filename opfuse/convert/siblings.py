@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 
 from opfuse.convert.around import beginning_of, name_of
-from opfuse.convert.converted import Converted, Run, casting
+from opfuse.convert.converted import Converted, PipelineRun, casting
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.weights import Made, Weight, product_of
+from opfuse.convert.weights import MadeParameters, Weight, product_of
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe, note_use
 
@@ -37,7 +37,7 @@ class Shared:
     plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. waiting: by thread.
     """
 
-    def __init__(self, run: Run, columns: Sequence[int], *, plain: bool) -> None:
+    def __init__(self, run: PipelineRun, columns: Sequence[int], *, plain: bool) -> None:
         self.run = run
         self.columns = tuple(columns)
         self.plain = plain
@@ -76,7 +76,7 @@ class Sibling(Converted):
     index: int
 
     @property
-    def made(self) -> list[Made]:
+    def made(self) -> list[MadeParameters]:
         return self.shared.run.made
 
     @property
@@ -140,7 +140,7 @@ def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: boo
     ops, made = product_of(weights)
     name = "+".join(each.path for each in alone)
     ops[0].name = name
-    run = Run(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=name)
+    run = PipelineRun(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=name)
     shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
     for index, own in enumerate(alone):
         sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)

@@ -1,8 +1,8 @@
 """Ops over the parameters of a model's own modules, which stay where they are, under their names.
 
 An op reads its parameters at each call from the dictionary of a module that owns them. Where that is a module of the model, the
-parameter itself is the op's. Where an op reads several parameters as one, or one transposed, a :class:`Made` owns what is
-made of them at each call, with a graph of autograd behind it; so gradients arrive in the model's parameters.
+parameter itself is the op's. Where an op reads several parameters as one, or one transposed, :class:`MadeParameters` owns what
+is made of them at each call, with a graph of autograd behind it; so gradients arrive in the model's parameters.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Source = tuple[nn.Module, str, bool]
 """A parameter of a module by its name, and whether it is read transposed."""
 
 
-class Made(nn.Module):
+class MadeParameters(nn.Module):
     """Owns the parameters of an op that are made anew for each call; between calls it keeps only what they look like.
 
     sources: what each is made of, one after another in its rows.
@@ -139,13 +139,13 @@ def _read(source: Source) -> torch.Tensor:
     return value.t() if transposed else value
 
 
-def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], Made | None]:
+def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], MadeParameters | None]:
     """The ops of one product with all ``weights``, one after another in its columns; and the owner of what is made for it."""
     first, columns = weights[0], sum(weight.out_features for weight in weights)
     names = ("weight", "bias") if first.has_bias else ("weight",)
     made = None
     if len(weights) > 1 or first.transposed:
-        made = Made({name: [(w.module, name, w.transposed and name == "weight") for w in weights] for name in names})
+        made = MadeParameters({name: [(w.module, name, w.transposed and name == "weight") for w in weights] for name in names})
     owner: nn.Module = first.module if made is None else made
     ops: list[BasicOperation] = [borrowing(BasicLinear, (first.in_features, columns), owner, "weight")]
     if first.has_bias:

@@ -13,14 +13,14 @@ from opfuse.core.context import Value
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features, cure_of
 from opfuse.errors import DtypeError, describe
-from opfuse.kernels.casts.encoding import Encoded, Encoding
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.engine.launch import listener
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.delayed import DelayedScalingState, count_backward, count_forward, touch_backward, touch_forward
 from opfuse.recipes.passes import current_pass, is_trained
-from opfuse.recipes.pending import Use
+from opfuse.recipes.pending import LastUse
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -47,7 +47,7 @@ class FusedCast:
     shape: torch.Size
     dtype: torch.dtype
 
-    def storage(self, encoded: Sequence[Encoded]) -> QuantizedStorage:
+    def storage(self, encoded: Sequence[EncodedArrays]) -> QuantizedStorage:
         """What a call of the cast returns, from the results of the encoding."""
         return self.quantizer.storage(self.shape, self.dtype, self.encoding, encoded)
 
@@ -176,7 +176,7 @@ class _Live:
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
         self._cast, self._state, self._device = cast, state, device
         self._count = count_backward if cast.role == GRADIENT else count_forward
-        self._use = Use(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
+        self._use = LastUse(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
         self._seen: object = None
         self.quantizer = self._look()
 

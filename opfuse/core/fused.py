@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opfuse.core.context import Context, plain, plain_or_none
-from opfuse.core.operation import BasicOperation, FusibleOperation, Gradients
+from opfuse.core.operation import BasicOperation, FusibleOperation, OptionalTensors
 from opfuse.errors import PipelineError, describe
 
 
@@ -76,8 +76,8 @@ class FusedOperation(FusibleOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[Context], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, Any, Any]:
-        params: list[Gradients] = []
-        extras: list[Gradients] = []
+        params: list[OptionalTensors] = []
+        extras: list[OptionalTensors] = []
         channels: dict[str | None, list[torch.Tensor]] = {}
         for op, ctx, given in reversed(list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs))):
             received = ((grad, *channels.pop(c.name, ())) for grad, c in zip(given, op.extra_output_channels))

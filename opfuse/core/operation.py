@@ -24,7 +24,7 @@ from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import Slots
+from opfuse.core.watched import ParameterSlots
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -33,7 +33,7 @@ from opfuse.sources import DEFAULT, caller
 from opfuse.tensors.conversion import converted
 from opfuse.tensors.quantizers import Quantizer
 
-Gradients = Iterable[torch.Tensor | None]
+OptionalTensors = Iterable[torch.Tensor | None]
 
 
 class Known(NamedTuple):
@@ -250,19 +250,19 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def parameter_slots(self) -> Slots:
+    def parameter_slots(self) -> ParameterSlots:
         """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it.
 
         In the order in which ``op_backward`` returns gradients. Slots stay valid when a parameter is replaced, moved or cast.
         """
-        slots: Slots | None = self.__dict__.get("_slots")
+        slots: ParameterSlots | None = self.__dict__.get("_slots")
         if slots is None:
             slots = self._find_slots()
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots
 
-    def _find_slots(self) -> Slots:
+    def _find_slots(self) -> ParameterSlots:
         borrowed = dict.fromkeys(self.borrows, self.owner._parameters)
         own = {
             f"{prefix}.{name}".lstrip("."): module._parameters
@@ -361,7 +361,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         """Output for ``input_``, with what the backward needs kept in ``ctx``."""
         refuse_missing(self.label, "op_forward or fuser_forward")
 
-    def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, Gradients]:
+    def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, OptionalTensors]:
         """Gradient of the input, and of each parameter in the order of ``parameters()``."""
         refuse_missing(self.label, "op_backward or fuser_backward")
 
@@ -391,7 +391,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
         grad_output: Any,
         *,
         basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Sequence[Gradients], Sequence[Gradients]]:
+    ) -> tuple[Any, Sequence[OptionalTensors], Sequence[OptionalTensors]]:
         """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
         grad_input, grad_params = checked_gradients(self.label, self.op_backward(basic_op_ctxs[0], grad_output))
         return grad_input, [grad_params], [()]

@@ -23,7 +23,7 @@ from opfuse.domains import NON_NEGATIVE, POSITIVE, SHAPE, SIZE, SIZES, Domain, d
 from opfuse.errors import SpecError, UnknownArgumentError, UnsupportedError, describe, nearest
 
 Size = Annotated[int, SIZE]
-Sizes = Annotated[int | Iterable[int], SIZES]
+SizesLike = Annotated[int | Iterable[int], SIZES]
 Shape = Annotated[Iterable[int], SHAPE]
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NON_NEGATIVE]

@@ -14,7 +14,7 @@ from torch import nn
 from opfuse.core.tracers import Enrolled
 from opfuse.errors import OpfuseWarning, describe
 
-Slots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
+ParameterSlots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
 """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it."""
 
 

@@ -16,7 +16,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.inspect.observe import SavedValue, Totals, observe
-from opfuse.inspect.saved import Refused, listed, told, totals_by_override
+from opfuse.inspect.saved import RefusedSetting, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
 from opfuse.recipes.delayed import DelayedScalingStates
 
@@ -40,7 +40,7 @@ class Explanation:
     plans: tuple[Plan, ...]
     saved: tuple[SavedValue, ...]
     totals: Totals
-    saved_by_override: Mapping[str, int | Refused] = field(default_factory=dict)
+    saved_by_override: Mapping[str, int | RefusedSetting] = field(default_factory=dict)
     from_environment: Mapping[str, str] = field(default_factory=dict)
     rule: str | None = None
     kept: tuple[int, int] = (0, 0)
@@ -85,7 +85,7 @@ class Explanation:
             "saved_bytes": self.saved_bytes,
             "kept_bytes": self.kept[1],
             "saved_bytes_by_override": {
-                name: {"refused": saved.reason} if isinstance(saved, Refused) else saved
+                name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
                 for name, saved in self.saved_by_override.items()
             },
         }
@@ -116,7 +116,7 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
         return Explanation(*made, kept=found.kept)
     status = support(recipe)
     totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
-    by_override = {name: kept if isinstance(kept, Refused) else kept.bytes for name, kept in totals.items()}
+    by_override = {name: kept if isinstance(kept, RefusedSetting) else kept.bytes for name, kept in totals.items()}
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
     made = repr(recipe), status.status, status.reason, found.plans, found.values, found.totals
     return Explanation(*made, by_override, taken, kept=found.kept)
@@ -133,7 +133,7 @@ def _text(e: Explanation) -> Iterator[str]:
     if e.rule is None:
         yield f"saved    {told(e.totals)}"
         for override, saved in e.saved_by_override.items():
-            kept = str(saved) if isinstance(saved, Refused) else f"{saved} bytes"
+            kept = str(saved) if isinstance(saved, RefusedSetting) else f"{saved} bytes"
             yield f"         under backward_override={override}: {kept}"
     if any(e.kept):
         casts, size = e.kept

@@ -102,7 +102,7 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observa
     weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     scopes = scopes_of(model)
-    memory = _Memory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
+    memory = _SavedMemory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
     memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
@@ -124,14 +124,14 @@ def _input_names() -> Iterator[str]:
         number += 1
 
 
-def _of_pipelines(kept: Sequence[Kept], memory: _Memory) -> Iterator[SavedValue]:
+def _of_pipelines(kept: Sequence[Kept], memory: _SavedMemory) -> Iterator[SavedValue]:
     several = len({id(each.plan) for each in kept}) > 1
     for plan, index, name, value in kept:
         op = plan.graph.nodes[index].name
         yield memory.saved(f"{plan.name} {op}" if several else op, name, value)
 
 
-def _of_modules(kept: Sequence[Kept], tensors: Iterable[torch.Tensor], memory: _Memory) -> Iterator[SavedValue]:
+def _of_modules(kept: Sequence[Kept], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
     known = {id(tensor) for each in kept for tensor in (each.value, *_parts(each.value))}
     return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
 
@@ -154,7 +154,7 @@ def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
         yield _Block.of(part).address, _Block.of(original)
 
 
-class _Memory:
+class _SavedMemory:
     """Who holds each block of memory, by its address, and how much of it is saved.
 
     weights, inputs: what is held anyway, by name. originals: by the address of a copied input, the block of the input itself.

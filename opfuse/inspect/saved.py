@@ -17,7 +17,7 @@ from opfuse.recipes.policy import KEEP
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedSetting:
     """A setting that a call was not asked for and that it cannot run under. reason: the first line of the error."""
 
     reason: str
@@ -39,8 +39,8 @@ class Saved:
     recipe: str
     values: tuple[SavedValue, ...]
     totals: Totals
-    by_override: Mapping[str, Totals | Refused]
-    baseline: Totals | Refused
+    by_override: Mapping[str, Totals | RefusedSetting]
+    baseline: Totals | RefusedSetting
     dtype: str
     kept_bytes: int = 0
 
@@ -78,7 +78,7 @@ def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Sav
 
 def totals_by_override(
     recipe: Recipe, own: Totals, model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]
-) -> dict[str, Totals | Refused]:
+) -> dict[str, Totals | RefusedSetting]:
     """What a call keeps under every backward override of ``recipe``, or why it refuses one. own: under the recipe as it is."""
 
     def under(override: str | None) -> Totals:
@@ -102,16 +102,16 @@ def _dtype(model: nn.Module, x: torch.Tensor) -> str:
     return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "mixed dtypes"
 
 
-def _attempted(call: Callable[[], Totals]) -> Totals | Refused:
+def _attempted(call: Callable[[], Totals]) -> Totals | RefusedSetting:
     """What ``call`` finds; an error of opfuse or torch, which a setting that nobody asked for must not raise, is the answer."""
     try:
         return call()
     except (OpfuseError, RuntimeError) as error:
-        return Refused(str(error).partition("\n")[0])
+        return RefusedSetting(str(error).partition("\n")[0])
 
 
-def _plain(totals: Totals | Refused) -> dict[str, Any]:
-    return {"refused": totals.reason} if isinstance(totals, Refused) else totals._asdict()
+def _plain(totals: Totals | RefusedSetting) -> dict[str, Any]:
+    return {"refused": totals.reason} if isinstance(totals, RefusedSetting) else totals._asdict()
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def _comparison(found: Saved) -> Iterator[str]:
     """A line for each override, and the baseline last."""
     dtype = found.dtype
     rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
-    base = 0 if isinstance(found.baseline, Refused) else found.baseline.own
+    base = 0 if isinstance(found.baseline, RefusedSetting) else found.baseline.own
     for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():
-        if isinstance(totals, Refused):
+        if isinstance(totals, RefusedSetting):
             yield f"{name:<35}{totals}"
             continue
         part = f", {totals.own / base:.1%} of {dtype}" if base else ""

@@ -20,13 +20,13 @@ from opfuse.errors import TraceError, describe, nearest
 SUFFIX = ".jsonl"
 
 
-class Record(BaseModel):
+class TraceRecord(BaseModel):
     """A line, or a part of one: exactly these keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Process(Record):
+class Process(TraceRecord):
     """Who wrote the file. settings: of torch, that may change results. started: in UTC."""
 
     record: Literal["process"]
@@ -42,7 +42,7 @@ class Process(Record):
     settings: dict[str, Any]
 
 
-class KeyLeaf(Record):
+class KeyLeaf(TraceRecord):
     """A value of a key, and where it came from: ``default``, ``environment NAME``, ``fp8.yaml:7:12``, ``train.py:88``."""
 
     path: str
@@ -53,7 +53,7 @@ class KeyLeaf(Record):
         return f"{self.path} = {self.value!r}" + (f"  ({self.source})" if self.source else "")
 
 
-class KeyDifference(Record):
+class KeyDifference(TraceRecord):
     """A leaf in which a key differs from the nearest that had a plan."""
 
     path: str
@@ -68,7 +68,7 @@ class KeyDifference(Record):
         return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(told)})")
 
 
-class PlanMade(Record):
+class PlanMade(TraceRecord):
     """A call that found no plan, and the plan that was made for it.
 
     number: among the misses of the process. call: among the calls of the pipeline. key: digits of the key, the same in every
@@ -101,7 +101,7 @@ class PlanMade(Record):
         return "; ".join((*again, *map(str, self.differences))) or "nothing of the key that is told differs"
 
 
-class PipelineCounts(Record):
+class PipelineCounts(TraceRecord):
     """Plans alive, calls that found one, and calls that did not."""
 
     pipeline: str
@@ -111,7 +111,7 @@ class PipelineCounts(Record):
     misses: int
 
 
-class Counts(Record):
+class Counts(TraceRecord):
     """What the process came to."""
 
     record: Literal["counts"]
@@ -119,8 +119,8 @@ class Counts(Record):
     pipelines: list[PipelineCounts]
 
 
-Line = Annotated[Process | PlanMade | Counts, Field(discriminator="record")]
-_LINE: TypeAdapter[Process | PlanMade | Counts] = TypeAdapter(Line)
+TraceLine = Annotated[Process | PlanMade | Counts, Field(discriminator="record")]
+_LINE: TypeAdapter[Process | PlanMade | Counts] = TypeAdapter(TraceLine)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opfuse.numerics.pointwise import Pointwise, gated, scaled
 
-Gradients = tuple[Tensor, ...]
+Derivatives = tuple[Tensor, ...]
 
 # 2u of the tanh form: 2 sqrt(2/pi) (x + 0.044715 x^3), and its slope's quadratic coefficient.
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -38,7 +38,7 @@ def gelu(x: Tensor) -> Tensor:
     return x * sigmoid(GELU_LINEAR * (x + GELU_CUBIC * (x * x * x)))
 
 
-def gelu_backward(dy: Tensor, x: Tensor) -> Gradients:
+def gelu_backward(dy: Tensor, x: Tensor) -> Derivatives:
     """dy * (s + x s (1 - s) (2u)'), multiplied so that an overflowing x^2 never meets a zero."""
     s = sigmoid(GELU_LINEAR * (x + GELU_CUBIC * (x * x * x)))
     z = x * (s * (1 - s))
@@ -55,7 +55,7 @@ def gelu_erf(x: Tensor) -> Tensor:
     return x * normal_cdf(x)
 
 
-def gelu_erf_backward(dy: Tensor, x: Tensor) -> Gradients:
+def gelu_erf_backward(dy: Tensor, x: Tensor) -> Derivatives:
     """dy * (Phi(x) + x phi(x)), phi the density; an overflowing x^2 makes it 0."""
     return (dy * (normal_cdf(x) + x * (NORMAL_DENSITY * torch.exp(-0.5 * (x * x)))),)
 
@@ -93,7 +93,7 @@ def clamped_swiglu(a: Tensor, b: Tensor, *, limit: float, alpha: float, glu_line
 
 def clamped_swiglu_backward(
     dy: Tensor, a: Tensor, b: Tensor, *, limit: float, alpha: float, glu_linear_offset: float
-) -> Gradients:
+) -> Derivatives:
     """Gradients of :func:`clamped_swiglu`: zero where a half was cut, untouched at the limit itself."""
     gate, linear = clamp_gate(a, limit), clamp_linear(b, limit) + glu_linear_offset
     da = zero_where(a > limit, swish_backward(dy * linear, gate, alpha))
@@ -110,7 +110,7 @@ def situglu(a: Tensor, b: Tensor, *, beta1: float, beta2: float) -> Tensor:
     return softcap(a, beta1) * sigmoid(a) * softcap(b, beta2)
 
 
-def situglu_backward(dy: Tensor, a: Tensor, b: Tensor, *, beta1: float, beta2: float) -> Gradients:
+def situglu_backward(dy: Tensor, a: Tensor, b: Tensor, *, beta1: float, beta2: float) -> Derivatives:
     """Gradients of :func:`situglu`."""
     s, ta, tb = sigmoid(a), torch.tanh(a / beta1), torch.tanh(b / beta2)
     slope = (1 - ta * ta) * s + beta1 * ta * (s * (1 - s))

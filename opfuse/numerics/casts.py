@@ -36,7 +36,7 @@ from opfuse.numerics.scalars import (
 )
 from opfuse.numerics.scales import (
     E4M3_NAN,
-    Rounding,
+    ScaleRounding,
     amax,
     decode_scale,
     divide,
@@ -155,14 +155,14 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
     return [plane(layout) for layout in layouts]
 
 
-def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil") -> list[Encoded]:
+def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil") -> list[Encoded]:
     """Planes of E8M0-scaled blocks of ``rows`` x 32: 1, or 32 for tiles whose code is repeated in each of their lines.
 
     A block with a non-finite element has code 255, and every element of it is NaN.
     """
     check_cast(x.shape, x.dtype, layouts, family="mx", where="cast_mx")
     check_choice(rows, MX_ROWS, where="cast_mx rows")
-    check_choice(rounding, get_args(Rounding), where="cast_mx rounding")
+    check_choice(rounding, get_args(ScaleRounding), where="cast_mx rounding")
 
     def plane(layout: Layout) -> Encoded:
         element = layout.element

@@ -20,7 +20,7 @@ from opfuse.formats import (
     NVFP4,
     SCALE_TILE,
     Element,
-    Format,
+    NumberFormat,
     Usage,
     fp8_block,
     fp8_row,
@@ -34,7 +34,7 @@ SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
 
 
-def _storage(fmt: Format) -> tuple[object, ...]:
+def _storage(fmt: NumberFormat) -> tuple[object, ...]:
     """What decides where the bytes of a format lie, and what they mean."""
     return fmt.family, fmt.element, fmt.block, fmt.scale, fmt.transposed
 
@@ -58,7 +58,7 @@ def round_up(n: int, multiple: int) -> int:
 class Layout:
     """The plane ``usage`` of an (M, K) matrix ``shape`` in ``format``, with compact or swizzled scales."""
 
-    format: Format
+    format: NumberFormat
     usage: Usage
     shape: tuple[int, int]
     swizzled: bool = False
@@ -148,7 +148,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(fmt: Format, usage: Usage, shape: tuple[int, int], swizzled: bool = False) -> Layout:
+def layout_of(fmt: NumberFormat, usage: Usage, shape: tuple[int, int], swizzled: bool = False) -> Layout:
     """The layout of these fields, with what follows from them worked out once: casts and products repeat shapes."""
     return Layout(fmt, usage, shape, swizzled)
 

@@ -48,7 +48,7 @@ class Statistics(NamedTuple):
         return Statistics(f(self.rstd), None if self.mean is None else f(self.mean))
 
 
-class Gradients(NamedTuple):
+class NormGradients(NamedTuple):
     """Of the input, and of the parameters in their own dtypes."""
 
     x: Tensor
@@ -129,7 +129,7 @@ def norm_backward(
     extra: Tensor | None = None,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
-) -> Gradients:
+) -> NormGradients:
     """The gradients of :func:`norm_forward`.
 
     extra: what is added to dx, the gradient that an input gets elsewhere. rounding: "per_op" rounds dx to ``dtype`` before that
@@ -148,7 +148,7 @@ def norm_backward(
     if extra is not None:
         norm.check_gradient("extra gradient", extra, x)
         dx = dx.to(boundary_dtype(rounding, dtype, dx.dtype)).to(rows.dtype) + extra.to(rows.dtype)
-    return Gradients(dx.to(dtype), _summed(grad * normal, norm.weight), _summed(grad, norm.bias))
+    return NormGradients(dx.to(dtype), _summed(grad * normal, norm.weight), _summed(grad, norm.bias))
 
 
 def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:

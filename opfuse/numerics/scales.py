@@ -25,7 +25,7 @@ from opfuse.numerics.scalars import (
     magnitude_bits,
 )
 
-Rounding = Literal["ceil", "floor"]
+ScaleRounding = Literal["ceil", "floor"]
 
 E4M3_NAN = 0x7F
 _SIXTH = fl32(1 / E2M1.max)
@@ -72,7 +72,7 @@ def decode_scale(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return reciprocal(scale).masked_fill(~torch.isfinite(amax), torch.nan)
 
 
-def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: Rounding = "ceil") -> torch.Tensor:
+def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: ScaleRounding = "ceil") -> torch.Tensor:
     """uint8 E8M0 code of the decode scale of a block; 255 where amax is not finite.
 
     "ceil": the smallest power of two not below amax * fl32(1 / max), so that no value saturates. "floor": the exponent of

@@ -9,7 +9,7 @@ import torch
 from opfuse.kernels.chains.chain import backward_chain
 from opfuse.numerics import activations, pointwise
 from opfuse.numerics.chain import Stage
-from opfuse.tensors.grouped import Sizes, offsets
+from opfuse.tensors.groups import Sizes, offsets
 
 
 def add_biases(y: torch.Tensor, biases: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from opfuse.core.context import Value, versions
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 
-Weights = Mapping[str, nn.Parameter]
+NamedWeights = Mapping[str, nn.Parameter]
 
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """autograd's node of a parameter: adds to its ``grad``."""
@@ -23,7 +23,7 @@ class PutOff:
     """What one backward pass owes ``weights``. product: computes their gradients, by name, from nothing but ``kept``."""
 
     label: str
-    weights: Weights
+    weights: NamedWeights
     kept: Mapping[str, Value | None]
     product: Callable[[], Mapping[str, torch.Tensor]]
     before: Mapping[str, list[int]] = field(init=False)
@@ -48,7 +48,7 @@ class PutOff:
                 weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
-def owed(weights: Weights, *, where: str) -> dict[str, nn.Parameter]:
+def owed(weights: NamedWeights, *, where: str) -> dict[str, nn.Parameter]:
     """Those of ``weights`` to whose ``grad`` the running backward pass adds: all of them, or those among its ``inputs``.
 
     UnsupportedError if it returns their gradients instead (``torch.autograd.grad``), or if the forward pass computed with other

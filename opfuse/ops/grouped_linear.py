@@ -30,7 +30,7 @@ from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
-from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
+from opfuse.tensors.groups import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 

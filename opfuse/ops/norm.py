@@ -13,12 +13,12 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import NonNegative, Sizes, hyper_parameters, new_parameter
+from opfuse.core.spec import NonNegative, SizesLike, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Rounding
-from opfuse.numerics.norm import Gradients, Norm, NormKind, Statistics, bias_gradient
+from opfuse.numerics.norm import Norm, NormGradients, NormKind, Statistics, bias_gradient
 from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
@@ -86,7 +86,7 @@ class _Normalization(BasicOperation):
         """Whether some gradient depends on the input."""
         return ctx.requires_grad
 
-    def _filed(self, gradients: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    def _filed(self, gradients: NormGradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of the input, and those of the parameters in their order."""
         by_name = {"weight": gradients.weight, "bias": gradients.bias}
         return gradients.x, tuple(map(by_name.get, self.parameter_names))
@@ -99,7 +99,7 @@ def _statistics(ctx: Context) -> Statistics:
     return Statistics(ctx.saved.rstd, getattr(ctx.saved, "mean", None))
 
 
-class _Norm(_Normalization):
+class _LearnedNorm(_Normalization):
     """A normalisation with a weight.
 
     It is saved, too, where dx reads it, so that autograd notices a change before the backward pass. learned: the parameters,
@@ -111,7 +111,7 @@ class _Norm(_Normalization):
     @hyper_parameters
     def __init__(
         self,
-        normalized_shape: Sizes,
+        normalized_shape: SizesLike,
         *,
         eps: NonNegative = 1e-5,
         zero_centered_gamma: bool = False,
@@ -156,14 +156,14 @@ class _Norm(_Normalization):
             )
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_LearnedNorm):
     """y = x * rsqrt(mean(x^2) + eps) * gamma, where gamma is the weight, or 1 + weight if zero-centered."""
 
     kind = computes = "rms_norm"
     saves = ("x", "weight", "rstd")
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_LearnedNorm):
     """y = (x - mean) * rstd * gamma + beta, where gamma is the weight, or 1 + weight if zero-centered."""
 
     kind = computes = "layer_norm"

@@ -21,11 +21,11 @@ from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, desc
 from opfuse.recipes import current_recipe
 from opfuse.runtime.fuser import CacheInfo, OperationFuser
 
-Run = list[tuple[str, FusibleOperation]]
+NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
 
 
-class _Made:
+class _MadeRuns:
     """The runs of a list of modules, as it was, and the epoch of changes in which they were last found right."""
 
     def __init__(self, modules: Sequence[nn.Module | None], runs: tuple[nn.Module | OperationFuser, ...]) -> None:
@@ -69,7 +69,7 @@ class Sequential(Enrolled):
     list makes its pipelines anew, with empty plan caches. rules: a rule set of its own; None takes the active one at each call.
     """
 
-    _made: _Made | None
+    _made: _MadeRuns | None
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
@@ -169,10 +169,10 @@ class Sequential(Enrolled):
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
-        made: _Made | None = self._made
+        made: _MadeRuns | None = self._made
         modules = [*self._modules.values()]
         if made is None or made.modules != modules or (made.epoch != WatchedModule.epoch and not made.stands()):
-            made = self.__dict__["_made"] = _Made(modules, self._make_runs())
+            made = self.__dict__["_made"] = _MadeRuns(modules, self._make_runs())
         return made.runs
 
     def get_ready(self) -> None:
@@ -182,7 +182,7 @@ class Sequential(Enrolled):
                 module.runs()
 
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
-        parts: list[nn.Module | Run] = []
+        parts: list[nn.Module | NamedOps] = []
         for name, module in self._modules.items():
             if not isinstance(module, FusibleOperation) or not module.joins:
                 parts.append(_callable(name, cast(nn.Module, module)))
@@ -194,7 +194,7 @@ class Sequential(Enrolled):
         check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
         return tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
 
-    def _pipeline(self, run: Run, runs: Sequence[Run]) -> OperationFuser:
+    def _pipeline(self, run: NamedOps, runs: Sequence[NamedOps]) -> OperationFuser:
         others = [other for other in runs if other is not run]
         fuser = OperationFuser(
             [op for _, op in run],
@@ -210,7 +210,7 @@ class Sequential(Enrolled):
 
     def _last_key(self, name: str) -> PlanKey | None:
         """The last key of the pipeline that began at the module ``name`` before the list changed."""
-        made: _Made | None = self.__dict__["_made"]
+        made: _MadeRuns | None = self.__dict__["_made"]
         runs = [run for run in made.runs if isinstance(run, OperationFuser)] if made is not None else []
         last = next((run.cache.last_miss for run in runs if name in run.names), None)
         return None if last is None else cast(PlanKey, last.key)
@@ -219,7 +219,7 @@ class Sequential(Enrolled):
         # Whoever walks the whole model says where this module stands in it.
         if len(prefix) > len(self.__dict__["_path"]):
             self.__dict__["_path"] = prefix
-            made: _Made | None = self.__dict__["_made"]
+            made: _MadeRuns | None = self.__dict__["_made"]
             for run in made.runs if made is not None else ():
                 if isinstance(run, OperationFuser):
                     run.path = prefix
@@ -325,7 +325,7 @@ class Sequential(Enrolled):
         return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
 
 
-def _channels(run: Run, side: str) -> Iterator[str]:
+def _channels(run: NamedOps, side: str) -> Iterator[str]:
     for _, op in run:
         for basic in op.basic_ops:
             yield from (channel.name for channel in getattr(basic, side) if channel.name is not None)

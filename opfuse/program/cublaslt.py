@@ -41,7 +41,7 @@ def _handle(device: int) -> Any:
         return library().create()
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """The product of left (rows, length) and right (columns, length), both contiguous, with torch's ScalingType of each."""
 
     rows: int
@@ -66,7 +66,7 @@ class Product:
     found: whether the library has an algorithm. workspace: bytes that it uses. addresses: of the operands.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: ProductForm) -> None:
         lt = library()
         self._lt, self._handle = lt, _handle(form.device)
         names = lt.MatmulDescAttribute

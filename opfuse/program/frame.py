@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from opfuse.program.cublaslt import Form, Product
+from opfuse.program.cublaslt import Product, ProductForm
 
 _WORD = 8
 
@@ -32,7 +32,7 @@ class Frame:
     arguments: what the driver takes for each launch. at: by base, the address that was last written.
     """
 
-    def __init__(self, parameters: Sequence[bytes], forms: Sequence[Form], readers: Mapping[int, Readers]) -> None:
+    def __init__(self, parameters: Sequence[bytes], forms: Sequence[ProductForm], readers: Mapping[int, Readers]) -> None:
         """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
         self.products = [Product(form) for form in forms]
         sizes = [-(-len(parameter) // _WORD) * _WORD for parameter in parameters]

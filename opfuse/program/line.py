@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _aten: Any = torch.ops.aten
 
-Run = Callable[[list[Any], "Frame", int], list[torch.Tensor]]
+ProgramFunction = Callable[[list[Any], "Frame", int], list[torch.Tensor]]
 """Tensors that come in (the list is emptied), the call's frame, the stream; the results."""
 
 _LITERALS = (int, bool, str, type(None))
@@ -80,11 +80,11 @@ class Line:
             self._let_go([n for n in dict.fromkeys((*step.reads(), *made)) if last.get(n, i) == i and n not in kept])
         self._say(f"return [{', '.join(map(_name, results))}]")
 
-    def function(self) -> Run:
+    def function(self) -> ProgramFunction:
         """The function."""
         namespace = dict(self._constants)
         exec(compile(self.text, "<opfuse program>", "exec"), namespace)
-        run: Run = namespace["run"]
+        run: ProgramFunction = namespace["run"]
         return run
 
     @property

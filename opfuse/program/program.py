@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opfuse.kernels.engine import launch as launching
-from opfuse.program.cublaslt import OPERANDS, Form, Product, library
+from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
 from opfuse.program.slab import Slab, slab_of
@@ -182,7 +182,7 @@ def _by_address(tape: Tape, step: Step) -> list[Step]:
     a, b, out = (tape.tensors[number] for number in (left.number, right.number, step.results[0]))
     if not a.is_cuda or bias is not None or not (a.is_contiguous() and b.t().is_contiguous() and out.is_contiguous()):
         return [step]
-    form = Form(
+    form = ProductForm(
         len(a), b.shape[1], b.shape[0], a.dtype, b.dtype, out.dtype, left_scaling[0], right_scaling[0], bool(fast), a.get_device()
     )
     tried = Product(form)

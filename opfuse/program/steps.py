@@ -10,7 +10,7 @@ import torch
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
-from opfuse.program.cublaslt import Form
+from opfuse.program.cublaslt import ProductForm
 
 
 class Ref(NamedTuple):
@@ -76,7 +76,7 @@ class ProductStep:
     workspace: bytes that it needs beside them.
     """
 
-    form: Form
+    form: ProductForm
     places: Mapping[str, Place]
     workspace: int
 

@@ -41,7 +41,7 @@ class Unrecordable(Exception):
     """What no program can repeat; the text says why. Never leaves the library."""
 
 
-class _Memory(NamedTuple):
+class _StorageSpan(NamedTuple):
     """A storage: its end, and the first tensor that was seen in it, with its address."""
 
     end: int
@@ -67,7 +67,7 @@ class Tape(TorchDispatchMode):
         self._paused = False
         self._wrappers: dict[int, int] = {}
         self._looks: dict[Look, int] = {}
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, _StorageSpan] = {}
         self._starts: list[int] = []
         with self._refusing():
             for tensor in self.given:
@@ -126,7 +126,7 @@ class Tape(TorchDispatchMode):
             raise Unrecordable("a tensor without memory")
         if start not in self._memory and tensor.numel():  # one without elements, as of a group without rows, has no address
             insort(self._starts, start)
-            self._memory[start] = _Memory(start + storage.nbytes(), number, tensor.data_ptr())
+            self._memory[start] = _StorageSpan(start + storage.nbytes(), number, tensor.data_ptr())
         self._looks[_look(tensor)] = number
         return number
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.formats import FP8_ELEMENTS, USAGES, Format, fp8_tensor
+from opfuse.formats import FP8_ELEMENTS, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.native import BACKENDS, Machine, layout_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
@@ -184,7 +184,7 @@ _USUAL, _NEWEST = (256, 256), (99, 0)
 """A matrix that every back end takes, and the CUDA of a torch without any."""
 
 
-def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, Format] | None:
+def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, NumberFormat] | None:
     """What an operand is read in, by plane; None if the factory does not say without a name. RecipeError if it is refused."""
     role = QuantizerRole(tensor_type=tensor_type)
     answer = recipe.key_extras[f"{tensor_type}_quantizer"]

@@ -41,7 +41,7 @@ class DelayedScalingRequest(QuantizerRequest):
 
 Answer = Quantizer | DelayedScalingRequest
 QFactory = Callable[[QuantizerRole], Answer]
-_Asked = Callable[[QuantizerRole], Answer | None]
+_AskedFactory = Callable[[QuantizerRole], Answer | None]
 
 
 def _is_answer(made: object) -> TypeGuard[Answer]:
@@ -75,7 +75,7 @@ _ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
 """The answers shared by equal custom recipes, by digest, while one of them lives."""
 
 
-def _shown(asked: _Asked, number: int) -> dict[str, Any]:
+def _shown(asked: _AskedFactory, number: int) -> dict[str, Any]:
     """What a key shows of a factory."""
     return {**{f"{name}_quantizer": asked(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}, "answers": number}
 
@@ -120,11 +120,11 @@ class CustomRecipe(Recipe):
         versions = (self._with_version(number, today) for number in count())
         return self if self._agrees(today) else next(version for version in versions if version._agrees(today))
 
-    def _agrees(self, today: _Asked) -> bool:
+    def _agrees(self, today: _AskedFactory) -> bool:
         """Whether the answers of today are those that the factory has given."""
         return all(today(role) == answer for role, answer in self._answers.items())
 
-    def _with_version(self, number: int, today: _Asked) -> CustomRecipe:
+    def _with_version(self, number: int, today: _AskedFactory) -> CustomRecipe:
         """The recipe whose answers are the ``number``-th that the factory gave beside those of today that the key shows."""
         made = object.__new__(type(self))
         vars(made).update(self.values(), key_extras=_shown(today, number))

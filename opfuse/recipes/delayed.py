@@ -33,9 +33,9 @@ from opfuse.numerics.scalars import FLT_MAX
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing
-from opfuse.recipes.pending import Batch, Pending, Use
+from opfuse.recipes.pending import LastUse, Pending, PreparedUpdate
 from opfuse.recipes.recipe import QuantizerRole
-from opfuse.recipes.saved_states import Saved, checked_states, saved_state, unused_state
+from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
 from opfuse.tensors.quantizers import Float8Quantizer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class DelayedScalingState:
         self.scale, self.amax_history, self.left_out, self.rule = scale, amax_history, left_out, rule
         self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
         self._adopted: DelayedScaling | None = None
-        self.batch: Batch | None = None
+        self.batch: PreparedUpdate | None = None
         self.look = object()
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
@@ -229,7 +229,7 @@ class DelayedScalingState:
         for state in checked_states({f"/{name}": value for name, value in saved.items()}, where="delayed-scaling state").values():
             self._load(state)
 
-    def _load(self, saved: Saved) -> None:
+    def _load(self, saved: SavedState) -> None:
         device = saved.scale.device if self.scale.is_meta else self.scale.device
         with torch.inference_mode(mode=False), torch.no_grad():
             if self.scale.is_meta:
@@ -352,10 +352,10 @@ def touch_forward(
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule)
-    count_forward(state, Use(rule, current_amax_group(), recipe.reduce_amax, name))
+    count_forward(state, LastUse(rule, current_amax_group(), recipe.reduce_amax, name))
 
 
-def count_forward(state: DelayedScalingState, use: Use) -> None:
+def count_forward(state: DelayedScalingState, use: LastUse) -> None:
     """Have ``state`` be updated when the outermost region ends. RecipeError outside any region."""
     at_outermost_exit("delayed scaling", Pending).add(state, use)
 
@@ -381,10 +381,10 @@ def touch_backward(
     rule = rule or recipe.backward_rule
     if torch._C._current_graph_task_id() >= 0:
         state.adopt(recipe, rule)
-    count_backward(state, Use(rule, group, recipe.reduce_amax, name))
+    count_backward(state, LastUse(rule, group, recipe.reduce_amax, name))
 
 
-def count_backward(state: DelayedScalingState, use: Use) -> None:
+def count_backward(state: DelayedScalingState, use: LastUse) -> None:
     """Have ``state`` be updated once after the running backward pass. RecipeError outside of one."""
     task = torch._C._current_graph_task_id()
     if task < 0:

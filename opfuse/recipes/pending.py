@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class LastUse:
     """How a state was last used: what its update needs."""
 
     rule: UpdateRule
@@ -34,10 +34,10 @@ class Pending:
     """States used since the last update, in order of first use."""
 
     def __init__(self) -> None:
-        self._uses: dict[DelayedScalingState, Use] = {}
+        self._uses: dict[DelayedScalingState, LastUse] = {}
         self._self = weakref.ref(self)
 
-    def add(self, state: DelayedScalingState, use: Use) -> None:
+    def add(self, state: DelayedScalingState, use: LastUse) -> None:
         if state not in self._uses:
             state.counts_for(self._self)
         self._uses[state] = use
@@ -56,7 +56,7 @@ class Pending:
             state.counts_for(None)
 
 
-class Batch(NamedTuple):
+class PreparedUpdate(NamedTuple):
     """The update of these states, as they look, under these rules: prepared for the tensors that they hold."""
 
     states: list[DelayedScalingState]
@@ -71,7 +71,7 @@ def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
     first, looks = states[0], [state.look for state in states]
     batch = first.batch
     if batch is None or batch.looks != looks or batch.states != states or batch.rules != rules:
-        batch = first.batch = Batch(states, looks, rules, [*_prepared(states, rules)])
+        batch = first.batch = PreparedUpdate(states, looks, rules, [*_prepared(states, rules)])
     for update in batch.updates:
         update()
     for state, rule in zip(states, rules):
@@ -86,18 +86,18 @@ def _prepared(states: list[DelayedScalingState], rules: list[UpdateRule]) -> Ite
         yield prepared(delayed_update, histories, scales, left_out, [rule_of[state] for state in there])
 
 
-_Key = TypeVar("_Key", bound=Hashable)
+_LookOfStates = TypeVar("_LookOfStates", bound=Hashable)
 
 
-def _grouped(keys: Mapping[DelayedScalingState, _Key]) -> Iterator[tuple[_Key, list[DelayedScalingState]]]:
+def _grouped(keys: Mapping[DelayedScalingState, _LookOfStates]) -> Iterator[tuple[_LookOfStates, list[DelayedScalingState]]]:
     """States by key, both in order of first appearance."""
-    groups: dict[_Key, list[DelayedScalingState]] = {}
+    groups: dict[_LookOfStates, list[DelayedScalingState]] = {}
     for state, key in keys.items():
         groups.setdefault(key, []).append(state)
     yield from groups.items()
 
 
-def _reduce(uses: Mapping[DelayedScalingState, Use]) -> None:
+def _reduce(uses: Mapping[DelayedScalingState, LastUse]) -> None:
     """Slot 0 of every history becomes its maximum over the ranks of its group."""
     if not in_distributed_run():
         return

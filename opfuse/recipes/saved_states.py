@@ -29,7 +29,7 @@ FIELDS = {"scale": (1, 1), "amax_history": (1, MOST), "made_for": (3, 3)}
 _MAXIMA = {element.max for element in FP8_ELEMENTS.values()}
 
 
-class Saved(NamedTuple):
+class SavedState(NamedTuple):
     """A state of a file that may be taken over. used: whether anything was cast with it."""
 
     scale: torch.Tensor
@@ -60,7 +60,7 @@ def _fields(scale: torch.Tensor, history: torch.Tensor, made_for: tuple[float, i
     }
 
 
-def checked_states(saved: object, *, where: str, known: Collection[str] | None = None) -> dict[str, Saved]:
+def checked_states(saved: object, *, where: str, known: Collection[str] | None = None) -> dict[str, SavedState]:
     """The states of a dictionary ``role/field``, by role, once all of it was found to be in order; else QuantizerError.
 
     known: the roles that there may be; None: any. Nothing is allocated by a size that the file claims without having the bytes.
@@ -80,7 +80,7 @@ def checked_states(saved: object, *, where: str, known: Collection[str] | None =
     return {role: _checked(fields, where=f"{where} {role}".strip()) for role, fields in states.items()}
 
 
-def _checked(fields: Mapping[str, Any], *, where: str) -> Saved:
+def _checked(fields: Mapping[str, Any], *, where: str) -> SavedState:
     required = set(FIELDS) - {"made_for"}
     if not required <= fields.keys() <= FIELDS.keys():
         raise _refused(where, "'scale' of shape (1,) and 'amax_history' of shape (length,)", sorted(fields))
@@ -99,7 +99,7 @@ def _checked(fields: Mapping[str, Any], *, where: str) -> Saved:
         # Older files may hold what was not finite.
         history = torch.where(history.isfinite(), history, 0.0)[: int(length) or None]
     rule = UpdateRule(fp8_max, int(margin), "max") if fp8_max else None
-    return Saved(scale, history, rule, bool(length))
+    return SavedState(scale, history, rule, bool(length))
 
 
 def _check_tensor(name: str, value: object, *, where: str) -> None:

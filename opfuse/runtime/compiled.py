@@ -4,10 +4,10 @@ Dynamo follows a call as far as :func:`follow` and puts ``opfuse::pipeline`` int
 arguments. Everything else the op asks when it runs: the recipe that is active then, the plan of the call. So nothing that a plan
 depends on is baked into the graph, and another recipe is no recompilation.
 
-What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`_Held`. The op returns it as a tensor of
-one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when torch lets it go,
-all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what lies in the
-memory of one, and is no parameter, is held as a copy.
+What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`_HeldCall`. The op returns it as a
+tensor of one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when torch
+lets it go, all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what
+lies in the memory of one, and is no parameter, is held as a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from opfuse.runtime.run import outlined
 from opfuse.tensors.tensor import QuantizedTensor
 
 
-class Pipeline(Protocol):
+class CompiledPipeline(Protocol):
     """What is called. slots: where its parameters are found."""
 
     label: str
@@ -53,7 +53,7 @@ class Pipeline(Protocol):
 # -- what dynamo follows -------------------------------------------------------------------------------------------------------
 
 
-def follow(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
+def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
     """The call as an op of the graph that is being made."""
     call = prepared(pipeline.handle)
     tensors = [x, *extras]
@@ -70,7 +70,7 @@ def follow(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) 
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def is_followable(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> bool:
+def is_followable(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> bool:
     """Whether a call can be an op: all tensors are plain, no op writes to those of the caller or reads sizes of groups."""
     for op in pipeline.ops:
         if GROUPED in op.traits or accumulates(op.spec) or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
@@ -85,7 +85,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # -- what is kept ----------------------------------------------------------------------------------------------------------------
 
 
-class _Held(ctypes.c_int64 * 1):  # type: ignore[misc]
+class _HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
     """What one call left for its backward pass, and the memory of the tensor that stands for it.
 
     ends: where the gradient of each output enters; None for one without. begins: where those of arguments leave.
@@ -95,7 +95,7 @@ class _Held(ctypes.c_int64 * 1):  # type: ignore[misc]
     begins: list[GradientEdge]
 
 
-_held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[int, _HeldCall] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -104,14 +104,14 @@ def held_calls() -> int:
     return len(_held)
 
 
-def _token(held: _Held) -> torch.Tensor:
+def _token(held: _HeldCall) -> torch.Tensor:
     """The tensor that stands for it. Its memory is ``held`` itself, which lives as long as any tensor in that memory."""
     held[0] = next(_numbers)
     _held[held[0]] = held
     return torch.frombuffer(held, dtype=torch.int64)
 
 
-class _Saved(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A tensor that an op saved, and the count of its writes: autograd counts none where there are hooks."""
 
     tensor: torch.Tensor
@@ -134,7 +134,7 @@ class _Keeper:
         self.kept: list[torch.Tensor] = []
         self._copies: dict[Any, torch.Tensor] = {}
 
-    def pack(self, tensor: torch.Tensor) -> _Saved:
+    def pack(self, tensor: torch.Tensor) -> _SavedTensor:
         """Autograd's hook."""
         if _overlaps(tensor, self.given):
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -143,7 +143,7 @@ class _Keeper:
             tensor = self._copies[place]
         else:
             self.kept.append(tensor)
-        return _Saved(tensor, tensor._version)
+        return _SavedTensor(tensor, tensor._version)
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -162,7 +162,7 @@ def _apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> l
     return made
 
 
-class _Entry(torch.autograd.Function):
+class _ArgumentNode(torch.autograd.Function):
     """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory."""
 
     @staticmethod
@@ -174,7 +174,7 @@ class _Entry(torch.autograd.Function):
         raise RuntimeError("no gradient goes beyond the arguments of a compiled pipeline")
 
 
-_entry: Callable[..., torch.Tensor] = _Entry.apply
+_entry: Callable[..., torch.Tensor] = _ArgumentNode.apply
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------------------
@@ -193,13 +193,13 @@ def pipeline_op(
     tensors: the first ``count`` are its inputs, then come its parameters. wanted: whose gradient is. call: which pipeline, and
     where the call stands, so that no compiler takes two of them for one.
     """
-    pipeline: Pipeline = enrolled(call)
+    pipeline: CompiledPipeline = enrolled(call)
     check_recomputed_in_graph(pipeline.label)
     given, parameters = tensors[:count], tensors[count:]
     _check_parameters(pipeline, parameters)
     writes = [tensor._version for tensor in given]
-    keeper, held, trains = _Keeper(given), _Held(), any(wanted)
-    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, _Saved.unpacked):
+    keeper, held, trains = _Keeper(given), _HeldCall(), any(wanted)
+    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, _SavedTensor.unpacked):
         root = torch.empty((), requires_grad=trains)
         entries = [_entry(root, each) if want else each.detach() for each, want in zip(tensors, wanted)]
         instead: dict[int, torch.Tensor] = {}
@@ -250,7 +250,7 @@ def backward_op(
     return _apart(made, [grad for grad in grads if grad is not None])
 
 
-def _check_parameters(pipeline: Pipeline, given: Sequence[torch.Tensor]) -> None:
+def _check_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> None:
     """UnsupportedError unless ``given`` are the parameters that the pipeline reads."""
     own = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
     if len(own) != len(given) or any(a.data_ptr() != b.data_ptr() or a.shape != b.shape for a, b in zip(own, given)):
@@ -258,14 +258,14 @@ def _check_parameters(pipeline: Pipeline, given: Sequence[torch.Tensor]) -> None
         raise _refusal(pipeline, wanted, got, "assign parameters to the ops, and compile the model itself")
 
 
-def _check_result(pipeline: Pipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
+def _check_result(pipeline: CompiledPipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
     if written:
         raise _refusal(pipeline, "inputs that a call only reads", "an op that writes into one", "use in_place=False")
     if any(isinstance(output, QuantizedTensor) for output in outputs):
         raise _refusal(pipeline, "plain outputs", "one that is quantized", "end the pipeline with an op that computes")
 
 
-def _refusal(pipeline: Pipeline, wanted: str, got: str, cure: str) -> UnsupportedError:
+def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> UnsupportedError:
     return UnsupportedError(describe(f"{pipeline.label} in a graph of torch.compile", wanted=wanted, got=got, cure=cure))
 
 
@@ -291,7 +291,7 @@ def pipeline_fake(
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    pipeline: Pipeline = enrolled(call)
+    pipeline: CompiledPipeline = enrolled(call)
     x = tensors[0]
     shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
     known: dict[Any, list[Any]] = {} if shapes is None else _known_looks.setdefault(shapes, {})

@@ -42,7 +42,7 @@ from opfuse.runtime.inputs import check_call, check_count, check_tensors
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.recording import Recording, recorded_plans, recording
+from opfuse.runtime.recording import RecordedPlans, recorded_plans, recording
 from opfuse.runtime.segment import recorded_saves, run_plan
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
@@ -257,7 +257,7 @@ class OperationFuser:
             key.env.recipe.check_trainable()
         return plan
 
-    def _recorded(self, recording: Recording, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
+    def _recorded(self, recording: RecordedPlans, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
         """The plan of this call, entered in the recording."""
         if recording.trial:
             check_call(self, x, extras)

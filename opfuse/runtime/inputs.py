@@ -23,7 +23,7 @@ _warned: WeakSet[FusibleOperation] = WeakSet()
 _warned_plain: WeakSet[FusibleOperation] = WeakSet()
 
 
-class Pipeline(Protocol):
+class PipelineInputs(Protocol):
     """Of a pipeline, what the checks read. members: the ops that it runs without calling them as modules. extra_inputs:
     one entry for each that a call brings."""
 
@@ -33,14 +33,14 @@ class Pipeline(Protocol):
     extra_inputs: tuple[str | None, ...]
 
 
-def check_count(pipeline: Pipeline, extras: Sequence[torch.Tensor]) -> None:
+def check_count(pipeline: PipelineInputs, extras: Sequence[torch.Tensor]) -> None:
     """PipelineError unless a call brings as many extra inputs as the pipeline takes."""
     if len(extras) != len(pipeline.extra_inputs):
         wanted = f"{len(pipeline.extra_inputs)} extra inputs"
         raise PipelineError(describe(pipeline.label, wanted=wanted, got=len(extras), cure=cure_of_extras(pipeline.ops)))
 
 
-def check_call(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
+def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
     """Typed errors for tensors not strided or not plain, for weights parametrized or complex, for two devices; tells of hooks."""
     check_tensors(pipeline.label, *extras, what="extra input")
     _check_strided(pipeline.label, x, *extras)
@@ -132,7 +132,7 @@ def _check_parameters(op: BasicOperation) -> None:
             raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=got, cure=cure))
 
 
-def _check_devices(pipeline: Pipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
+def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
     """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides.
 
     Integers, such as split sizes, may stay on the CPU.

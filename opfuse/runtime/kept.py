@@ -47,7 +47,7 @@ class Held(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-class _Entry:
+class _CachedCast:
     """A cast of a weight, and all that it depends on."""
 
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
@@ -107,7 +107,7 @@ class KeptWeights:
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in _PLAIN}
-        self._entries: dict[int, list[_Entry]] = {}
+        self._entries: dict[int, list[_CachedCast]] = {}
         self._lock = threading.RLock()
         self._open = True
 
@@ -143,7 +143,7 @@ class KeptWeights:
         """Whether casts of it are kept."""
         return self._open and self._parameters.get(id(parameter)) is parameter
 
-    def find(self, cast: Cast, parameter: torch.Tensor, *, make: bool) -> _Entry | None:
+    def find(self, cast: Cast, parameter: torch.Tensor, *, make: bool) -> _CachedCast | None:
         """The kept cast of a parameter that it owns, or one that is made and kept now; without ``make`` None in its place."""
         stream = torch._C._cuda_getCurrentRawStream(parameter.get_device()) if parameter.is_cuda else 0
         for entry in self._entries.get(id(parameter), ()):
@@ -152,14 +152,14 @@ class KeptWeights:
         with self._lock:
             return self._find(cast, parameter, stream, make=make)
 
-    def _find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _Entry | None:
+    def _find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
         there = [entry for entry in self._entries.get(id(parameter), ()) if entry.stands(parameter)]
         found = next((entry for entry in there if entry.stream == stream and entry.serves(cast, parameter)), None)
         if not make:
             return found
         if found is None:
             self._entries[id(parameter)] = there  # what a write has made stale goes before its successor is made
-            found = _Entry(cast, parameter, stream)
+            found = _CachedCast(cast, parameter, stream)
             there = [*there, found][-CASTS:]
         elif len(found.casts) >= PLANS:
             found.casts = set()

@@ -28,7 +28,7 @@ class _Around(Env):
     sources: Mapping[str, str | None] = MappingProxyType({})
 
 
-class _Told(PlanKey):
+class _LocatedKey(PlanKey):
     """A key that knows where it was asked for."""
 
     sources: Mapping[str, str | None] = MappingProxyType({})
@@ -37,7 +37,7 @@ class _Told(PlanKey):
 def told_key(structure: str, env: tuple[Any, ...], inputs: Inputs, rules: str, call: tuple[int, str] | None) -> PlanKey:
     """A plan's key. call: the rows of the input and the source of the rules, for a key that tells where its values come from."""
     around = _Around(*env)
-    told = _Told(structure, around, inputs, rules)
+    told = _LocatedKey(structure, around, inputs, rules)
     if call is not None:
         place, region = caller(), region_source()
         around.sources = {"recipe": region, "amax_group": region, "rows_class": f"{call[0]} rows", "level": call[1]}

@@ -24,9 +24,9 @@ from opfuse.program.tape import Tape, Unrecordable
 from opfuse.runtime.kept import Held, held_casts
 from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
-from opfuse.runtime.recorded import REFUSED, SEEN, Backward, Packing, Programs, Recorded
+from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
 from opfuse.runtime.run import Kept, Kwargs, Runner
-from opfuse.tensors.grouped import Sizes, check_splits, known_sizes, read_sizes
+from opfuse.tensors.groups import Sizes, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -279,7 +279,7 @@ class Repeater:
         came = [*grad_outputs.values(), *saved]
         look = None if torch._C._len_torch_dispatch_stack() else look_of(came)
         found = None if look is None else packing.backward.get((*grad_outputs, *look))
-        if isinstance(found, Backward):
+        if isinstance(found, RecordedBackward):
             return self._repeated(found, grad_outputs, came, saved, block)
         return self._gradients(grad_outputs, list(packing.unpacked([*saved, block])), look if found is None else None)
 
@@ -297,7 +297,7 @@ class Repeater:
             return self._interpreted(grad_outputs, saved, came)
         look = (*grad_outputs, *looks)
         found = programs.get(look)
-        if isinstance(found, Backward):
+        if isinstance(found, RecordedBackward):
             self._pack(found, grad_outputs, packed_look)
             return self._repeated(found, grad_outputs, came, saved)
         if found is REFUSED or (found is None and BEFORE):
@@ -308,10 +308,12 @@ class Repeater:
         with tape.recording():
             result = recorded.interpreter.gradients(grad_outputs, iter(saved))
         program = _program(self.plan, self.segment, tape, [grad for grad in result if grad is not None])
-        programs.note(look, REFUSED if program is None else Backward(program, tuple(grad is not None for grad in result)))
+        programs.note(look, REFUSED if program is None else RecordedBackward(program, tuple(grad is not None for grad in result)))
         return result
 
-    def _pack(self, backward: Backward, grad_outputs: dict[int, torch.Tensor | None], look: tuple[Any, ...] | None) -> None:
+    def _pack(
+        self, backward: RecordedBackward, grad_outputs: dict[int, torch.Tensor | None], look: tuple[Any, ...] | None
+    ) -> None:
         """Have later calls save in one block what ``backward`` reads by address."""
         recorded, grads = self._recorded, sum(grad is not None for grad in grad_outputs.values())
         if look is None:
@@ -321,7 +323,7 @@ class Repeater:
 
     def _repeated(
         self,
-        backward: Backward,
+        backward: RecordedBackward,
         grad_outputs: dict[int, torch.Tensor | None],
         came: list[torch.Tensor | None],
         saved: list[torch.Tensor],

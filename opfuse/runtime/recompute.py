@@ -35,7 +35,7 @@ _outside_function: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 """Off in the forward of an ``autograd.Function``, but not under ``torch.no_grad()``; off also in inference mode."""
 
 
-class Pipeline(Protocol):
+class CalledPipeline(Protocol):
     """What is called. structure: a digest of its ops. ops: the ops themselves."""
 
     @property
@@ -48,30 +48,30 @@ class Pipeline(Protocol):
     def ops(self) -> Sequence[object]: ...
 
 
-class _Call(NamedTuple):
+class _FirstCall(NamedTuple):
     """One call of a first run."""
 
-    pipeline: Pipeline
+    pipeline: CalledPipeline
     context: Context
 
 
-class _Record:
+class _CheckpointRecord:
     """The calls of an outermost checkpoint, in order."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_FirstCall] = []
 
 
-class _Part:
+class _PartOfCall:
     """The calls of one checkpoint: those of a record from ``start`` on. reached: how far the recomputation of a pass has come."""
 
-    def __init__(self, record: _Record, start: int) -> None:
+    def __init__(self, record: _CheckpointRecord, start: int) -> None:
         self.record = record
         self.start = start
         self.reached: dict[Any, int] = {}
 
 
-class _Found(NamedTuple):
+class _FoundCheckpoint(NamedTuple):
     """A checkpoint on the stack.
 
     again: the backward pass that it recomputes in; None while it runs for the first time. strict: it does nothing but recompute,
@@ -87,7 +87,7 @@ class _Found(NamedTuple):
 Runs = Callable[..., Any]
 
 
-def repeated(pipeline: Pipeline) -> Callable[[Runs], Any] | None:
+def repeated(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
     """How to make this call of ``pipeline``, if a checkpoint will repeat it or repeats it now; None for an ordinary call."""
     if _in_backward() < 0 and saving_hooks(False) is None and (_outside_function() or torch.is_inference_mode_enabled()):
         return None
@@ -96,9 +96,9 @@ def repeated(pipeline: Pipeline) -> Callable[[Runs], Any] | None:
     return _search(pipeline, sys._getframe(1))
 
 
-def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any] | None:
-    first: list[_Found] = []  # innermost first
-    part: _Part | None = None
+def _search(pipeline: CalledPipeline, frame: FrameType | None) -> Callable[[Runs], Any] | None:
+    first: list[_FoundCheckpoint] = []  # innermost first
+    part: _PartOfCall | None = None
     for found in _checkpoints(frame):
         if found.again is None:
             first.append(found)
@@ -116,9 +116,9 @@ def _search(pipeline: Pipeline, frame: FrameType | None) -> Callable[[Runs], Any
     if not first:
         return None
     outermost = getattr(first[-1].owner, _NAME, None)
-    record = _Record() if outermost is None else outermost.record
+    record = _CheckpointRecord() if outermost is None else outermost.record
     _join(first, record, len(record.calls))
-    record.calls.append(_Call(pipeline, copy_context()))
+    record.calls.append(_FirstCall(pipeline, copy_context()))
     kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
     return lambda run: _under(kind, run)
 
@@ -157,18 +157,18 @@ def _waiting(frame: FrameType) -> list[FrameType]:
     return [other for other in sys._current_frames().values() if other.f_code.co_name == _ENGINE]
 
 
-def _join(first: list[_Found], record: _Record, at: int) -> None:
+def _join(first: list[_FoundCheckpoint], record: _CheckpointRecord, at: int) -> None:
     """Have the checkpoints that run for the first time know ``record``, from this call on."""
     for found in first:
         if getattr(found.owner, _NAME, None) is None:
-            setattr(found.owner, _NAME, _Part(record, at))
+            setattr(found.owner, _NAME, _PartOfCall(record, at))
 
 
 _NAME = "_opfuse_calls"
 """The attribute of a checkpoint, or of the ``ctx`` of a function, that holds its part of a record."""
 
 
-def _same(one: Pipeline, other: Pipeline, *, strict: bool) -> bool:
+def _same(one: CalledPipeline, other: CalledPipeline, *, strict: bool) -> bool:
     """Whether one call repeats another: a function may slice a pipeline anew, or make its ops, whenever it runs."""
     if strict:
         return one.structure == other.structure
@@ -184,7 +184,7 @@ def _again(run: Runs) -> Any:
     return _under(Pass.AGAIN, run)
 
 
-def _changed(pipeline: Pipeline, wanted: Pipeline | None) -> UnsupportedError:
+def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> UnsupportedError:
     label = "no further call" if wanted is None else f"a call of {wanted.label}"
     cure = "checkpoint a function that calls the same pipelines whenever it runs"
     return UnsupportedError(describe("recomputation by a checkpoint", wanted=label, got=f"a call of {pipeline.label}", cure=cure))
@@ -234,7 +234,7 @@ def _unknown_torch() -> UnsupportedError:
     return UnsupportedError(describe("activation checkpointing", wanted="a torch with a known checkpoint", got=got, cure=cure))
 
 
-def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_Found]:
+def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_FoundCheckpoint]:
     """The checkpoints around, innermost first. beyond: those, too, that run a function which runs a backward pass."""
     codes, task = _codes(), _in_backward()
     while frame is not None:
@@ -244,15 +244,15 @@ def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_
         if code is codes.run:
             generator = frame.f_locals.get("gen")
             if generator is not None and (run := generator.gi_frame) is not None:
-                yield _Found(run.f_locals["new_frame"], None, strict=True, trains=False)
+                yield _FoundCheckpoint(run.f_locals["new_frame"], None, strict=True, trains=False)
         elif code is codes.unpack:
-            yield _Found(frame.f_locals["frame"], frame.f_locals["gid"], strict=True, trains=False)
+            yield _FoundCheckpoint(frame.f_locals["frame"], frame.f_locals["gid"], strict=True, trains=False)
         elif code.co_name in ("forward", "backward") and code.co_argcount and not _is_part(frame):
             ctx = frame.f_locals.get(code.co_varnames[0])
             if isinstance(ctx, FunctionCtx):
                 again = task if code.co_name == "backward" else None
                 strict = type(ctx).__name__ == _REENTRANT
-                yield _Found(ctx, again, strict, trains=again is None and any(_needs(ctx)))
+                yield _FoundCheckpoint(ctx, again, strict, trains=again is None and any(_needs(ctx)))
         frame = frame.f_back
 
 

@@ -34,7 +34,7 @@ class Programs(OrderedDict[Any, Any]):
 
 
 @dataclass(eq=False)
-class Backward:
+class RecordedBackward:
     """The backward pass of a recorded segment, for one look of what comes in: which results there are, and their program."""
 
     program: Program
@@ -62,7 +62,7 @@ class Recorded:
         """How many tensors the outputs are made of; those that are saved come behind them."""
         return sum(1 if output is None else len(output.tensors()) for output in self.outputs)
 
-    def pack(self, backward: Backward, grads: int) -> None:
+    def pack(self, backward: RecordedBackward, grads: int) -> None:
         """Have later calls save in one block what ``backward`` reads by address. grads: how many come in before what is saved."""
         if self.packs:
             self.packs, self.packing = False, Packing.of(self, backward.program, grads)
@@ -109,12 +109,12 @@ class Packing:
         rooms = {position: made[saved[position]] for position in packed}
         return cls(recorded.program.with_blocks(goes=goes), offsets, rooms, len(saved), size)
 
-    def of_backward(self, backward: Backward, grads: int) -> Any:
+    def of_backward(self, backward: RecordedBackward, grads: int) -> Any:
         """The same for the block; REFUSED if it reads more than addresses of what is in there."""
         comes = Slab(self.size, {grads + position: offset for position, offset in self.offsets.items()})
         if not all(_is_by_address(backward.program, number) for number in comes.offsets):
             return REFUSED
-        return Backward(backward.program.with_blocks(comes=comes), backward.present)
+        return RecordedBackward(backward.program.with_blocks(comes=comes), backward.present)
 
     def unpacked(self, saved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """All that was saved, in order; what the block holds in memory of its own, as if it had never been there."""

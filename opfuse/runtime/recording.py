@@ -10,17 +10,17 @@ from typing import NamedTuple
 from opfuse.compiler.plan import Plan
 
 
-class Recording(NamedTuple):
+class RecordedPlans(NamedTuple):
     """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
 
     plans: list[Plan]
     trial: bool
 
 
-_recording: ContextVar[Recording | None] = ContextVar("opfuse_recording", default=None)
+_recording: ContextVar[RecordedPlans | None] = ContextVar("opfuse_recording", default=None)
 
 
-def recording() -> Recording | None:
+def recording() -> RecordedPlans | None:
     """The innermost one that is around."""
     return _recording.get()
 
@@ -29,7 +29,7 @@ def recording() -> Recording | None:
 def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
     """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
     plans: list[Plan] = []
-    reset = _recording.set(Recording(plans, trial))
+    reset = _recording.set(RecordedPlans(plans, trial))
     try:
         yield plans
     finally:

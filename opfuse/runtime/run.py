@@ -14,7 +14,7 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
-from opfuse.core.grouped import GroupedCast
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.quantizers import recording
 from opfuse.errors import FusionError, PipelineError, describe

@@ -17,7 +17,7 @@ from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.programs import runner_of
 from opfuse.runtime.recompute import check_once
 from opfuse.runtime.run import Kept, Kwargs, Runner
-from opfuse.tensors.grouped import sizes_read_once
+from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 

@@ -52,7 +52,7 @@ class Made(NamedTuple):
     thrash: str | None
 
 
-class Pipeline(Protocol):
+class TracedPipeline(Protocol):
     """What is traced."""
 
     handle: str
@@ -104,7 +104,7 @@ def key_id(found: Iterator[Leaf]) -> str:
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
 
 
-def made(pipeline: Pipeline, found: Made, plan: Plan | None) -> dict[str, Any]:
+def made(pipeline: TracedPipeline, found: Made, plan: Plan | None) -> dict[str, Any]:
     """A plan and why it was made. plan: None if the cache has dropped it."""
     own = list(leaves(found.key))
     nearest = found.miss.nearest
@@ -133,7 +133,7 @@ def _side(value: object) -> Any:
     return plain(value) if len(list(leaves(value))) == 1 else repr(value)
 
 
-def counts(pipelines: list[Pipeline]) -> dict[str, Any]:
+def counts(pipelines: list[TracedPipeline]) -> dict[str, Any]:
     """How often each pipeline found a plan."""
     rows = [(each, each.cache) for each in pipelines]
     told = [
@@ -144,7 +144,7 @@ def counts(pipelines: list[Pipeline]) -> dict[str, Any]:
     return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": told}
 
 
-def records(pipelines: list[Pipeline]) -> Iterator[dict[str, Any]]:
+def records(pipelines: list[TracedPipeline]) -> Iterator[dict[str, Any]]:
     """Everything that is known now."""
     yield process()
     found = [(each, one) for each in pipelines for one in each.history]
@@ -158,7 +158,7 @@ def text(found: Iterator[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(record, allow_nan=False) + "\n" for record in found)
 
 
-def write(path: Path, pipelines: list[Pipeline]) -> Path:
+def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
     """Everything that is known now, into ``path``. OutputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ class Writer:
         self.path = directory / f"rank{rank()[0]}-{os.getpid()}.jsonl"
         self.pid = os.getpid()
         self.failed = False
-        self.pipelines: dict[str, Pipeline] = {}
+        self.pipelines: dict[str, TracedPipeline] = {}
         self.append(process())
         atexit.register(self.end)
 
@@ -207,7 +207,7 @@ class Writer:
                 describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
             )
 
-    def note(self, pipeline: Pipeline, found: Made, plan: Plan) -> None:
+    def note(self, pipeline: TracedPipeline, found: Made, plan: Plan) -> None:
         """A plan was made."""
         self.pipelines[pipeline.handle] = pipeline
         self.append(made(pipeline, found, plan))
@@ -223,7 +223,7 @@ def _writer(directory: str, pid: int) -> Writer:
     return Writer(Path(directory))
 
 
-def note(pipeline: Pipeline, found: Made, plan: Plan) -> None:
+def note(pipeline: TracedPipeline, found: Made, plan: Plan) -> None:
     """A plan was made: write it down if ``OPFUSE_TRACE`` names a directory."""
     if directory := variable(TRACE):
         _writer(directory, os.getpid()).note(pipeline, found, plan)

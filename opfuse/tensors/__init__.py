@@ -2,10 +2,10 @@
 
 import torch
 
-from opfuse.formats import Element, Format
+from opfuse.formats import Element, NumberFormat
 from opfuse.tensors import quantizers
 from opfuse.tensors.casting import cast
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor, rebuild
@@ -20,7 +20,7 @@ torch.serialization.add_safe_globals(
         QuantizedStorage,
         Plane,
         GroupedPlane,
-        Format,
+        NumberFormat,
         Element,
         *(getattr(quantizers, name) for name in quantizers.__all__),
     ]

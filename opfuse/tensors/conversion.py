@@ -14,11 +14,11 @@ from torch import nn
 
 from opfuse.tensors.tensor import QuantizedTensor
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+TensorChange = Callable[[torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def converted(parameters: dict[str, Any], change: Change) -> Iterator[None]:
+def converted(parameters: dict[str, Any], change: TensorChange) -> Iterator[None]:
     """Apply ``change`` to the quantized ones among ``parameters``, in place; inside the block there is None in their places."""
     stored = {name: p for name, p in parameters.items() if isinstance(p, QuantizedTensor)}
     for parameter in stored.values():
@@ -31,7 +31,7 @@ def converted(parameters: dict[str, Any], change: Change) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _convert(parameter: QuantizedTensor, change: Change) -> None:
+def _convert(parameter: QuantizedTensor, change: TensorChange) -> None:
     new, grad = change(parameter), parameter.grad
     new_grad = None if grad is None else change(grad)
     if new is not parameter:

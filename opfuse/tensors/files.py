@@ -15,9 +15,9 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from opfuse.errors import QuantizedTensorError, describe
-from opfuse.formats import USAGES, Element, Format
+from opfuse.formats import USAGES, Element, NumberFormat
 from opfuse.tensors import quantizers
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.quantizers.base import Quantizer, zero_plane
 from opfuse.tensors.storage import Plane, QuantizedStorage
@@ -28,12 +28,15 @@ _TEXT = ".planes"
 _MARK = b'{"opfuse": '
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_FAMILIES = get_args(get_type_hints(Format)["family"])
+_FAMILIES = get_args(get_type_hints(NumberFormat)["family"])
 _QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name != Quantizer.__name__]
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (QuantizedStorage, Plane, GroupedPlane, Format, Element, *_QUANTIZERS)}
+_CLASSES: dict[str, Any] = {
+    cls.__name__: cls for cls in (QuantizedStorage, Plane, GroupedPlane, NumberFormat, Element, *_QUANTIZERS)
+}
 _MADE: dict[str, Callable[..., Any]] = _CLASSES | {
     "QuantizedStorage": lambda shape, **others: QuantizedStorage(torch.Size(shape), **others),
     "dtype": lambda name: _DTYPES[name],
+    "Format": NumberFormat,  # what files called it at first
 }
 """What makes a value of a text, by the name of its type. A text names nothing else."""
 
@@ -172,7 +175,7 @@ def _check(plane: Plane, usage: str) -> None:
         if plane.data.numel() != plane.shape[0] * plane.shape[1] or plane.scale is not None or plane.amax is not None:
             raise ValueError(f"data of shape {tuple(plane.data.shape)} for {plane.shape}")
         return
-    if _checked(plane.format, Format).family not in _FAMILIES:
+    if _checked(plane.format, NumberFormat).family not in _FAMILIES:
         raise ValueError(f"a format of the family {plane.format.family!r}")
     layout = plane.layout
     wanted, got = ([_look(each) for each in (p.data, p.scale, p.amax)] for p in (zero_plane(layout, "meta"), plane))

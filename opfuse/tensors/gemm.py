@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, Format
+from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.products.native import Stored, multiply
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
@@ -95,7 +95,7 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     return None if "identity" in (planes[0].format.family, planes[1].format.family) else planes
 
 
-def clash(name: str, left: Format, right: Format) -> str | None:
+def clash(name: str, left: NumberFormat, right: NumberFormat) -> str | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
     High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one of them
@@ -124,7 +124,7 @@ def clash(name: str, left: Format, right: Format) -> str | None:
     )
 
 
-def _length(fmt: Format) -> int:
+def _length(fmt: NumberFormat) -> int:
     """Elements of a line under one scale; 0: all of them."""
     return fmt.block[1] if fmt.block else 0
 

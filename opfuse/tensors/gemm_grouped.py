@@ -14,7 +14,7 @@ import torch
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.tensors.gemm import Operand, gemm
-from opfuse.tensors.grouped import Sizes, groups_of
+from opfuse.tensors.groups import Sizes, groups_of
 from opfuse.tensors.storage import QuantizedStorage
 
 Weights = torch.Tensor | Sequence[Operand]

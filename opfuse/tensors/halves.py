@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -36,7 +36,7 @@ class Halves(NamedTuple):
     def __deepcopy__(self, memo: Any) -> Halves:
         return self
 
-    def away(self, held: QuantizedStorage) -> dict[str, Format]:
+    def away(self, held: QuantizedStorage) -> dict[str, NumberFormat]:
         """The formats of the planes that are not in ``held``, by usage."""
         return {usage: record.format for usage, record in self.records.items() if usage not in held.usages}
 

@@ -16,7 +16,7 @@ import torch
 
 from opfuse.formats import ROWWISE, USAGES
 from opfuse.numerics.layouts import ceil_div, load_scale, store_scale
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.rows import shared_by_rows
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from opfuse.errors import MissingPlaneError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format, Usage
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.numerics.layouts import Layout, layout_of, relayout_scale
 
@@ -29,7 +29,7 @@ class Plane:
     """
 
     usage: Usage
-    format: Format
+    format: NumberFormat
     shape: tuple[int, int]
     data: torch.Tensor
     scale: torch.Tensor | None = None
@@ -88,7 +88,7 @@ class QuantizedStorage:
         return tuple([plane.usage for plane in (self.rowwise, self.columnwise) if plane is not None])
 
     @property
-    def format(self) -> Format:
+    def format(self) -> NumberFormat:
         """The rowwise format, or the columnwise one if only that exists."""
         return (self.rowwise or self.plane(COLUMNWISE)).format
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Format
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.tensors import dispatch, gather, halves, pieces, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
@@ -147,7 +147,7 @@ class QuantizedTensor(torch.Tensor):
         )
 
     @property
-    def format(self) -> Format:
+    def format(self) -> NumberFormat:
         """The rowwise format, or the columnwise one if only that exists."""
         return self._storage.format
 
@@ -158,11 +158,11 @@ class QuantizedTensor(torch.Tensor):
         return held if self.halves is None else (*held, *(f"{usage}={fmt}, away" for usage, fmt in self.away.items()))
 
     @property
-    def away(self) -> dict[str, Format]:
+    def away(self) -> dict[str, NumberFormat]:
         """The formats of planes that are not here in this pass, by usage."""
         return {} if self.halves is None else self.halves.away(self._storage)
 
-    def format_of(self, usage: str) -> Format:
+    def format_of(self, usage: str) -> NumberFormat:
         """The format in which a product reads the plane of ``usage``, here or not; MissingPlaneError if there is none."""
         return self.away.get(usage) or self._storage.derived(usage).format
 

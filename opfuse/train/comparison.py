@@ -14,13 +14,13 @@ from opfuse.config import Config, Text, Train
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
-from opfuse.train.loop import Curve, Step, fit
+from opfuse.train.loop import Curve, TrainStep, fit
 from opfuse.train.model import ByteModel
 
 EVALUATION_SAMPLES = 2048
 """Samples of one evaluation, rounded up to whole batches."""
 
-OnStep = Callable[[str, Step], None]
+OnNamedStep = Callable[[str, TrainStep], None]
 """Takes a label of :attr:`Comparison.labels` and where that run stands."""
 
 HIGH_PRECISION = Support("native", "without a recipe, products are torch's own")
@@ -61,7 +61,7 @@ def compare(
     steps: int | None = None,
     seed: int | None = None,
     device: str | torch.device = "cpu",
-    on_step: OnStep = lambda label, step: None,
+    on_step: OnNamedStep = lambda label, step: None,
 ) -> Comparison:
     """Train twice from the same weights on the same batches: under the recipe, and in high precision in the same dtype.
 

@@ -41,7 +41,7 @@ class Flow(NamedTuple):
         return cls(seen, exact + (_values(seen).double() - exact).detach() if seen.is_floating_point() else seen, plain)
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One op at work: as the model has it, and in fp64; what goes in, extra inputs last; and what came out of the former."""
 
     op: Any
@@ -71,7 +71,7 @@ def exact_gradients(model: ByteModel, batch: Batch, recipe: Recipe | None) -> li
         x = flow.plain if rule is _grouped else flow.seen
         with torch.no_grad(), region(recipe):
             outputs = _tuple(seen_op(x, *(extra.seen.clone() for extra in inputs[1:])))
-        made = rule(Call(seen_op, exact_op, inputs, outputs, recipe))
+        made = rule(OpCall(seen_op, exact_op, inputs, outputs, recipe))
         flow, *others = (Flow.of(seen, exact, flow.plain) for seen, exact in zip(outputs, made))
         channels.update(zip((channel.name for channel in op.extra_output_channels), others))
     value = nn.functional.cross_entropy(flow.exact, batch.target)
@@ -96,17 +96,17 @@ def _apart(model: ByteModel) -> ByteModel:
 # -- ops -----------------------------------------------------------------------------------------------------------------
 
 
-def _itself(call: Call) -> tuple[torch.Tensor, ...]:
+def _itself(call: OpCall) -> tuple[torch.Tensor, ...]:
     """The op in fp64; what is nothing but a cast does nothing there."""
     return _tuple(call.exact(*(flow.exact for flow in call.inputs)))
 
 
-def _linear(call: Call) -> tuple[torch.Tensor, ...]:
+def _linear(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Q(x) Q(w)^T, straight through both casts."""
     return (_operand(call, "input") @ _operand(call, "weight").t(),)
 
 
-def _grouped(call: Call) -> tuple[torch.Tensor, ...]:
+def _grouped(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Q(x_i) Q(w_i)^T + s b_i for each group i, where s are the scales of its rows; straight through all casts."""
     x, splits, *scales = call.inputs
     sizes = splits.seen.tolist()
@@ -122,7 +122,7 @@ def _grouped(call: Call) -> tuple[torch.Tensor, ...]:
     return (y.reshape(*x.exact.shape[:-1], y.shape[-1]),)
 
 
-def _dispatch(call: Call) -> tuple[torch.Tensor, ...]:
+def _dispatch(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Rows and probabilities of the groups that were chosen: another rounding could choose others."""
     _, splits, _, places = call.outputs
     x, weight = call.inputs[0].exact, call.exact.parameter("weight")
@@ -132,7 +132,7 @@ def _dispatch(call: Call) -> tuple[torch.Tensor, ...]:
     return x.index_select(0, order // chosen.shape[1]), splits, picked.flatten().index_select(0, order), places
 
 
-RULES: dict[type[BasicOperation], Callable[[Call], tuple[torch.Tensor, ...]]] = {
+RULES: dict[type[BasicOperation], Callable[[OpCall], tuple[torch.Tensor, ...]]] = {
     ops.BasicLinear: _linear,
     ops.GroupedLinear: _grouped,
     ops.TokenDispatch: _dispatch,
@@ -140,7 +140,7 @@ RULES: dict[type[BasicOperation], Callable[[Call], tuple[torch.Tensor, ...]]] = 
 """What stands for an op in fp64; for others, the op itself."""
 
 
-def _rule(op: BasicOperation) -> Callable[[Call], tuple[torch.Tensor, ...]]:
+def _rule(op: BasicOperation) -> Callable[[OpCall], tuple[torch.Tensor, ...]]:
     for cls, rule in RULES.items():
         if isinstance(op, cls):
             return rule
@@ -153,7 +153,7 @@ def _rule(op: BasicOperation) -> Callable[[Call], tuple[torch.Tensor, ...]]:
 # -- casts ---------------------------------------------------------------------------------------------------------------
 
 
-def _operand(call: Call, role: str, sizes: Sequence[int] = ()) -> torch.Tensor:
+def _operand(call: OpCall, role: str, sizes: Sequence[int] = ()) -> torch.Tensor:
     """An operand of the forward product in fp64. sizes: rows of each group of the input of a grouped layer."""
     x, *_ = call.inputs
     if role == "input":
@@ -164,7 +164,7 @@ def _operand(call: Call, role: str, sizes: Sequence[int] = ()) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _cast(call: Call, role: str, value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _cast(call: OpCall, role: str, value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """What the forward product reads of an operand, fp32: its rowwise plane dequantized, of each group on its own."""
     if call.recipe is None or isinstance(value, QuantizedTensor):
         return _values(value)

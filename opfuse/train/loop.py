@@ -56,7 +56,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainStep:
     """Where a run stands after step ``number`` of ``total``. validation: the latest evaluation, None before the first."""
 
     number: int
@@ -65,7 +65,7 @@ class Step:
     validation: float | None
 
 
-OnStep = Callable[[Step], None]
+OnStep = Callable[[TrainStep], None]
 
 
 def fit(
@@ -97,7 +97,7 @@ def fit(
             if number % settings.eval_every == 0 or number == settings.steps:
                 validation.append((number, evaluate(model, held_out, recipe=recipe)))
                 _check(validation[-1][1], f"validation loss after step {number}")
-            on_step(Step(number, settings.steps, losses[-1], validation[-1][1] if validation else None))
+            on_step(TrainStep(number, settings.steps, losses[-1], validation[-1][1] if validation else None))
     seconds = time.perf_counter() - start
     distinct = {id(plan): plan for plan in plans}
     return Curve(tuple(losses), tuple(validation), seconds, tuple(distinct.values()), model.pipeline.cache_info())

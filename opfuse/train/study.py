@@ -17,10 +17,10 @@ from opfuse.config import Config, Train
 from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, recipe_of
 from opfuse.recipes.policy import KEEP
-from opfuse.train.comparison import OnStep, data_of, initial_model, overridden, usable
+from opfuse.train.comparison import OnNamedStep, data_of, initial_model, overridden, usable
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
 from opfuse.train.exact import exact_gradients
-from opfuse.train.loop import Curve, Step, fit, loss, region
+from opfuse.train.loop import Curve, TrainStep, fit, loss, region
 from opfuse.train.model import ByteModel
 
 KINDS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
@@ -104,7 +104,7 @@ def study_overrides(
     seed: int | None = None,
     points: int = POINTS,
     device: str | torch.device = "cpu",
-    on_step: OnStep = lambda label, step: None,
+    on_step: OnNamedStep = lambda label, step: None,
 ) -> Study:
     """Train the configuration's model under its recipe, and at ``points`` steps, first and last among them, compare gradients.
 
@@ -130,9 +130,9 @@ def study_overrides(
     def measure(step: int, last_loss: float) -> None:
         if step in chosen:
             found.extend(measured(model, next(others).to(place), config, step=step, seed=settings.seed))
-            on_step("gradients", Step(chosen.index(step) + 1, len(chosen), last_loss, None))
+            on_step("gradients", TrainStep(chosen.index(step) + 1, len(chosen), last_loss, None))
 
-    def trained(step: Step) -> None:
+    def trained(step: TrainStep) -> None:
         on_step("training", step)
         measure(step.number, step.loss)
 

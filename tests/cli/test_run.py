@@ -12,7 +12,7 @@ import pytest
 
 from opfuse.cli import main
 from opfuse.cli.run import bars, lines
-from opfuse.train import Step
+from opfuse.train import TrainStep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,13 +107,13 @@ def test_a_missing_matplotlib_is_one_line(
 def test_progress_is_ten_lines_a_run_or_bars_and_never_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with lines() as on_step:
         for number in range(1, 301):
-            on_step("mxfp8", Step(number, 300, 5.0 - number / 100, None if number < 150 else 2.5))
+            on_step("mxfp8", TrainStep(number, 300, 5.0 - number / 100, None if number < 150 else 2.5))
     printed = capsys.readouterr()
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 10
     assert printed.err.splitlines()[-1].split() == ["mxfp8", "step", "300/300", "loss", "2.000", "validation", "2.500"]
     with bars() as on_step:
-        on_step("mxfp8", Step(300, 300, 2.0, 2.5))
+        on_step("mxfp8", TrainStep(300, 300, 2.0, 2.5))
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "300/300 loss 2.000  validation 2.500" in printed.err

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opfuse.convert.chain import Add, Apply, Call, Chain, Gate, NoChain, chain_of
+from opfuse.convert.chain import Add, Apply, CallModule, GatedUnit, NoChain, TracedChain, chain_of
 from opfuse.convert.leaves import weight_of
 from opfuse.convert.probe import activation_of, activation_of_module
 from opfuse.numerics.activations import ACTIVATIONS
@@ -22,14 +22,17 @@ def module(forward):
 
 
 CHAINS = {
-    "calls": (lambda self, x: self.b(self.act(self.a(x))), [Call("a"), Call("act"), Call("b")]),
-    "functions": (lambda self, x: self.b(F.gelu(self.a(x), approximate="tanh")), [Call("a"), Apply("gelu"), Call("b")]),
-    "methods": (lambda self, x: self.b(self.a(x).relu()), [Call("a"), Apply("relu"), Call("b")]),
+    "calls": (lambda self, x: self.b(self.act(self.a(x))), [CallModule("a"), CallModule("act"), CallModule("b")]),
+    "functions": (
+        lambda self, x: self.b(F.gelu(self.a(x), approximate="tanh")),
+        [CallModule("a"), Apply("gelu"), CallModule("b")],
+    ),
+    "methods": (lambda self, x: self.b(self.a(x).relu()), [CallModule("a"), Apply("relu"), CallModule("b")]),
     "a formula": (lambda self, x: self.b(torch.sigmoid(x)), None),
-    "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [Gate(Apply("silu"), "b", "a")]),
-    "sum": (lambda self, x, y: y + self.a(x), [Call("a"), Add(0)]),
+    "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [GatedUnit(Apply("silu"), "b", "a")]),
+    "sum": (lambda self, x, y: y + self.a(x), [CallModule("a"), Add(0)]),
     "sum in place": (lambda self, x, y: self.a(x).add_(y), None),
-    "an argument that nothing reads": (lambda self, x, y: self.a(x), [Call("a")]),
+    "an argument that nothing reads": (lambda self, x, y: self.a(x), [CallModule("a")]),
 }
 
 
@@ -44,11 +47,11 @@ def test_a_forward_is_read_as_a_chain(name):
 
 
 def test_gated_units_and_residuals_of_models():
-    gated = (Gate(Call("act_fn"), "gate_proj", "up_proj"), Call("down_proj"))
-    assert chain_of(GatedMLP()) == Chain(("x",), gated)
-    assert chain_of(HalvesMLP()).steps == (Call("gate_up"), Gate(Apply("silu")), Call("down"))
-    assert chain_of(Residual()) == Chain(("hidden", "residual"), (Call("dense"), Add(0), Call("norm")))
-    assert chain_of(GatedMLP()).within("mlp")[0] == Gate(Call("mlp.act_fn"), "mlp.gate_proj", "mlp.up_proj")
+    gated = (GatedUnit(CallModule("act_fn"), "gate_proj", "up_proj"), CallModule("down_proj"))
+    assert chain_of(GatedMLP()) == TracedChain(("x",), gated)
+    assert chain_of(HalvesMLP()).steps == (CallModule("gate_up"), GatedUnit(Apply("silu")), CallModule("down"))
+    assert chain_of(Residual()) == TracedChain(("hidden", "residual"), (CallModule("dense"), Add(0), CallModule("norm")))
+    assert chain_of(GatedMLP()).within("mlp")[0] == GatedUnit(CallModule("mlp.act_fn"), "mlp.gate_proj", "mlp.up_proj")
 
 
 def dropping(self, x):
@@ -99,7 +102,7 @@ def test_what_a_forward_keeps_is_taken_back():
     made = module(keeping)
     made.count = 0
     before = dict(vars(made))
-    assert chain_of(made).steps == (Call("a"),)
+    assert chain_of(made).steps == (CallModule("a"),)
     assert vars(made) == before
 
 

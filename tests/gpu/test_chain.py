@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from opfuse.formats import E5M2, USAGES, fp8_tensor
-from opfuse.kernels.cases.chains import EXACT, OPS, Chain
-from opfuse.kernels.casts.encoding import Recording
+from opfuse.kernels.cases.chains import EXACT, OPS, ChainCase
+from opfuse.kernels.casts.encoding import RecordingScale
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
@@ -36,7 +36,7 @@ def random_chain(seed, ops=tuple(OPS)):
     names += pick.choices(plain, k=pick.randint(0, 2)) + pick.choices(gated, k=pick.random() < 0.2)
     names = tuple(names) or ("bias",)
     columns = pick.choice((1, 6, 8, 40, 72, 264, 1032))
-    return Chain(
+    return ChainCase(
         names,
         pick.choice(((), (1,), (37,), (3, 50), (2, 0))) + (columns,),
         io=pick.choice((BF16, FP16, FP32)),
@@ -123,7 +123,7 @@ def test_r1_r4_random_gradients_of_exact_ops_equal_the_definition(seed, device):
 
 
 def test_r11_sums_have_one_order_and_are_those_of_fp64(device):
-    chain = Chain(("bias", "scaled_swiglu", "bias"), (4099, 264), FP32)
+    chain = ChainCase(("bias", "scaled_swiglu", "bias"), (4099, 264), FP32)
     args, kwargs = chain.backward(device)
     first = backward_chain(*args, **kwargs)[1]
     for _ in range(20):
@@ -153,7 +153,7 @@ def equal_to_two_kernels(kernel, name, device):
     again, _ = CASES[kernel][name](device)
     encoded, result, others = kernel(*args, **kwargs)
     wanted, wanted_result, wanted_others = kernel.reference(*again, **kwargs)
-    if isinstance(args[-1], Recording):
+    if isinstance(args[-1], RecordingScale):
         assert_same(args[-1].amax, again[-1].amax)
     for got, definition in zip(sum(encoded, ()), sum(wanted, ()), strict=True):
         assert_same(got, definition)
@@ -211,10 +211,10 @@ def test_r1_every_finite_bf16_input_of_an_activation_against_fp64(name, device):
 
 
 def test_r18_a_non_finite_result_shows_in_its_code(device):
-    args, kwargs = Chain(("bias", "relu"), (144, 64)).forward(device)
+    args, kwargs = ChainCase(("bias", "relu"), (144, 64)).forward(device)
     args[0][5, 7], args[0][130, 63] = torch.nan, torch.inf
     layouts = [Layout(fp8_tensor(E5M2), usage, (144, 64)) for usage in USAGES]
-    encode = Recording(torch.ones(1, device=device), torch.zeros(1, device=device), layouts)
+    encode = RecordingScale(torch.ones(1, device=device), torch.zeros(1, device=device), layouts)
     ((row, _), (column, _)), _, _ = forward_chain_cast(*args, encode, **kwargs)
     assert row[5, 7] == column[7, 5] == 0x7F
     assert row[130, 63] == column[63, 130] == 0x7C

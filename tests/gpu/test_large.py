@@ -6,7 +6,7 @@ import torch
 from opfuse.formats import E4M3, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.cases.chains import OPS
 from opfuse.kernels.casts.dequantize import dequantize
-from opfuse.kernels.casts.encoding import Blocks, Microscaled, Recording
+from opfuse.kernels.casts.encoding import Blocks, Microscaled, RecordingScale
 from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, tensor_amax
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
@@ -51,7 +51,7 @@ def same(got, wanted):
 def encoding(kind, usage, shape, device):
     layouts = [Layout(FORMATS[kind], usage, tuple(shape))]
     if kind == "tensor":
-        return Recording(torch.full((1,), 60.0, device=device), torch.zeros(1, device=device), layouts)
+        return RecordingScale(torch.full((1,), 60.0, device=device), torch.zeros(1, device=device), layouts)
     return Blocks(layouts) if kind == "blocks" else Microscaled(layouts)
 
 

@@ -7,7 +7,7 @@ from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
 from opfuse.kernels.cases import norms
-from opfuse.kernels.casts.encoding import Recording
+from opfuse.kernels.casts.encoding import RecordingScale
 from opfuse.kernels.engine import registry
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
@@ -30,7 +30,7 @@ def same(left, right):
 def test_r4_cast_in_the_kernel_equals_the_cast_of_its_result(case, device):
     """Codes and scales, the statistics, and the amax that a cast records."""
     (x, norm, encode), options = norms.CAST[case](device)
-    amax = encode.amax.clone() if isinstance(encode, Recording) else None
+    amax = encode.amax.clone() if isinstance(encode, RecordingScale) else None
     encoded, statistics = norm_cast(x, norm, encode, **options)
     recorded = None if amax is None else encode.amax.clone()
     if amax is not None:

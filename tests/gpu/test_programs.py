@@ -8,7 +8,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.program import cublaslt
-from opfuse.program.cublaslt import Form, Product
+from opfuse.program.cublaslt import Product, ProductForm
 from opfuse.program.steps import LaunchStep, ProductStep
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded
@@ -128,7 +128,7 @@ def test_products_by_addresses_have_the_bits_of_torch(device, size, out):
             for element in (E4M3, E5M2) if left < 4 else (E4M3,):
                 a, b = torch.randn(m, k, device=device).to(element), torch.randn(n, k, device=device).to(E4M3)
                 wanted = torch._scaled_mm_v2(a, b.t(), [left_scale], [left], [], [right_scale], [right], [], None, out, [], fast)
-                product = Product(Form(m, n, k, element, E4M3, out, left, right, fast, device.index))
+                product = Product(ProductForm(m, n, k, element, E4M3, out, left, right, fast, device.index))
                 assert product.found
                 got = torch.empty(m, n, dtype=out, device=device)
                 product.addresses[:] = [t.data_ptr() for t in (a, b, left_scale, right_scale, got, workspace)]

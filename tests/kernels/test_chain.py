@@ -7,8 +7,8 @@ import torch
 
 from opfuse.errors import KernelError, QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.cases.chains import SOFTSIGN, Chain
-from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
+from opfuse.kernels.cases.chains import SOFTSIGN, ChainCase
+from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, RecordingScale, WithOriginal
 from opfuse.kernels.chains.cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.kernels.engine import compiling
@@ -60,7 +60,7 @@ ERF = ("bias", "gelu_erf", "geglu_erf")
 )
 def test_the_exact_gelu_compiles_without_spills_in_both_directions(arch):
     for kernel, way in ((forward_chain, "forward"), (backward_chain, "backward")):
-        args, kwargs = getattr(Chain(ERF, (33, 64)), way)(torch.device("cpu"))
+        args, kwargs = getattr(ChainCase(ERF, (33, 64)), way)(torch.device("cpu"))
         for variant, entry in launched(kernel, *args, **kwargs)[0]:
             made = compiling.compile_text(compiling.assemble(variant), arch)
             assert made.entries[entry].spills == 0
@@ -81,13 +81,13 @@ def test_r14_rows_and_constants_compile_nothing_and_structure_does():
 
 
 def test_a_sum_of_gradients_takes_a_second_pass_and_an_added_tensor_none():
-    chain = Chain(("add", "bias", "scaled_srelu", "add"), (33, 64))
+    chain = ChainCase(("add", "bias", "scaled_srelu", "add"), (33, 64))
     args, kwargs = chain.backward(torch.device("cpu"))
     calls, (_, grads) = launched(backward_chain, *args, **kwargs)
     assert [entry for _, entry in calls] == ["chain_tile", "row_sums", "column_sums"]
     assert grads[3]["residual"] is args[0]
     assert grads[0]["residual"] is not args[0]
-    args, kwargs = Chain(("add", "add"), (33, 64)).backward(torch.device("cpu"))
+    args, kwargs = ChainCase(("add", "add"), (33, 64)).backward(torch.device("cpu"))
     calls, (dx, grads) = launched(backward_chain, *args, **kwargs)
     assert calls == []
     assert dx is grads[0]["residual"] is grads[1]["residual"] is args[0]
@@ -113,12 +113,12 @@ RECORDING = {"scale": torch.ones(1), "amax": torch.zeros(1)}
     ],
 )
 def test_a_cast_of_another_matrix_and_a_number_that_is_none_are_refused_before_anything_is_written(ops, shape, given, words):
-    chain = Chain((ops,), (64, 128))
+    chain = ChainCase((ops,), (64, 128))
     (x, stages), _ = chain.forward(torch.device("cpu"))
     (dy, _, saved), _ = chain.backward(torch.device("cpu"))
 
     def encode(like):
-        return Recording(**RECORDING | given, layouts=[Layout(fp8_tensor(E4M3), ROWWISE, shape or tuple(like.shape))])
+        return RecordingScale(**RECORDING | given, layouts=[Layout(fp8_tensor(E4M3), ROWWISE, shape or tuple(like.shape))])
 
     for kernel, args in ((forward_chain_cast, (x, stages, encode(dy))), (backward_chain_cast, (dy, stages, saved, encode(x)))):
         with pytest.raises(QuantizerError, match=words):
@@ -126,8 +126,12 @@ def test_a_cast_of_another_matrix_and_a_number_that_is_none_are_refused_before_a
 
 
 def test_planes_of_a_format_that_the_cast_does_not_make_are_refused():
-    (x, stages), _ = Chain(("gelu",), (64, 128)).forward(torch.device("cpu"))
-    for encode, fmt in ((Microscaled, NVFP4), (Blocks, fp8_tensor(E4M3)), (partial(Recording, *RECORDING.values()), mxfp8(E4M3))):
+    (x, stages), _ = ChainCase(("gelu",), (64, 128)).forward(torch.device("cpu"))
+    for encode, fmt in (
+        (Microscaled, NVFP4),
+        (Blocks, fp8_tensor(E4M3)),
+        (partial(RecordingScale, *RECORDING.values()), mxfp8(E4M3)),
+    ):
         with pytest.raises(QuantizerError, match="wants planes of the family"):
             forward_chain_cast.run(lambda *_, **__: pytest.fail("launched"), x, stages, encode([Layout(fmt, ROWWISE, (64, 128))]))
 
@@ -135,7 +139,7 @@ def test_planes_of_a_format_that_the_cast_does_not_make_are_refused():
 @pytest.mark.parametrize("usage", USAGES)
 def test_a_cast_to_a_format_of_a_users_own_is_left_to_the_definition(usage):
     """Tiles are blocks of 128 x 128: the scales of others are not theirs."""
-    (x, stages), _ = Chain(("gelu",), (64, 192)).forward(torch.device("cpu"))
+    (x, stages), _ = ChainCase(("gelu",), (64, 192)).forward(torch.device("cpu"))
     encode = Blocks([Layout(fp8_block(E4M3, 1).replace(block=(1, 64)), usage, (64, 192))])
     calls, (((data, scale),), _, _) = launched(forward_chain_cast, x, stages, encode)
     assert calls == []
@@ -163,7 +167,7 @@ def test_b31_an_input_is_kept_as_it_came(view):
 @pytest.mark.row("B10")
 @pytest.mark.parametrize("name", ["MX", "amax"])
 def test_b10_the_original_is_stored_by_the_kernel_that_casts_it_in_both_directions(name):
-    chain = Chain(("bias", "gelu"), (64, 128))
+    chain = ChainCase(("bias", "gelu"), (64, 128))
     (x, stages), _ = chain.forward(torch.device("cpu"))
     (dy, _, saved), _ = chain.backward(torch.device("cpu"))
     layouts = [Layout(mxfp8(E4M3), ROWWISE, (64, 128))]

@@ -7,7 +7,7 @@ import torch
 
 from opfuse.formats import E4M3, USAGES, fp8_block
 from opfuse.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, Combination, chain_case
-from opfuse.kernels.cases.chains import Chain
+from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.casts.encoding import Blocks
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.chains.chain import backward_chain
@@ -90,7 +90,7 @@ QUOTIENTS = Pointwise(
 
 
 def test_an_activation_of_the_users_own_finds_its_rung():
-    chain = Chain(("bias", "gelu", "add"), (256, 512))
+    chain = ChainCase(("bias", "gelu", "add"), (256, 512))
     (x, stages), kwargs = chain.forward(CPU)
     encode = Blocks([Layout(fp8_block(E4M3, 1), usage, (256, 512)) for usage in USAGES])
     variant = variant_of(forward_chain_cast, (x, [*stages, Stage(QUOTIENTS)], encode), kwargs)
@@ -113,7 +113,7 @@ def sums():
 @pytest.mark.parametrize(("cast", "biases", "arch"), [*sums()])
 def test_sums_have_shared_memory_that_every_device_has(cast, biases, arch):
     """However many biases come before a gated unit: in one kernel, in two, or none is launched."""
-    chain, variants = Chain(("bias",) * biases + ("swiglu",), (128, 256)), []
+    chain, variants = ChainCase(("bias",) * biases + ("swiglu",), (128, 256)), []
 
     def record(variant, *_, **__):
         variants.append(variant)

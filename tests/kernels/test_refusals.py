@@ -13,7 +13,7 @@ from opfuse.kernels.casts.block import _work as block_work
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.kernels.casts.dequantize import dequantize
-from opfuse.kernels.casts.encoding import Blocks, Microscaled, Recording
+from opfuse.kernels.casts.encoding import Blocks, Microscaled, RecordingScale
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.casts.row import cast_lines, cast_row
 from opfuse.kernels.chains.chain import forward_chain
@@ -208,9 +208,9 @@ def test_rows_that_are_too_long_for_words_are_refused():
 @pytest.mark.parametrize(
     ("encode", "match"),
     [
-        (Recording(one(FP64), one(), planes(fp8_tensor(E4M3))[:1]), "fp32"),
-        (Recording(one(), one(FP32, 2), planes(fp8_tensor(E4M3))[:1]), "fp32"),
-        (Recording(one(), one(), planes(mxfp8(E4M3))[:1]), "planes of the family 'tensor'"),
+        (RecordingScale(one(FP64), one(), planes(fp8_tensor(E4M3))[:1]), "fp32"),
+        (RecordingScale(one(), one(FP32, 2), planes(fp8_tensor(E4M3))[:1]), "fp32"),
+        (RecordingScale(one(), one(), planes(mxfp8(E4M3))[:1]), "planes of the family 'tensor'"),
         (Blocks(planes(mxfp8(E4M3))[:1]), "planes of the family 'block'"),
         (Microscaled(planes(mxfp8(E4M3))[:1], rounding="up"), "rounding: wants one of 'ceil', 'floor', got 'up'"),
         (Microscaled(planes(mxfp8(E4M3))[:1], rows=7), "rows: wants one of 1, 32, got 7"),

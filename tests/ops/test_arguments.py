@@ -43,7 +43,7 @@ WRONG = {
     "Positive": (*NO_NUMBER, None, math.inf, 0, 0.0, -1.5, 1e-46, 10**400),
     "NonNegative": (*NO_NUMBER, None, math.inf, -1e-9, 10**400),
     "Annotated[float, PROBABILITY]": (*NO_NUMBER, None, math.inf, -0.1, 1, 1.0, 2),
-    "Sizes": (*(value for value in NO_INTEGER), None, [], (8, 0), (8, "4"), (True,), range(3)),
+    "SizesLike": (*(value for value in NO_INTEGER), None, [], (8, 0), (8, "4"), (True,), range(3)),
     "Shape": (5, None, "23", (-1, -1), (2, -2), (2, 1.5), (None,), {2}, torch.ones(2), object()),
 }
 """Values that no field of a type holds, whatever else it asks for."""
@@ -74,7 +74,7 @@ LEGAL = {
     "Positive": (1, 2.5, np.float64(1e-9)),
     "NonNegative": (0, 1e-5, np.float32(0.25)),
     "Annotated[float, PROBABILITY]": (0, 0.5, np.float32(0.25), 1 - 2**-53),
-    "Sizes": (4, (2, 3), [2, 3], torch.Size((2, 3)), np.array([2, 3]), range(2, 4), np.int64(4), torch.tensor(4)),
+    "SizesLike": (4, (2, 3), [2, 3], torch.Size((2, 3)), np.array([2, 3]), range(2, 4), np.int64(4), torch.tensor(4)),
     "Shape": ((), (2, -1), [0, 3], torch.Size((2, 3)), (np.int64(-1), 2), torch.tensor([2, -1])),
 }
 

@@ -19,7 +19,7 @@ from opfuse.recipes import QuantizerRole
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, randn, recipe_for, same, saved_values

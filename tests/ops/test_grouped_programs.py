@@ -12,7 +12,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Backward, Recorded
+from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
 
 pytestmark = pytest.mark.cpu
@@ -60,7 +60,7 @@ def test_a_training_step_with_sizes_of_the_host_is_a_program(number, name, overr
     (made,) = made_for(model)
     assert isinstance(made, Recorded)
     (backward,) = made.backward.values()
-    assert isinstance(backward, Backward)
+    assert isinstance(backward, RecordedBackward)
     for call in range(3):
         assert_same(model, other, recipe, splits, call, train=False)
     assert all(isinstance(made, Recorded) for made in made_for(model))

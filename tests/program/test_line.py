@@ -15,7 +15,7 @@ from opfuse import ops, recipes
 from opfuse.program.line import empty_on
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape
-from opfuse.runtime.recorded import Backward, Recorded
+from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.program.fake import fake_device, launch
 
 pytestmark = [pytest.mark.cpu, pytest.mark.row("R16")]
@@ -54,7 +54,7 @@ def programs_of(model: ops.Sequential) -> Iterator[Program]:
         for _, plan in run.cache.items():
             for made in [each for looks in plan.programs.values() for each in looks.values() if isinstance(each, Recorded)]:
                 yield made.program
-                yield from (each.program for each in made.backward.values() if isinstance(each, Backward))
+                yield from (each.program for each in made.backward.values() if isinstance(each, RecordedBackward))
 
 
 @pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling(), recipes.NVFP4BlockScaling()], ids=repr)

@@ -20,7 +20,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.core.cast import GRADIENT, Cast
-from opfuse.core.grouped import GroupedCast
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.errors import PipelineError, UnsupportedError
 from opfuse.runtime import kept
 from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights

@@ -15,7 +15,7 @@ from torch import Tensor
 from opfuse.program.program import SMALL, Program
 from opfuse.program.tape import Tape
 from opfuse.runtime.programs import Repeater, given
-from opfuse.runtime.recorded import REFUSED, Backward, Packing, Recorded
+from opfuse.runtime.recorded import REFUSED, Packing, Recorded, RecordedBackward
 from tests.program.fake import fake_device, launch
 
 pytestmark = pytest.mark.cpu
@@ -97,7 +97,7 @@ def test_what_kernels_alone_read_is_saved_in_one_block():
     assert counts == [3, 3, 3, 2, 2, 2, 2, 2]
     assert recorded.interpreter.calls == 2
     (packed,) = recorded.packing.backward.values()
-    assert isinstance(packed, Backward)
+    assert isinstance(packed, RecordedBackward)
     assert "kept" in recorded.packing.forward.text
     assert "kept" in packed.program.text
 
@@ -110,7 +110,7 @@ def test_another_look_of_the_gradient_gets_what_was_packed():
         grad = torch.randn(40) if call < 5 or call % 2 else torch.randn(80)[::2]
         y, dx, _ = step(recorded, x, grad)
         assert_right(x, grad, y, dx)
-    assert sum(isinstance(made, Backward) for made in recorded.packing.backward.values()) == 2
+    assert sum(isinstance(made, RecordedBackward) for made in recorded.packing.backward.values()) == 2
     assert recorded.interpreter.calls == 4
 
 
@@ -135,7 +135,7 @@ def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():
     grad, doubled, *others = tape.given
     with torch.no_grad(), tape.recording():
         result = backward(grad, [doubled, *others]) + 0 * doubled
-    assert recorded.packing.of_backward(Backward(Program(tape, [tape.number(result)]), (True,)), 1) is REFUSED
+    assert recorded.packing.of_backward(RecordedBackward(Program(tape, [tape.number(result)]), (True,)), 1) is REFUSED
 
 
 def test_large_tensors_stay_apart_since_a_block_is_there_as_long_as_anything_in_it():

@@ -17,7 +17,7 @@ from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.runtime import own
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import LOOKS, Backward, Recorded
+from opfuse.runtime.recorded import LOOKS, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
@@ -67,8 +67,8 @@ def recorded_in(model) -> list[Recorded]:
     return [made for plan in plans for looks in plan.programs.values() for made in looks.values() if isinstance(made, Recorded)]
 
 
-def backwards_of(model) -> list[Backward]:
-    return [made for each in recorded_in(model) for made in each.backward.values() if isinstance(made, Backward)]
+def backwards_of(model) -> list[RecordedBackward]:
+    return [made for each in recorded_in(model) for made in each.backward.values() if isinstance(made, RecordedBackward)]
 
 
 def assert_same(got: list[dict], wanted: list[dict]) -> None:

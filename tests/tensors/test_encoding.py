@@ -6,7 +6,7 @@ import torch
 from opfuse import formats
 from opfuse.errors import DtypeError, QuantizerError, ShapeError
 from opfuse.formats import USAGES, fp8_block
-from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, Recording, WithOriginal
+from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, RecordingScale, WithOriginal
 from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -26,7 +26,7 @@ def delayed():
 
 
 QUANTIZERS = {
-    "delayed": (delayed, Recording),
+    "delayed": (delayed, RecordingScale),
     "current": (lambda: Float8CurrentScalingQuantizer(E4M3, amax_epsilon=0.5, force_pow_2_scales=True), Measured),
     "1x128": (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1, force_pow_2_scales=False), Blocks),
     "128x128": (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=2), Blocks),

@@ -13,7 +13,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import QuantizedTensorError, RecipeError
 from opfuse.tensors import QuantizedTensor
-from opfuse.tensors.grouped import GroupedPlane
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import GroupedQuantizer, MXFP8Quantizer
 from tests.tensors.quantized_samples import QUANTIZERS, Blocks64, make, planes, same_bytes, values
 

@@ -14,7 +14,7 @@ import torch
 
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, UnsupportedError
-from opfuse.train import Comparison, Step, compare, to_dict, write_plot, write_report
+from opfuse.train import Comparison, TrainStep, compare, to_dict, write_plot, write_report
 from opfuse.train.report import smoothed
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -86,7 +86,7 @@ def test_losses_follow_the_seed(name: str) -> None:
 
 @pytest.mark.usefixtures("few_samples")
 def test_steps_are_told_as_they_happen() -> None:
-    told: list[tuple[str, Step]] = []
+    told: list[tuple[str, TrainStep]] = []
     config = small(QUICKSTART)
     result = compare(config, steps=2, on_step=lambda label, step: told.append((label, step)))
     assert [(label, step.number, step.total) for label, step in told] == [

@@ -9,75 +9,75 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Format, Usage, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, Chain
-from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Encoding, Measured, Microscaled, Recording
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, NumberFormat, Usage, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, ChainCase
+from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Measured, Microscaled, RecordingScale
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics.layouts import Layout
 
 
-class _Kind(NamedTuple):
+class _CastKind(NamedTuple):
     """A kind of cast: the format of an element, and the encoding of planes on a device."""
 
-    format: Callable[[Element], Format]
+    format: Callable[[Element], NumberFormat]
     encoding: Callable[[list[Layout], torch.device], Encoding]
     swizzled: bool = False
 
 
-def _recording(layouts: list[Layout], device: torch.device) -> Recording:
-    return Recording(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
+def _recording(layouts: list[Layout], device: torch.device) -> RecordingScale:
+    return RecordingScale(torch.full((1,), 3.7, device=device), torch.full((1,), 2.0**-20, device=device), layouts)
 
 
 def _measured(layouts: list[Layout], device: torch.device) -> Measured:
     def under(amax: torch.Tensor) -> Current:
         return Current(amax, layouts, eps=2.0**-20, pow2=layouts[0].element is E5M2)
 
-    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
         return under(tensor_amax(x) if amax is None else amax)(x)
 
     return Measured(layouts, cast, under)
 
 
 _KINDS = {
-    "delayed": _Kind(fp8_tensor, _recording),
-    "current": _Kind(fp8_tensor, _measured),
-    "1x128": _Kind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
-    "128x128": _Kind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
-    "MX": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts)),
-    "MX swizzled": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts), swizzled=True),
-    "MX floor": _Kind(mxfp8, lambda layouts, _: Microscaled(layouts, rounding="floor")),
+    "delayed": _CastKind(fp8_tensor, _recording),
+    "current": _CastKind(fp8_tensor, _measured),
+    "1x128": _CastKind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
+    "128x128": _CastKind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
+    "MX": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts)),
+    "MX swizzled": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts), swizzled=True),
+    "MX floor": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts, rounding="floor")),
 }
 
 _FORWARD = (
-    Chain(("bias", "gelu"), (272, 200)),
-    Chain(("bias", "gelu"), (300, 264), source=FP32),
-    Chain(("bias", "gelu"), (3, 67, 40), source=FP32, rounding="single"),
-    Chain(("bias", "gelu"), (5, 67)),
-    Chain(("glu",), (129, 9)),
-    Chain(("bias", "swiglu"), (257, 128)),
-    Chain(("bias", "swiglu"), (144, 192), interleave=64),
-    Chain(("bias", "reglu"), (65, 48), FP16, interleave=8),
-    Chain(("bias", "softsign", "dropout"), (130, 520), FP16, misaligned=True),
-    Chain(("bias", "constant_scale", "add"), (65, 136), FP32),
-    Chain(("scaled_srelu",), (512, 64)),
+    ChainCase(("bias", "gelu"), (272, 200)),
+    ChainCase(("bias", "gelu"), (300, 264), source=FP32),
+    ChainCase(("bias", "gelu"), (3, 67, 40), source=FP32, rounding="single"),
+    ChainCase(("bias", "gelu"), (5, 67)),
+    ChainCase(("glu",), (129, 9)),
+    ChainCase(("bias", "swiglu"), (257, 128)),
+    ChainCase(("bias", "swiglu"), (144, 192), interleave=64),
+    ChainCase(("bias", "reglu"), (65, 48), FP16, interleave=8),
+    ChainCase(("bias", "softsign", "dropout"), (130, 520), FP16, misaligned=True),
+    ChainCase(("bias", "constant_scale", "add"), (65, 136), FP32),
+    ChainCase(("scaled_srelu",), (512, 64)),
 )
 _BACKWARD = (
     *_FORWARD,
-    Chain(("bias",), (300, 264)),
-    Chain(("add", "bias"), (16, 64), FP32),
-    Chain(("bias", "scaled_swiglu", "bias"), (300, 256), interleave=128),
-    Chain(("bias", "reglu", "relu", "reglu"), (65, 48), FP16),
+    ChainCase(("bias",), (300, 264)),
+    ChainCase(("add", "bias"), (16, 64), FP32),
+    ChainCase(("bias", "scaled_swiglu", "bias"), (300, 256), interleave=128),
+    ChainCase(("bias", "reglu", "relu", "reglu"), (65, 48), FP16),
 )
 _MX = (
-    Chain(("bias", "gelu"), (288, 416)),
-    Chain(("bias", "gelu"), (96, 160), source=FP32),
-    Chain(("bias", "gelu"), (3, 64, 32), source=FP32, rounding="single"),
-    Chain(("glu",), (160, 256)),
-    Chain(("bias", "swiglu"), (96, 512), interleave=256),
-    Chain(("bias", "softsign", "dropout"), (160, 544), FP16, misaligned=True),
-    Chain(("bias", "constant_scale", "add"), (64, 288), FP32),
-    Chain(("scaled_srelu",), (512, 64)),
+    ChainCase(("bias", "gelu"), (288, 416)),
+    ChainCase(("bias", "gelu"), (96, 160), source=FP32),
+    ChainCase(("bias", "gelu"), (3, 64, 32), source=FP32, rounding="single"),
+    ChainCase(("glu",), (160, 256)),
+    ChainCase(("bias", "swiglu"), (96, 512), interleave=256),
+    ChainCase(("bias", "softsign", "dropout"), (160, 544), FP16, misaligned=True),
+    ChainCase(("bias", "constant_scale", "add"), (64, 288), FP32),
+    ChainCase(("scaled_srelu",), (512, 64)),
 )
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE, COLUMNWISE), (ROWWISE,), (COLUMNWISE,))
 _STORES = (False, False, True, False)
@@ -102,9 +102,9 @@ _NONFINITE = (
 """A plain chain and a gated one, of ops that let through what is not finite as their definition does; for each kind in turn."""
 
 
-def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[Chain]]:
-    def chain(ops: tuple[str, ...], io: torch.dtype) -> Chain:
-        return Chain(ops, (288, 256), io, values="nonfinite")
+def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[ChainCase]]:
+    def chain(ops: tuple[str, ...], io: torch.dtype) -> ChainCase:
+        return ChainCase(ops, (288, 256), io, values="nonfinite")
 
     return {kind: (chain(*of[:2]), chain(*of[2:])) for kind, of in zip(kinds, itertools.cycle(_NONFINITE))}
 
@@ -121,7 +121,7 @@ class Combination(NamedTuple):
         return f"{self.kind}, {self.element.name}, {'+'.join(self.usages)}{', stored' * self.stores}"
 
 
-def chain_case(chain: Chain, direction: str, turn: Combination, device: torch.device) -> Arguments:
+def chain_case(chain: ChainCase, direction: str, turn: Combination, device: torch.device) -> Arguments:
     args, kwargs = getattr(chain, direction)(device)
     shape = chain.stages(device, chain.generator())[0] if direction == "backward" else chain.shape
     kind, matrix = _KINDS[turn.kind], (torch.Size(shape[:-1]).numel(), shape[-1])
@@ -129,7 +129,7 @@ def chain_case(chain: Chain, direction: str, turn: Combination, device: torch.de
     return Arguments((*args, kind.encoding(layouts, device)), {**kwargs, "stores": turn.stores})
 
 
-def _cases(direction: str, chains: Mapping[str, Sequence[Chain]]) -> dict[str, Case]:
+def _cases(direction: str, chains: Mapping[str, Sequence[ChainCase]]) -> dict[str, Case]:
     """Every chain with the kinds that it is there for, each with one choice of planes, element and storing in turn."""
     turns = zip(itertools.cycle(_PLANES), itertools.cycle((E4M3, E5M2)), itertools.cycle(_STORES))
     made = [(chain, Combination(kind, *next(turns))) for kind, of_kind in chains.items() for chain in of_kind]
@@ -166,7 +166,7 @@ _ORDINARY = (
 )
 
 
-class _Form(NamedTuple):
+class _CallForm(NamedTuple):
     """What a call makes besides operand gradients: planes, the result itself, the inputs that a backward pass reads."""
 
     usages: tuple[Usage, ...] = USAGES
@@ -176,19 +176,19 @@ class _Form(NamedTuple):
 
 _FORMS = {
     "forward": {
-        "both": _Form(),
-        "both, kept": _Form(keeps=True),
-        "rows": _Form((ROWWISE,)),
-        "rows, stored": _Form((ROWWISE,), True, True),
+        "both": _CallForm(),
+        "both, kept": _CallForm(keeps=True),
+        "rows": _CallForm((ROWWISE,)),
+        "rows, stored": _CallForm((ROWWISE,), True, True),
     },
-    "backward": {"both": _Form()},
+    "backward": {"both": _CallForm()},
 }
 """Training, with what it keeps; no backward pass; a backward pass in high precision."""
 
 
-def _made(ops: tuple[str, ...], direction: str, kind: str, form: _Form, device: torch.device) -> Arguments:
+def _made(ops: tuple[str, ...], direction: str, kind: str, form: _CallForm, device: torch.device) -> Arguments:
     element = E5M2 if (direction, kind) == ("backward", "delayed") else E4M3
-    args, kwargs = chain_case(Chain(ops, (256, 512)), direction, Combination(kind, form.usages, element, form.stores), device)
+    args, kwargs = chain_case(ChainCase(ops, (256, 512)), direction, Combination(kind, form.usages, element, form.stores), device)
     keep = _read(ops) if form.keeps else ()
     return Arguments(args, {**kwargs, "keep": keep} if direction == "forward" else kwargs)
 

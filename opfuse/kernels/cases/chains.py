@@ -37,7 +37,7 @@ Values = Literal["normal", "nonfinite"]
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainCase:
     """A chain of ``ops`` with a result of ``shape``, values in ``io`` and an input, or dy, in ``source``.
 
     misaligned: tensors start one element past an address that vectors could start at. values: "nonfinite": NaN, infinities and
@@ -121,49 +121,49 @@ class Chain:
         return torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
 
 
-_ALONE = [Chain((name,), (3, 67, 40)) for name in OPS]
+_ALONE = [ChainCase((name,), (3, 67, 40)) for name in OPS]
 _ARITHMETIC = tuple(ARITHMETIC)
 _MIXED = [
-    Chain(("bias", "gelu"), (300, 264)),
-    Chain(("bias", "gelu"), (300, 264), source=FP32),
-    Chain(("bias", "gelu"), (300, 264), source=FP32, rounding="single"),
-    Chain(("bias", "gelu"), (5, 67)),
-    Chain(("bias", "gelu"), (33, 64), misaligned=True),
-    Chain(("bias", "softsign", "dropout"), (130, 520), FP16),
-    Chain(_ARITHMETIC, (65, 136), FP32),
-    Chain(_ARITHMETIC, (65, 136), FP16, FP32),
-    Chain(_ARITHMETIC, (7,), BF16),
-    Chain(_ARITHMETIC, (2, 3, 11), FP32, misaligned=True),
-    Chain(("constant_scale", "add"), (9, 2104), FP32),
-    Chain(("add", "relu"), (3, 1), FP16),
-    Chain(("bias", "swiglu"), (257, 128)),
-    Chain(("bias", "swiglu", "add"), (30, 64), interleave=32),
-    Chain(("bias", "reglu", "bias"), (30, 36), FP16, interleave=6),
-    Chain(("bias", "scaled_srelu", "sreglu", "constant_scale"), (70, 24), FP16),
-    Chain(("bias", "reglu", "bias", "reglu", "bias"), (70, 48), FP16, interleave=8),
-    Chain(("bias", "reglu", "scaled_srelu", "reglu", "bias"), (21, 10), FP32),
+    ChainCase(("bias", "gelu"), (300, 264)),
+    ChainCase(("bias", "gelu"), (300, 264), source=FP32),
+    ChainCase(("bias", "gelu"), (300, 264), source=FP32, rounding="single"),
+    ChainCase(("bias", "gelu"), (5, 67)),
+    ChainCase(("bias", "gelu"), (33, 64), misaligned=True),
+    ChainCase(("bias", "softsign", "dropout"), (130, 520), FP16),
+    ChainCase(_ARITHMETIC, (65, 136), FP32),
+    ChainCase(_ARITHMETIC, (65, 136), FP16, FP32),
+    ChainCase(_ARITHMETIC, (7,), BF16),
+    ChainCase(_ARITHMETIC, (2, 3, 11), FP32, misaligned=True),
+    ChainCase(("constant_scale", "add"), (9, 2104), FP32),
+    ChainCase(("add", "relu"), (3, 1), FP16),
+    ChainCase(("bias", "swiglu"), (257, 128)),
+    ChainCase(("bias", "swiglu", "add"), (30, 64), interleave=32),
+    ChainCase(("bias", "reglu", "bias"), (30, 36), FP16, interleave=6),
+    ChainCase(("bias", "scaled_srelu", "sreglu", "constant_scale"), (70, 24), FP16),
+    ChainCase(("bias", "reglu", "bias", "reglu", "bias"), (70, 48), FP16, interleave=8),
+    ChainCase(("bias", "reglu", "scaled_srelu", "reglu", "bias"), (21, 10), FP32),
 ]
 
 
-def _cases(direction: str, chains: Sequence[Chain]) -> dict[str, Case]:
+def _cases(direction: str, chains: Sequence[ChainCase]) -> dict[str, Case]:
     return {chain.name: functools.partial(_call, chain, direction) for chain in chains}
 
 
-def _call(chain: Chain, direction: str, device: torch.device) -> Arguments:
+def _call(chain: ChainCase, direction: str, device: torch.device) -> Arguments:
     return getattr(chain, direction)(device)
 
 
 FORWARD = _cases("forward", (*_ALONE, *_MIXED))
 BACKWARD = _cases("backward", [chain for chain in (*_ALONE, *_MIXED) if chain.ops != ("add",)])  # whose gradients are all dy
 _UNSTORED = (
-    Chain(("bias", "gelu"), (300, 264)),
-    Chain(("bias", "gelu"), (5, 67)),
-    Chain(("bias", "swiglu"), (257, 128)),
-    Chain(("bias", "softsign", "dropout"), (130, 520), FP16),
+    ChainCase(("bias", "gelu"), (300, 264)),
+    ChainCase(("bias", "gelu"), (5, 67)),
+    ChainCase(("bias", "swiglu"), (257, 128)),
+    ChainCase(("bias", "softsign", "dropout"), (130, 520), FP16),
 )
 
 
-def _unstored(chain: Chain, keep: Sequence[int], device: torch.device) -> Arguments:
+def _unstored(chain: ChainCase, keep: Sequence[int], device: torch.device) -> Arguments:
     """A call that finds the amax of a result that it does not store."""
     args, kwargs = chain.forward(device)
     return Arguments(args, {**kwargs, "keep": keep, "stores": False})

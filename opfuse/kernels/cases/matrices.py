@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics.casts import line_amaxes, tensor_amax
 from opfuse.numerics.layouts import Layout, ceil_div
@@ -97,7 +97,7 @@ def _place(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return placed.copy_(x)
 
 
-class _Combination(NamedTuple):
+class _CastArguments(NamedTuple):
     """What a cast is called with."""
 
     kind: str
@@ -108,7 +108,7 @@ class _Combination(NamedTuple):
     def matrix(self, device: torch.device) -> torch.Tensor:
         return matrix(self.kind, _ROW_KINDS[self.kind], self.dtype, device)
 
-    def layouts(self, x: torch.Tensor, fmt: Callable[[Element], Format], *, swizzled: bool = False) -> list[Layout]:
+    def layouts(self, x: torch.Tensor, fmt: Callable[[Element], NumberFormat], *, swizzled: bool = False) -> list[Layout]:
         return [Layout(fmt(self.element), usage, (x.shape[0], x.shape[1]), swizzled) for usage in self.usages]
 
 
@@ -122,36 +122,36 @@ def _tensor(kind: str, dtype: torch.dtype, device: torch.device) -> Arguments:
     return Arguments((matrix(kind, MATRIX_KINDS[kind], dtype, device),))
 
 
-def _current(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:
+def _current(given: _CastArguments, rule: tuple[float, bool], device: torch.device) -> Arguments:
     """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
     x, (eps, pow2) = given.matrix(device), rule
     amax = tensor_amax(x if given.kind == "nonfinite" else x.where(x.isfinite(), 0))
     return Arguments((x, amax, given.layouts(x, fp8_tensor)), {"eps": eps, "pow2": pow2})
 
 
-def _recording(given: _Combination, scale: float, device: torch.device) -> Arguments:
+def _recording(given: _CastArguments, scale: float, device: torch.device) -> Arguments:
     """The amax known so far is above that of some matrices."""
     x = given.matrix(device)
     numbers = (torch.full((1,), value, dtype=torch.float32, device=device) for value in (scale, 2.0**-20))
     return Arguments((x, *numbers, given.layouts(x, fp8_tensor)))
 
 
-def _mx(given: _Combination, rule: tuple[int, str, bool], device: torch.device) -> Arguments:
+def _mx(given: _CastArguments, rule: tuple[int, str, bool], device: torch.device) -> Arguments:
     x, (rows, rounding, swizzled) = given.matrix(device), rule
     return Arguments((x, given.layouts(x, mxfp8, swizzled=swizzled)), {"rows": rows, "rounding": rounding})
 
 
-def _block(given: _Combination, rule: tuple[int, float, bool], device: torch.device) -> Arguments:
+def _block(given: _CastArguments, rule: tuple[int, float, bool], device: torch.device) -> Arguments:
     x, (dims, eps, pow2) = given.matrix(device), rule
     return Arguments((x, given.layouts(x, lambda element: fp8_block(element, dims))), {"eps": eps, "pow2": pow2})
 
 
-def _row(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:
+def _row(given: _CastArguments, rule: tuple[float, bool], device: torch.device) -> Arguments:
     x, (eps, pow2) = given.matrix(device), rule
     return Arguments((x, given.layouts(x, fp8_row)), {"eps": eps, "pow2": pow2})
 
 
-def _known_lines(given: _Combination, rule: tuple[float, bool], device: torch.device) -> Arguments:
+def _known_lines(given: _CastArguments, rule: tuple[float, bool], device: torch.device) -> Arguments:
     """The amaxes are not those of the lines, so that values saturate."""
     x, (eps, pow2) = given.matrix(device), rule
     amaxes = [amax * 0.7 for amax in line_amaxes(x, given.usages)]
@@ -172,7 +172,7 @@ def _combined(
     made: dict[str, Case] = {}
     turn = itertools.cycle(last)
     for kind, dtype, element, usages in itertools.product(kinds, _DTYPES, _ELEMENTS, _PLANES):
-        combination = _Combination(kind, _DTYPES[dtype], element, usages)
+        combination = _CastArguments(kind, _DTYPES[dtype], element, usages)
         for argument in last if kind in full else (next(turn),):
             name = f"{kind}, {dtype}, {element.name}, {'+'.join(usages)}, {argument}"
             made[name] = functools.partial(case, combination, argument)

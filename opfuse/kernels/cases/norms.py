@@ -29,11 +29,11 @@ from opfuse.kernels.cases.matrices import hard
 from opfuse.kernels.casts.encoding import (
     Blocks,
     Current,
-    Encoded,
+    EncodedArrays,
     Encoding,
     Measured,
     Microscaled,
-    Recording,
+    RecordingScale,
     RowScaled,
     WithOriginal,
 )
@@ -171,10 +171,10 @@ _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (ROWWISE, COLUMNWISE), (RO
 Planes = tuple[tuple[int, int], Element, tuple[Usage, ...]]
 
 
-def _recording(planes: Planes, device: torch.device) -> Recording:
+def _recording(planes: Planes, device: torch.device) -> RecordingScale:
     layouts = [Layout(fp8_tensor(planes[1]), usage, planes[0]) for usage in planes[2]]
     scale, amax = (torch.full((1,), value, dtype=torch.float32, device=device) for value in (3.7, 2.0**-20))
-    return Recording(scale, amax, layouts)
+    return RecordingScale(scale, amax, layouts)
 
 
 def _measured(planes: Planes, device: torch.device) -> Measured:
@@ -183,7 +183,7 @@ def _measured(planes: Planes, device: torch.device) -> Measured:
     def under(amax: torch.Tensor) -> Current:
         return Current(amax, layouts)
 
-    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+    def cast(x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
         return under(tensor_amax(x) if amax is None else amax)(x)
 
     return Measured(layouts, cast, None if planes[0][1] % 3 == 2 else under)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, Format, Usage
+from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, NumberFormat, Usage
 from opfuse.kernels.cases.matrices import MATRIX_KINDS, hard, matrix
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics import casts as definition
@@ -33,7 +33,7 @@ def within(rows: int, columns: int, generator: torch.Generator, dtype: torch.dty
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _MatrixKind:
     """Matrices of a shape, made of a generator and a type."""
 
     rows: int
@@ -64,20 +64,20 @@ def _known(kind: str) -> Callable[[int, int, torch.Generator, torch.dtype], torc
 
 
 _KINDS = {
-    "whole tiles": _Kind(512, 256),
-    "parts of tiles": _Kind(272, 208),
-    "half blocks": _Kind(144, 200),
-    "even": _Kind(262, 70),
-    "two rows": _Kind(2, 4114),
-    "two columns": _Kind(4114, 2),
-    "short lines": _Kind(16, 2064),
-    "huge and tiny": _Kind(272, 208, hard),
-    "subnormal": _Kind(144, 96, _subnormal),
-    "every pattern": _Kind(256, 256, _known("every pattern")),
-    "nonfinite": _Kind(272, 200, _known("nonfinite")),
-    "misaligned": _Kind(272, 224, _misaligned),
-    "transposed": _Kind(272, 208, _transposed),
-    "empty": _Kind(0, 32),
+    "whole tiles": _MatrixKind(512, 256),
+    "parts of tiles": _MatrixKind(272, 208),
+    "half blocks": _MatrixKind(144, 200),
+    "even": _MatrixKind(262, 70),
+    "two rows": _MatrixKind(2, 4114),
+    "two columns": _MatrixKind(4114, 2),
+    "short lines": _MatrixKind(16, 2064),
+    "huge and tiny": _MatrixKind(272, 208, hard),
+    "subnormal": _MatrixKind(144, 96, _subnormal),
+    "every pattern": _MatrixKind(256, 256, _known("every pattern")),
+    "nonfinite": _MatrixKind(272, 200, _known("nonfinite")),
+    "misaligned": _MatrixKind(272, 224, _misaligned),
+    "transposed": _MatrixKind(272, 208, _transposed),
+    "empty": _MatrixKind(0, 32),
 }
 _ALL_OPTIONS = ("parts of tiles", "even", "misaligned", "every pattern")
 
@@ -93,7 +93,7 @@ class _Options(NamedTuple):
     swizzled: bool = False
     least: float = 1.0
 
-    def formats(self) -> dict[Usage, Format]:
+    def formats(self) -> dict[Usage, NumberFormat]:
         row = NVFP4.replace(per_row=self.per_row, encode_max=256 if self.error else NVFP4.encode_max)
         return {ROWWISE: row, COLUMNWISE: row.replace(rht=self.signs)}
 
@@ -141,7 +141,7 @@ def _here(kind: str, dtype: torch.dtype) -> torch.Tensor:
     return matrix(kind, _KINDS[kind], dtype, torch.device("cpu"))
 
 
-class _Combination(NamedTuple):
+class _MatrixArguments(NamedTuple):
     """What a function of a matrix and layouts is called with."""
 
     kind: str
@@ -158,7 +158,7 @@ class _Combination(NamedTuple):
         return [Layout(formats[usage], usage, (x.shape[0], x.shape[1]), self.options.swizzled) for usage in self.usages]
 
 
-def _cast(given: _Combination, device: torch.device) -> Arguments:
+def _cast(given: _MatrixArguments, device: torch.device) -> Arguments:
     """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
     x, options, here = given.matrix(device), given.options, _here(given.kind, given.dtype)
     layouts = given.layouts(x)
@@ -170,12 +170,12 @@ def _cast(given: _Combination, device: torch.device) -> Arguments:
     return Arguments((x, amaxes, layouts), {"rows": options.rows, "seed": seed, "error": options.error})
 
 
-def _amaxes(given: _Combination, device: torch.device) -> Arguments:
+def _amaxes(given: _MatrixArguments, device: torch.device) -> Arguments:
     x = given.matrix(device)
     return Arguments((x, given.layouts(x)))
 
 
-def _combined(case: Callable[[_Combination, torch.device], Arguments], options: Sequence[_Options]) -> dict[str, Case]:
+def _combined(case: Callable[[_MatrixArguments, torch.device], Arguments], options: Sequence[_Options]) -> dict[str, Case]:
     """Every kind of matrix, type and choice of planes, each with the next options that fit; some kinds with all of them."""
     made: dict[str, Case] = {}
     turn = itertools.cycle(options)
@@ -184,7 +184,7 @@ def _combined(case: Callable[[_Combination, torch.device], Arguments], options: 
         if kind not in _ALL_OPTIONS:
             fitting = [next(each for each in turn if each in fitting)]
         for each in fitting:
-            combination = _Combination(kind, dtype, usages, each)
+            combination = _MatrixArguments(kind, dtype, usages, each)
             made[f"{kind}, {name}, {'+'.join(usages)}, {each}"] = functools.partial(case, combination)
     return made
 

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, Format, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.numerics.layouts import Layout
 
-_FORMATS: dict[str, Format] = {
+_FORMATS: dict[str, NumberFormat] = {
     **{f"tensor {element.name}": fp8_tensor(element) for element in (E4M3, E5M2)},
     **{f"row {element.name}": fp8_row(element) for element in (E4M3, E5M2)},
     **{f"block {dims}D {element.name}": fp8_block(element, dims) for dims in (1, 2) for element in (E4M3, E5M2)},
     **{f"MX {element.name}": mxfp8(element) for element in (E4M3, E5M2)},
 }
-_NVFP4_FORMATS: dict[str, Format] = {
+_NVFP4_FORMATS: dict[str, NumberFormat] = {
     "NVFP4": NVFP4,
     "NVFP4 by row": NVFP4.replace(per_row=True),
     "NVFP4 four or six": NVFP4.replace(encode_max=256),
@@ -42,10 +42,10 @@ _LINES = {
 _OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Plane(NamedTuple):
+class _PlaneArguments(NamedTuple):
     """What dequantize is called with."""
 
-    format: Format
+    format: NumberFormat
     usage: Usage
     swizzled: bool
     kind: str
@@ -88,7 +88,7 @@ def _placed(x: torch.Tensor, device: torch.device, *, past: bool) -> torch.Tenso
     return torch.empty(x.numel() + past, dtype=x.dtype, device=device)[int(past) :].view(x.shape).copy_(x)
 
 
-def _planes(formats: dict[str, Format]) -> dict[str, Case]:
+def _planes(formats: dict[str, NumberFormat]) -> dict[str, Case]:
     """Each format with every orientation, scale layout, kind of lines and output; rotated ones are columns of whole blocks."""
     made: dict[str, Case] = {}
     for (name, fmt), usage, swizzled, kind in itertools.product(formats.items(), USAGES, (False, True), _LINES):
@@ -96,7 +96,7 @@ def _planes(formats: dict[str, Format]) -> dict[str, Case]:
         if (swizzled and fmt.family not in ("mx", "nv")) or (fmt.rht and not rotates):
             continue
         for output, dtype in _OUTPUTS.items():
-            plane = _Plane(fmt, usage, swizzled, kind, dtype)
+            plane = _PlaneArguments(fmt, usage, swizzled, kind, dtype)
             made[f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {kind}, {output}"] = plane.__call__
     return made
 

@@ -33,7 +33,7 @@ _ROWS_ACROSS = {2: 8, 4: 4}
 scales, fewer keep more threads in flight."""
 
 
-class _Scales(NamedTuple):
+class _ScalesOfKernel(NamedTuple):
     """Where scales lie, for the kernel: entry (r, c) of rows r 2^row_shift … and columns c 2^column_shift …"""
 
     row_stride: int
@@ -125,10 +125,10 @@ def dequantize_nv(
     return out
 
 
-def _scales(layout: Layout) -> _Scales:
+def _scales(layout: Layout) -> _ScalesOfKernel:
     """The place of each scale, in rows and columns of the matrix."""
     if layout.format.family == "tensor":
-        return _Scales(0, 0, _WHOLE, _WHOLE, 0)
+        return _ScalesOfKernel(0, 0, _WHOLE, _WHOLE, 0)
     if layout.format.family == "row":
         strides, shifts = (1, 0), (0, _WHOLE)
     else:
@@ -137,7 +137,7 @@ def _scales(layout: Layout) -> _Scales:
         shifts = (lines.bit_length() - 1, length.bit_length() - 1)
     if layout.usage == COLUMNWISE:
         strides, shifts = strides[::-1], shifts[::-1]
-    return _Scales(*strides, *shifts, layout.tiled_shape[1] // SCALE_TILE[1] if layout.swizzled else 0)
+    return _ScalesOfKernel(*strides, *shifts, layout.tiled_shape[1] // SCALE_TILE[1] if layout.swizzled else 0)
 
 
 def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:

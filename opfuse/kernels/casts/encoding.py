@@ -17,9 +17,9 @@ from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording
 from opfuse.numerics.checks import check_planes
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.rules import Formula, cast_by
-from opfuse.numerics.scales import Rounding
+from opfuse.numerics.scales import ScaleRounding
 
-Encoded = tuple[Tensor, ...]
+EncodedArrays = tuple[Tensor, ...]
 """Data and decode scale of one plane, and its global amax where its format has one; of an identity plane, its data alone."""
 
 
@@ -30,12 +30,12 @@ class Encoding(Protocol):
     def layouts(self) -> Sequence[Layout]:
         """The planes, in the order of the results."""
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         """The planes of a tensor that exists."""
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
+class RecordingScale:
     """One given scale for the tensor, whose amax is recorded: :func:`quantize.cast_recording`.
 
     scale: fp32 (1,), what values are multiplied by. amax: fp32 (1,), raised in place to the largest magnitude.
@@ -45,7 +45,7 @@ class Recording:
     amax: Tensor
     layouts: Sequence[Layout]
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         data, decode_scale = cast_recording(_matrix(x, self.layouts), self.scale, self.amax, self.layouts)
         return [(each, decode_scale) for each in data]
 
@@ -62,7 +62,7 @@ class Current:
     eps: float = 0.0
     pow2: bool = False
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         data, decode_scale = cast_current(_matrix(x, self.layouts), self.amax, self.layouts, eps=self.eps, pow2=self.pow2)
         return [(each, decode_scale) for each in data]
 
@@ -75,7 +75,7 @@ class RowScaled:
     eps: float = 0.0
     pow2: bool = False
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*cast_row(_matrix(x, self.layouts), self.layouts, eps=self.eps, pow2=self.pow2)]
 
 
@@ -87,7 +87,7 @@ class Blocks:
     eps: float = 0.0
     pow2: bool = True
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*cast_block(_matrix(x, self.layouts), self.layouts, eps=self.eps, pow2=self.pow2)]
 
 
@@ -97,9 +97,9 @@ class Microscaled:
 
     layouts: Sequence[Layout]
     rows: int = 1
-    rounding: Rounding = "ceil"
+    rounding: ScaleRounding = "ceil"
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*cast_mx(_matrix(x, self.layouts), self.layouts, rows=self.rows, rounding=self.rounding)]
 
 
@@ -112,7 +112,7 @@ class Ruled:
     rows: int = 1
     eps: float = 0.0
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*cast_by(_matrix(x, self.layouts), self.layouts, self.formula, rows=self.rows, eps=self.eps)]
 
 
@@ -125,13 +125,13 @@ class Measured:
     """
 
     layouts: Sequence[Layout]
-    cast: Callable[[Tensor, Tensor | None], list[Encoded]]
+    cast: Callable[[Tensor, Tensor | None], list[EncodedArrays]]
     under: Callable[[Tensor], Encoding] | None = None
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return self.cast(_matrix(x, self.layouts), None)
 
-    def given(self, x: Tensor, amax: Tensor) -> list[Encoded]:
+    def given(self, x: Tensor, amax: Tensor) -> list[EncodedArrays]:
         """The planes of a tensor whose amax is known."""
         return self.cast(_matrix(x, self.layouts), amax)
 
@@ -143,7 +143,7 @@ class WithOriginal:
     layouts: Sequence[Layout]
     encode: Encoding
 
-    def __call__(self, x: Tensor) -> list[Encoded]:
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*self.encode(x), (x,)]
 
 
@@ -152,7 +152,7 @@ def apart(encode: Encoding) -> tuple[Encoding, bool]:
     return (encode.encode, True) if isinstance(encode, WithOriginal) else (encode, False)
 
 
-def original(stored: Tensor | None) -> list[Encoded]:
+def original(stored: Tensor | None) -> list[EncodedArrays]:
     """The plane of a tensor that was stored beside its casts, if it was."""
     return [] if stored is None else [(stored,)]
 

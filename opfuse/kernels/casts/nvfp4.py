@@ -74,7 +74,7 @@ def cast_nv(
 ) -> list[definition.Encoded]:
     """One read of ``x``."""
     x = x.contiguous()
-    asked = _Asked(tuple(layouts), x.shape, x.dtype, rows, error, seed is not None)
+    asked = _AskedPlane(tuple(layouts), x.shape, x.dtype, rows, error, seed is not None)
     work = _work(asked, on_bytes(x, VECTOR))
     if work is None:
         return definition.cast_nv(x, amaxes, layouts, rows=rows, seed=seed, error=error)
@@ -96,7 +96,7 @@ def cast_nv(
     return [planes[layout.usage] for layout in layouts]
 
 
-class _Asked(NamedTuple):
+class _AskedPlane(NamedTuple):
     """What the kernel of a cast depends on: the planes and the matrix, rows of a block of scales, how values are rounded."""
 
     layouts: tuple[Layout, ...]
@@ -113,7 +113,7 @@ class _Asked(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _work(asked: _Asked, on_vectors: bool) -> tuple[Variant, str, Grid] | None:
+def _work(asked: _AskedPlane, on_vectors: bool) -> tuple[Variant, str, Grid] | None:
     """What casts a contiguous matrix; None if the kernels do not know such planes. The errors of :func:`definition.check_nv`."""
     layouts, shape, dtype, rows, error, _ = asked
     definition.check_nv(rows, error)

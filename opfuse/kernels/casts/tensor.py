@@ -21,7 +21,7 @@ from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.checks import check_cast, check_choice, check_dtype, check_number
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
-from opfuse.numerics.scales import Rounding
+from opfuse.numerics.scales import ScaleRounding
 
 _AMAX = struct.Struct("PPq")
 _AMAX_BLOCK = 8192  # elements
@@ -36,7 +36,7 @@ _CAST_MX = struct.Struct("PPPPPqqI0q")
 _MX_BLOCK = 32
 _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
-_MX_BIAS: dict[Rounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
+_MX_BIAS: dict[ScaleRounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
 
 _EIGHT = 8  # neighbouring elements, which a thread handles at a time
 
@@ -137,7 +137,7 @@ def _tensor_work(
 
 @kernel("cast_mx.cu", reference=definition.cast_mx, tolerance=BITWISE)
 def cast_mx(
-    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: Rounding = "ceil"
+    launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil"
 ) -> list[definition.Encoded]:
     """One read of ``x``."""
     if not are_known(layouts):
@@ -177,7 +177,9 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
     return variant, entry, grids[entry]
 
 
-def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tuple[list[definition.Encoded], tuple[int, ...]]:
+def new_mx(
+    layouts: Sequence[Layout], x: torch.Tensor, rounding: ScaleRounding
+) -> tuple[list[definition.Encoded], tuple[int, ...]]:
     """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
     bias = mx_bias(rounding)
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
@@ -185,7 +187,7 @@ def new_mx(layouts: Sequence[Layout], x: torch.Tensor, rounding: Rounding) -> tu
     return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, bias)
 
 
-def mx_bias(rounding: Rounding) -> int:
+def mx_bias(rounding: ScaleRounding) -> int:
     """What is added to the bits of an amax before its exponent is taken; QuantizerError for another rounding."""
     if rounding not in _MX_BIAS:
         check_choice(rounding, _MX_BIAS, where="cast_mx rounding")

@@ -28,7 +28,7 @@ Tensors = list[dict[str, Tensor]]
 """Tensors of each stage, by name."""
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """How a matrix of results is cut into tiles, each for a block of threads; as in chain.cuh.
 
     A tile has ``groups`` times 2^log_across packs of eight columns, and as many rows as the other threads are, ``steps`` times.
@@ -71,7 +71,7 @@ def divisor(number: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ChainCall:
     """One call of a chain.
 
     tensors: those whose addresses are the first fields of the kernel's parameter, in order.
@@ -98,13 +98,13 @@ class Call:
         """Whether every result is an input."""
         return self.result is self.tensors[0] and not any(stage.grads or stage.saved for stage in self.code.stages)
 
-    def cut(self) -> Cut:
+    def cut(self) -> Tiling:
         """Wide pieces of few rows."""
         size, columns = self.shape.numel(), self.shape[-1]
         if self.code.is_flat and size % VECTOR == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
         lanes = min(THREADS, ceil_div(columns, VECTOR))
-        return Cut(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
+        return Tiling(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
 
     def is_aligned(self, columns: int) -> bool:
         """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
@@ -123,7 +123,7 @@ def forward_call(
     keep: Collection[int],
     *,
     stores: bool = True,
-) -> Call | None:
+) -> ChainCall | None:
     """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
     dtype = dtype or x.dtype
     shapes = _result_shapes(x, stages)
@@ -136,7 +136,7 @@ def forward_call(
     codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
     code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores).interned
     tensors = [x, *_flat(operands), *_one(y), *kept.values()]
-    return Call(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, given) for i in keep}, [])
+    return ChainCall(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, given) for i in keep}, [])
 
 
 def backward_call(
@@ -148,7 +148,7 @@ def backward_call(
     *,
     casts: bool = False,
     stores: bool = True,
-) -> Call | None:
+) -> ChainCall | None:
     """The call of :func:`epilogue.backward_chain`; None if a kernel cannot take it. ``casts``: dx is needed, stored or not."""
     dtype = dtype or dy.dtype
     shapes = _gradient_shapes(dy, stages)
@@ -165,7 +165,7 @@ def backward_call(
     new = None if dx is dy else dx
     code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts).interned
     tensors = [dy, *saved.values(), *_flat(operands), *_one(new), *_flat(made)]
-    return Call(code, tensors, dy.shape, _constants(stages), dtype, dx, {}, grads)
+    return ChainCall(code, tensors, dy.shape, _constants(stages), dtype, dx, {}, grads)
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------------

@@ -13,17 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from opfuse.kernels.casts.encoding import Encoded, Encoding, Measured, apart, original
-from opfuse.kernels.chains.call import Call, Tensors, backward_call, forward_call
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Measured, apart, original
+from opfuse.kernels.chains.call import ChainCall, Tensors, backward_call, forward_call
 from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
 from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
 from opfuse.numerics.chain import Rounding, Stage
 
-Forward = tuple[list[Encoded], Tensor | None, dict[int, Tensor]]
+ForwardResult = tuple[list[EncodedArrays], Tensor | None, dict[int, Tensor]]
 """The planes of y, y if it was asked for, and what is kept."""
 
-Backward = tuple[list[Encoded], Tensor | None, Tensors]
+BackwardResult = tuple[list[EncodedArrays], Tensor | None, Tensors]
 """The planes of dx, dx if it was asked for, and the operand gradients of each stage."""
 
 
@@ -36,7 +36,7 @@ def forward_then_cast(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> Forward:
+) -> ForwardResult:
     """:func:`forward_chain`, and the cast of its result."""
     y, kept = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
     return encode(y), y if stores else None, kept
@@ -51,7 +51,7 @@ def backward_then_cast(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     stores: bool = False,
-) -> Backward:
+) -> BackwardResult:
     """:func:`backward_chain`, and the cast of its dx."""
     dx, grads = backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     return encode(dx), dx if stores else None, grads
@@ -68,7 +68,7 @@ def forward_chain_cast(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
     stores: bool = False,
-) -> Forward:
+) -> ForwardResult:
     """One read of ``x`` and of each operand; two if the amax of the result decides the cast, and the result is not stored."""
     if isinstance(encode, Measured):
         return _forward_measured(launch, x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
@@ -90,7 +90,7 @@ def backward_chain_cast(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
     stores: bool = False,
-) -> Backward:
+) -> BackwardResult:
     """One read of ``dy``, of what was saved and of each operand."""
     known = type(encode) in CASTS
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores) if known else None
@@ -100,7 +100,7 @@ def backward_chain_cast(
     return planes, call.result, call.grads
 
 
-def _run_cast(launch: Launcher, call: Call, encode: Encoding) -> list[Encoded] | None:
+def _run_cast(launch: Launcher, call: ChainCall, encode: Encoding) -> list[EncodedArrays] | None:
     """Queue the kernel of a call and of a cast; the planes that it makes. None, and nothing is done, if there is none."""
     kind = CASTS[type(encode)]
     fit = kind.fit(call, encode)
@@ -122,7 +122,7 @@ def _forward_measured(
     dtype: torch.dtype | None,
     keep: Collection[int],
     stores: bool,
-) -> Forward:
+) -> ForwardResult:
     first = max(keep, default=0) if rounding == "per_op" else 0  # a stage whose input is there when the amax is known
     rest = stages[first:]
     if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not _is_light(rest):
@@ -148,18 +148,21 @@ def _backward_measured(
     *,
     stores: bool = False,
     **options: Any,
-) -> Backward:
+) -> BackwardResult:
     dx, grads, amax = backward_chain_amax(dy, stages, saved_inputs, **options)
     return encode.given(dx, amax), dx if stores else None, grads
 
 
-_FORWARD: Mapping[type, Callable[..., Forward]] = dict.fromkeys((*CASTS, Measured), forward_chain_cast)
-_BACKWARD: Mapping[type, Callable[..., Backward]] = {**dict.fromkeys(CASTS, backward_chain_cast), Measured: _backward_measured}
+_FORWARD: Mapping[type, Callable[..., ForwardResult]] = dict.fromkeys((*CASTS, Measured), forward_chain_cast)
+_BACKWARD: Mapping[type, Callable[..., BackwardResult]] = {
+    **dict.fromkeys(CASTS, backward_chain_cast),
+    Measured: _backward_measured,
+}
 
 
 def forward_chain_encoded(
     x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
-) -> tuple[list[Encoded], dict[int, Tensor]]:
+) -> tuple[list[EncodedArrays], dict[int, Tensor]]:
     """The planes of :func:`forward_chain`'s result, and what is kept, in as few kernels as the encoding allows."""
     inner, stores = apart(encode)
     encoded, y, kept = _FORWARD.get(type(inner), forward_then_cast)(x, stages, inner, stores=stores, **options)
@@ -168,7 +171,7 @@ def forward_chain_encoded(
 
 def backward_chain_encoded(
     dy: Tensor, stages: Sequence[Stage], saved_inputs: Mapping[int, Tensor], encode: Encoding, **options: Any
-) -> tuple[list[Encoded], Tensors]:
+) -> tuple[list[EncodedArrays], Tensors]:
     """The planes of :func:`backward_chain`'s dx, and operand gradients, in as few kernels as the encoding allows."""
     inner, stores = apart(encode)
     encoded, dx, grads = _BACKWARD.get(type(inner), backward_then_cast)(dy, stages, saved_inputs, inner, stores=stores, **options)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.chains.call import CUT, THREADS, Call, Cut, Tensors, backward_call, forward_call
+from opfuse.kernels.chains.call import CUT, THREADS, ChainCall, Tensors, Tiling, backward_call, forward_call
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.text import text_of
 from opfuse.kernels.chains.tiles import plain_tile
@@ -31,7 +31,7 @@ _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64  # of one part of a sum
 _ADDERS = 32  # sums of a block that adds up parts
 
 
-class Program(NamedTuple):
+class ChainProgram(NamedTuple):
     """A compiled structure: the variant, and how the one parameter of its kernels is packed."""
 
     variant: Variant
@@ -141,11 +141,11 @@ def backward_chain_amax(
     return call.result, call.grads, amax
 
 
-def _has_kernel(call: Call) -> bool:
+def _has_kernel(call: ChainCall) -> bool:
     return not call.code.has_sums or plain_tile(call) is not None
 
 
-def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = None) -> None:
+def _run_plain(launch: Launcher, name: str, call: ChainCall, amax: Tensor | None = None) -> None:
     """A chain whose result is not cast; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
     fields = (0 if amax is None else amax.data_ptr(),)
     if call.code.has_sums and (tile := plain_tile(call)) is not None:
@@ -156,7 +156,7 @@ def _run_plain(launch: Launcher, name: str, call: Call, amax: Tensor | None = No
 
 
 def run(
-    launch: Launcher, name: str, call: Call, cut: Cut, *, defines: tuple[str, ...], extra: str, fields: Sequence[float]
+    launch: Launcher, name: str, call: ChainCall, cut: Tiling, *, defines: tuple[str, ...], extra: str, fields: Sequence[float]
 ) -> None:
     """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
 
@@ -178,7 +178,7 @@ def run(
 
 
 @functools.cache
-def _program(name: str, code: ChainCode, tensors: int, defines: tuple[str, ...], extra: str) -> Program:
+def _program(name: str, code: ChainCode, tensors: int, defines: tuple[str, ...], extra: str) -> ChainProgram:
     """The variant for a structure, whose text is written once."""
     layout = struct.Struct(f"{tensors + 2}P2q{CUT}{len(code.constants)}f0q{extra}0q")
-    return Program(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), text_of(code)), layout)
+    return ChainProgram(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), text_of(code)), layout)

@@ -11,9 +11,9 @@ import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts.block import BLOCKS, new_blocks
-from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Encoding, Microscaled, Recording
+from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Microscaled, RecordingScale
 from opfuse.kernels.casts.tensor import TENSOR_SCALE, new_mx
-from opfuse.kernels.chains.call import WIDEST, Call, Cut
+from opfuse.kernels.chains.call import WIDEST, ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.numerics.checks import check_cast, check_number
 from opfuse.numerics.layouts import Layout, are_known
@@ -55,10 +55,10 @@ class Tile(NamedTuple):
         """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
         return self._replace(resident=math.ceil(part * self.resident), ahead=1)
 
-    def cut(self, call: Call) -> Cut:
+    def cut(self, call: ChainCall) -> Tiling:
         """The call's results in tiles of this size."""
         columns = call.shape[-1]
-        return Cut(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
+        return Tiling(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def _tile(table: str, code: ChainCode, *, aligned: bool) -> Tile:
     return tile.lightened(2 / 3) if heavy else tile
 
 
-def plain_tile(call: Call) -> Tile | None:
+def plain_tile(call: ChainCall) -> Tile | None:
     """The tile for a call with sums whose result is not cast; None if there are too many sums for any."""
     tile, sums = _tile("PLAIN", call.code, aligned=call.is_aligned(call.shape[-1])), len(call.code.row_sums)
     return next((each for each in (tile, _SMALLEST) if each.holds(sums)), None)
@@ -183,10 +183,10 @@ class TileCast(NamedTuple):
     family: str
     packing: str
     defines: tuple[str, ...]
-    outputs: Callable[[Call, Any], tuple[list[Encoded], tuple[float, ...]]]
+    outputs: Callable[[ChainCall, Any], tuple[list[EncodedArrays], tuple[float, ...]]]
     table: Callable[[Any], str | None]
 
-    def fit(self, call: Call, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
+    def fit(self, call: ChainCall, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
         """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them.
 
         QuantizerError unless the encoding is of what the chain makes.
@@ -199,13 +199,13 @@ class TileCast(NamedTuple):
         return None if tile is None else (tile, (*tile.defines, *self.defines, *defines))
 
 
-def _tensor_outputs(call: Call, encode: Recording | Current) -> tuple[list[Encoded], tuple[float, ...]]:
+def _tensor_outputs(call: ChainCall, encode: RecordingScale | Current) -> tuple[list[EncodedArrays], tuple[float, ...]]:
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
     planes = (data[usage].data_ptr() if usage in data else 0 for usage in (ROWWISE, COLUMNWISE))
     amax = check_number(encode.amax, call.device, where="amax of a cast")
     scale, rule = 0, (0.0, 0)
-    if isinstance(encode, Recording):
+    if isinstance(encode, RecordingScale):
         scale = check_number(encode.scale, call.device, where="scale of a cast")
     else:
         rule = encode.eps, int(encode.pow2)
@@ -213,12 +213,12 @@ def _tensor_outputs(call: Call, encode: Recording | Current) -> tuple[list[Encod
     return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
 
 
-def _block_outputs(call: Call, encode: Blocks) -> tuple[list[Encoded], tuple[float, ...]]:
+def _block_outputs(call: ChainCall, encode: Blocks) -> tuple[list[EncodedArrays], tuple[float, ...]]:
     planes, fields = new_blocks(encode.layouts, call.dtype, call.device, eps=encode.eps, pow2=encode.pow2)
     return [*planes], fields
 
 
-def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[float, ...]]:
+def _mx_outputs(call: ChainCall, encode: Microscaled) -> tuple[list[EncodedArrays], tuple[float, ...]]:
     planes, fields = new_mx(encode.layouts, call.tensors[0], encode.rounding)
     return [*planes], (*fields, 0)
 
@@ -226,7 +226,7 @@ def _mx_outputs(call: Call, encode: Microscaled) -> tuple[list[Encoded], tuple[f
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
 CASTS: Mapping[type, TileCast] = {
-    Recording: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=1",), _tensor_outputs, lambda _: "TENSOR"),
+    RecordingScale: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=1",), _tensor_outputs, lambda _: "TENSOR"),
     Current: TileCast("TENSOR", "tensor", f"2P{TENSOR_SCALE}2q", ("RECORD=0",), _tensor_outputs, lambda _: "TENSOR"),
     Blocks: TileCast(
         "BLOCKS", "block", BLOCKS, (), _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"

@@ -21,7 +21,7 @@ _DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCubin:
     """What the cache holds under one key.
 
     source: the .cu file; empty for a table of ``opfuse kernels``. entries: registers, spilled bytes and shared memory by kernel.
@@ -50,7 +50,7 @@ class Kept:
         return {name: getattr(self, name) for name in names} | {"files": [path.name for path in self.files]}
 
 
-def inventory(directory: Path) -> list[Kept]:
+def inventory(directory: Path) -> list[KeptCubin]:
     """Everything in ``directory`` by key, newest first; temporary files that a crash left are keys of their own."""
     found: dict[str, list[Path]] = {}
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -58,7 +58,7 @@ def inventory(directory: Path) -> list[Kept]:
     return sorted((_kept(key, paths) for key, paths in found.items()), key=lambda kept: -kept.written)
 
 
-def _kept(key: str, paths: Sequence[Path]) -> Kept:
+def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
     contents = {path: _content(path) for path in paths}
     text = next((content.decode(errors="replace") for path, content in contents.items() if path.suffix == ".cu"), "")
     facts = next((content for path, content in contents.items() if path.suffix == f".{FACTS}"), b"")
@@ -67,7 +67,7 @@ def _kept(key: str, paths: Sequence[Path]) -> Kept:
         entries = json.loads(facts or b"{}")
     named = _sections(text)
     source = next((name for name, _, _ in named if name.endswith(".cu")), "")
-    return Kept(
+    return KeptCubin(
         key,
         source,
         entries if isinstance(entries, dict) else {},
@@ -121,7 +121,7 @@ def _stands(name: str, first: int, lines: Sequence[str]) -> bool:
     return name == GENERATED or (len(lines) <= len(now) + 1 and all(line in ("", is_) for line, is_ in zip(lines, now)))
 
 
-def prune(directory: Path, unwanted: Callable[[Kept], bool]) -> list[Kept]:
+def prune(directory: Path, unwanted: Callable[[KeptCubin], bool]) -> list[KeptCubin]:
     """Remove what is ``unwanted``; what was removed."""
     gone = [kept for kept in inventory(directory) if unwanted(kept)]
     for path in (path for kept in gone for path in kept.files):

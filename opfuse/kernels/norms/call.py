@@ -21,7 +21,7 @@ NORM = "PPPPPqqffI"
 _KINDS = {"rms_norm": "RMS_NORM", "layer_norm": "LAYER_NORM", "l2_normalization": "L2_NORM"}
 
 
-class Form(NamedTuple):
+class NormVariant(NamedTuple):
     """What the variant of a kernel depends on in a call, beside the tensors that the kernel makes.
 
     weight: the type of the parameters, fp32 where there are none. is_aligned: every eight of columns of every tensor starts where
@@ -84,7 +84,7 @@ class Form(NamedTuple):
         return max(dtype.itemsize for dtype in (self.x, *dtypes))
 
 
-class Call(NamedTuple):
+class NormCall(NamedTuple):
     """A normalisation of a contiguous matrix, with contiguous parameters, and its statistics, given or to be stored."""
 
     x: Tensor
@@ -98,13 +98,13 @@ class Call(NamedTuple):
         """Blocks for all rows."""
         return rows.grid(self.rows, self.columns)
 
-    def form(self, *tensors: Tensor) -> Form:
+    def form(self, *tensors: Tensor) -> NormVariant:
         """With these other tensors."""
         norm, aligned = self.norm, self.columns % EIGHT == 0
         for each in (self.x, norm.weight, norm.bias, *tensors):
             aligned = aligned and (each is None or on_bytes(each, min(VECTOR, EIGHT * each.element_size())))
         weight = torch.float32 if norm.weight is None else norm.weight.dtype
-        return Form(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
+        return NormVariant(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
 
     def fields(self) -> tuple[int | float, ...]:
         """Those of Norm in norm.cuh."""
@@ -117,7 +117,9 @@ def addresses(*tensors: Tensor | None) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequence[torch.dtype], *others: Tensor) -> Call | None:
+def call_of(
+    x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequence[torch.dtype], *others: Tensor
+) -> NormCall | None:
     """The call of a kernel that makes ``dtypes`` and reads ``others``, too; None if a kernel cannot take it.
 
     Without statistics there is new memory for them. ShapeError if shapes do not fit.
@@ -139,4 +141,4 @@ def call_of(x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequen
     if not all(t is None or t.is_contiguous() for t in (weight, bias, *statistics)):
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         norm, statistics = replace(norm, weight=weight, bias=bias), statistics.each(Tensor.contiguous)
-    return Call(x.contiguous(), norm, statistics, height, columns)
+    return NormCall(x.contiguous(), norm, statistics, height, columns)

@@ -18,14 +18,24 @@ import torch
 from torch import Tensor
 
 from opfuse.formats import ROWWISE
-from opfuse.kernels.casts.encoding import Blocks, Encoded, Encoding, Measured, Microscaled, Recording, RowScaled, apart, original
+from opfuse.kernels.casts.encoding import (
+    Blocks,
+    EncodedArrays,
+    Encoding,
+    Measured,
+    Microscaled,
+    RecordingScale,
+    RowScaled,
+    apart,
+    original,
+)
 from opfuse.kernels.casts.tensor import mx_bias, new_scale
 from opfuse.kernels.chains.cast import forward_chain_cast
 from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
-from opfuse.kernels.norms.call import NORM, Call, Form, addresses, call_of
+from opfuse.kernels.norms.call import NORM, NormCall, NormVariant, addresses, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
 from opfuse.numerics.checks import check_cast, check_number
@@ -40,7 +50,7 @@ Target = tuple[Sequence[float], Tensor]
 
 def norm_then_cast(
     x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
-) -> tuple[list[Encoded], Statistics]:
+) -> tuple[list[EncodedArrays], Statistics]:
     """The cast of :func:`norm_forward`'s y, and the statistics."""
     y, statistics = norm_forward(x, norm, dtype=dtype)
     return encode(y), statistics
@@ -49,7 +59,7 @@ def norm_then_cast(
 @kernel("norm_cast.cu", reference=norm_then_cast, tolerance=BITWISE)
 def norm_cast(
     launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
-) -> tuple[list[Encoded], Statistics]:
+) -> tuple[list[EncodedArrays], Statistics]:
     """One read of ``x`` for codes by rows, two for others and where the amax of the result decides the cast."""
     dtype = dtype or x.dtype
     call = call_of(x, norm, None, [dtype])
@@ -60,7 +70,7 @@ def norm_cast(
     return [*_cast(launch, call, inner, dtype, y), *original(y)], call.statistics
 
 
-def _cast(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+def _cast(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[EncodedArrays]:
     """The planes of what is rounded to ``dtype``; it is stored in ``y``, if that is given."""
     if isinstance(encode, Measured):
         return _measured(launch, call, encode, dtype, y)
@@ -75,7 +85,7 @@ def _cast(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y:
     return encode(made)
 
 
-def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+def _measured(launch: Launcher, call: NormCall, encode: Measured, dtype: torch.dtype, y: Tensor | None) -> list[EncodedArrays]:
     amax = torch.zeros(1, dtype=torch.float32, device=call.x.device)
     if y is None and encode.under is not None and call.x.dtype.itemsize <= dtype.itemsize and _is_whole(call, encode):
         run_forward(launch, call, None, amax, dtype=dtype)
@@ -85,12 +95,12 @@ def _measured(launch: Launcher, call: Call, encode: Measured, dtype: torch.dtype
     return encode.given(made, amax)
 
 
-def _room(call: Call, dtype: torch.dtype, y: Tensor | None) -> Tensor:
+def _room(call: NormCall, dtype: torch.dtype, y: Tensor | None) -> Tensor:
     """``y``, or new memory for it."""
     return torch.empty(call.x.shape, dtype=dtype, device=call.x.device) if y is None else y
 
 
-def _is_whole(call: Call, encode: Encoding) -> bool:
+def _is_whole(call: NormCall, encode: Encoding) -> bool:
     """Whether the planes are those of the rows that are normalised, in whole units of their formats."""
     whole = all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts)
     return whole and (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts)
@@ -106,7 +116,7 @@ def _is_by_rows(encode: Encoding) -> bool:
     return len(encode.layouts) == 1 and layout.usage == ROWWISE and rows == 1
 
 
-def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[Encoded]:
+def _by_rows(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[EncodedArrays]:
     (layout,) = encode.layouts
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
     form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
@@ -119,7 +129,7 @@ def _by_rows(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype,
 
 @functools.lru_cache(maxsize=4096)
 def _variant(
-    form: Form, encoding: type, layout: Layout, made: torch.dtype, *, pow2: bool, stores: bool
+    form: NormVariant, encoding: type, layout: Layout, made: torch.dtype, *, pow2: bool, stores: bool
 ) -> tuple[struct.Struct, Variant]:
     check_cast(layout.shape, made, [layout], family=_TARGETS[encoding].family, where="norm_cast")
     parameters = struct.Struct(f"{NORM}PP{_TARGETS[encoding].packing}0q")
@@ -138,7 +148,7 @@ def _variant(
     return parameters, variant
 
 
-def _recording(encode: Recording, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
+def _recording(encode: RecordingScale, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
     scaling = (check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax))
     return (*scaling, decode_scale.data_ptr()), decode_scale
@@ -173,7 +183,7 @@ class _RowCast(NamedTuple):
 
 
 _TARGETS: Mapping[type, _RowCast] = {
-    Recording: _RowCast("tensor", "PPP", _recording),
+    RecordingScale: _RowCast("tensor", "PPP", _recording),
     RowScaled: _RowCast("row", "PfI", _row_scaled, twice=True),
     Blocks: _RowCast("block", "Pqff", _blocks),
     Microscaled: _RowCast("mx", "PII", _microscaled),
@@ -183,7 +193,7 @@ _TARGETS: Mapping[type, _RowCast] = {
 # -- by tiles ----------------------------------------------------------------------------------------------------------------
 
 
-def _by_tiles(launch: Launcher, call: Call, encode: Encoding, dtype: torch.dtype) -> list[Encoded]:
+def _by_tiles(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype) -> list[EncodedArrays]:
     """What is left to do when the statistics are there."""
     x = call.x.view(call.rows, call.columns)
     rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x

@@ -17,11 +17,11 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
-from opfuse.kernels.norms.call import NORM, Call, Form, addresses, call_of
+from opfuse.kernels.norms.call import NORM, NormCall, NormVariant, addresses, call_of
 from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import ceil_div, round_up
-from opfuse.numerics.norm import BLOCKS, EIGHT, THREADS, Gradients, Norm, Statistics
+from opfuse.numerics.norm import BLOCKS, EIGHT, THREADS, Norm, NormGradients, Statistics
 
 _FORWARD = struct.Struct(NORM + "PP")
 _BACKWARD = struct.Struct(NORM + "6PII")
@@ -44,7 +44,7 @@ def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype 
 
 
 def run_forward(
-    launch: Launcher, call: Call, y: Tensor | None, amax: Tensor | None = None, *, dtype: torch.dtype | None = None
+    launch: Launcher, call: NormCall, y: Tensor | None, amax: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> None:
     """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them.
 
@@ -57,7 +57,7 @@ def run_forward(
 
 
 @functools.cache
-def _forward_variant(form: Form, made: torch.dtype | None, stores: bool, measures: bool) -> Variant:
+def _forward_variant(form: NormVariant, made: torch.dtype | None, stores: bool, measures: bool) -> Variant:
     dtypes = [] if made is None else [made]
     return variant_of(
         "norm_forward.cu",
@@ -70,11 +70,11 @@ def _forward_variant(form: Form, made: torch.dtype | None, stores: bool, measure
     )
 
 
-_Types = tuple[torch.dtype, torch.dtype, torch.dtype | None]
+_Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
 """Of dy, of dx, and of what is added to it, if anything is."""
 
 
-class _Tensors(NamedTuple):
+class _BackwardTensors(NamedTuple):
     """What a backward kernel reads beside the call, and what it makes."""
 
     dy: Tensor
@@ -96,7 +96,7 @@ def norm_backward(
     extra: Tensor | None = None,
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
-) -> Gradients:
+) -> NormGradients:
     """One read of ``dy``, ``x`` and ``extra``; the gradients of parameters are summed in two passes of fixed order."""
     dtype, others = dtype or x.dtype, [dy] if extra is None else [dy, extra]
     call = call_of(x, norm, statistics, [dtype], *others)
@@ -107,12 +107,12 @@ def norm_backward(
     dx = torch.empty(x.shape, dtype=dtype, device=x.device)
     blocks, pitch = min(BLOCKS, call.grid.blocks), round_up(call.columns, EIGHT)
     parts = torch.empty((blocks, sums, pitch), dtype=torch.float32, device=x.device)
-    made = _Tensors(dy.contiguous(), None if extra is None else extra.contiguous(), dx, parts, weight, bias)
+    made = _BackwardTensors(dy.contiguous(), None if extra is None else extra.contiguous(), dx, parts, weight, bias)
     _run_backward(launch, call, made, rounding)
-    return Gradients(dx, weight, bias)
+    return NormGradients(dx, weight, bias)
 
 
-def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, rounding: Rounding) -> None:
+def _run_backward(launch: Launcher, call: NormCall, tensors: _BackwardTensors, rounding: Rounding) -> None:
     dy, extra, dx, parts, *_ = tensors
     blocks, sums, pitch = parts.shape
     form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
@@ -125,7 +125,7 @@ def _run_backward(launch: Launcher, call: Call, tensors: _Tensors, rounding: Rou
 
 
 @functools.cache
-def _backward_variant(form: Form, types: _Types, sums: int, rounding: Rounding) -> tuple[Variant, int]:
+def _backward_variant(form: NormVariant, types: _Dtypes, sums: int, rounding: Rounding) -> tuple[Variant, int]:
     """The variant, and the bytes of shared memory for sums of columns."""
     dy, dx, extra = types
     dtypes = [dtype for dtype in types if dtype is not None]

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from opfuse.formats import E2M1, Format
+from opfuse.formats import E2M1, NumberFormat
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
 from opfuse.numerics.scalars import decode
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class Lines:
     """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each ``step`` of
     the length."""
 
@@ -35,12 +35,12 @@ class Operand:
     step: int = 0
 
 
-def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Operand:
+def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Lines:
     """A stored plane as an operand."""
     return _OPERANDS[layout.format.family](data, scale, amax, layout)
 
 
-def multiply(left: Operand, right: Operand) -> torch.Tensor:
+def multiply(left: Lines, right: Lines) -> torch.Tensor:
     """left times right transposed, fp32 (left lines, right lines). Blocks of both have one length."""
     if left.blocks is not None and right.blocks is not None:
         return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
@@ -85,27 +85,27 @@ def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_
     return result
 
 
-def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    return Operand(_codes(data, layout), factor=scale.reshape(1, 1))
+def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
+    return Lines(_codes(data, layout), factor=scale.reshape(1, 1))
 
 
-def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    return Operand(_codes(data, layout), factor=load_scale(scale, layout))
+def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
+    return Lines(_codes(data, layout), factor=load_scale(scale, layout))
 
 
-def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
+def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
     scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
-    return Operand(_codes(data, layout), blocks=scales, step=layout.block[1])
+    return Lines(_codes(data, layout), blocks=scales, step=layout.block[1])
 
 
-def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Operand:
-    return Operand(_scaled(data, scale, layout))
+def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
+    return Lines(_scaled(data, scale, layout))
 
 
-def _nv(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Operand:
+def _nv(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Lines:
     # full_like: torch divides by a Python number through its reciprocal on some devices.
     levels = amax / torch.full_like(amax, _unit(layout.format))
-    return Operand(_scaled(data, scale, layout), factor=levels.reshape(-1, 1))
+    return Lines(_scaled(data, scale, layout), factor=levels.reshape(-1, 1))
 
 
 def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -123,9 +123,9 @@ def _scaled(data: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Te
     return lines_of(dequantize(data, scale, amax, layout=layout, dtype=dtype), layout.usage)
 
 
-def _unit(format: Format) -> float:
+def _unit(format: NumberFormat) -> float:
     """The global amax whose factor is 1."""
     return E2M1.max * format.encode_max
 
 
-_OPERANDS: dict[str, Callable[..., Operand]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}
+_OPERANDS: dict[str, Callable[..., Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, Format, Usage
-from opfuse.kernels.casts.encoding import Encoded, Encoding, Ruled
+from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, NumberFormat, Usage
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Ruled
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
 from opfuse.numerics.rules import Formula, Way, way_of
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
@@ -56,7 +56,7 @@ class Quantizer(ABC):
 
     @property
     @abstractmethod
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         """The rowwise and the columnwise format, whether or not the direction is asked for."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Quantizer(ABC):
         return None
 
     def storage(
-        self, shape: Sequence[int], dtype: torch.dtype, encoding: Encoding, encoded: Sequence[Encoded]
+        self, shape: Sequence[int], dtype: torch.dtype, encoding: Encoding, encoded: Sequence[EncodedArrays]
     ) -> QuantizedStorage:
         """What :meth:`quantize` makes of a tensor of ``shape`` and ``dtype`` whose ``encoding`` gave ``encoded``."""
         planes = [plane_of(layout, *each) for layout, each in zip(encoding.layouts, encoded, strict=True)]
@@ -226,7 +226,7 @@ class Quantizer(ABC):
                 raise QuantizerError(describe(where, wanted=fmt, got=got, cure=cure))
 
     @functools.cached_property
-    def _stored(self) -> _Stored:
+    def _stored(self) -> _LayoutInputs:
         return _stored(self.formats, self.usages, self.optimize_for_gemm)
 
     @functools.cached_property
@@ -273,11 +273,11 @@ class Float8CastingQuantizer(CastingQuantizer):
         require(self.fp8_dtype, FP8_ELEMENTS, f"{type(self).__name__} fp8_dtype")
 
     @abstractmethod
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         """The format of ``element``."""
 
     @functools.cached_property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         made = self._format(FP8_ELEMENTS[self.fp8_dtype])
         return made, made
 
@@ -314,20 +314,20 @@ class RuledQuantizer(Float8CastingQuantizer):
 
 
 @dataclass(frozen=True, eq=False)
-class _Stored:
+class _LayoutInputs:
     """What the layouts of a quantizer's planes follow from, but for the shape."""
 
-    formats: tuple[Format, Format]
+    formats: tuple[NumberFormat, NumberFormat]
     usages: tuple[Usage, ...]
     optimize_for_gemm: bool
 
 
-_stored = functools.cache(_Stored)
+_stored = functools.cache(_LayoutInputs)
 """One object for equal fields: what is looked up at every cast is found by its identity."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _layouts(stored: _Stored, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+def _layouts(stored: _LayoutInputs, shape: tuple[int, ...]) -> tuple[Layout, ...]:
     """The layouts of the planes of a tensor of ``shape``."""
     matrix = matrix_shape(shape)
     compact = (layout_of(fmt, usage, matrix) for usage, fmt in zip(USAGES, stored.formats) if usage in stored.usages)
@@ -335,7 +335,7 @@ def _layouts(stored: _Stored, shape: tuple[int, ...]) -> tuple[Layout, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _misfit(stored: _Stored, shape: tuple[int, ...]) -> Layout | None:
+def _misfit(stored: _LayoutInputs, shape: tuple[int, ...]) -> Layout | None:
     """The first layout of these planes whose lines are no whole blocks."""
     return next((layout for layout in _layouts(stored, shape) if layout.lines[1] % layout.format.multiple), None)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding, WithOriginal
 from opfuse.tensors.quantizers.base import Quantizer, require
 from opfuse.tensors.storage import Plane
@@ -29,7 +29,7 @@ class IdentityQuantizer(Quantizer):
     dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     @property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         return IDENTITY, IDENTITY
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
@@ -84,7 +84,7 @@ class HybridQuantizer(Quantizer):
         object.__setattr__(self, name, pinned)
 
     @cached_property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         return self.rowwise_quantizer.formats[0], self.columnwise_quantizer.formats[1]
 
     def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:

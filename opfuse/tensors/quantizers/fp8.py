@@ -9,8 +9,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from opfuse.formats import Element, Format, fp8_block, fp8_row, fp8_tensor
-from opfuse.kernels.casts.encoding import Blocks, Current, Encoded, Measured, Recording, RowScaled, Ruled
+from opfuse.formats import Element, NumberFormat, fp8_block, fp8_row, fp8_tensor
+from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measured, RecordingScale, RowScaled, Ruled
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
@@ -42,15 +42,15 @@ class Float8Quantizer(Float8CastingQuantizer):
     def planes_agree(self) -> bool:
         return True
 
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         return fp8_tensor(element)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return (self.amax,)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> Recording:
-        return Recording(self.scale, self.amax, layouts)
+    def _encoding(self, layouts: Sequence[Layout]) -> RecordingScale:
+        return RecordingScale(self.scale, self.amax, layouts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,13 +78,13 @@ class Float8CurrentScalingQuantizer(RuledQuantizer):
     def planes_agree(self) -> bool:
         return True
 
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         return fp8_tensor(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Measured:
         return Measured(layouts, partial(self._cast, layouts), partial(self._under, layouts))
 
-    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
         return self._under(layouts, tensor_amax(x) if amax is None else amax)(x)
 
     def _under(self, layouts: Sequence[Layout], amax: torch.Tensor) -> Current:
@@ -111,7 +111,7 @@ class Float8RowQuantizer(RuledQuantizer):
     amax_epsilon: float = field(default=0.0, kw_only=True)
     scale_rule: str = field(default="te", kw_only=True)
 
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         return fp8_row(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> RowScaled | Ruled:
@@ -145,7 +145,7 @@ class Float8BlockQuantizer(RuledQuantizer):
     def planes_agree(self) -> bool:
         return self.block_scaling_dim == 2
 
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         return fp8_block(element, self.block_scaling_dim)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Blocks | Ruled:

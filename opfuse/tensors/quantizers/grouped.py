@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError, ShapeError, describe
-from opfuse.formats import IDENTITY, MULTIPLES, Format
+from opfuse.formats import IDENTITY, MULTIPLES, NumberFormat
 from opfuse.numerics.layouts import Layout, round_up
-from opfuse.tensors.grouped import GroupedPlane, Sizes, check_sizes
+from opfuse.tensors.groups import GroupedPlane, Sizes, check_sizes
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.storage import Plane, matrix_shape
 
@@ -52,7 +52,7 @@ class GroupedQuantizer(Quantizer):
         return replace(quantizer, rowwise=self.rowwise, columnwise=self.columnwise, optimize_for_gemm=optimize)
 
     @property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         return self.quantizers[0].formats
 
     @property

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, NVFP4, Element, Format, mxfp8
-from opfuse.kernels.casts.encoding import Encoded, Measured, Microscaled, Ruled
+from opfuse.formats import COLUMNWISE, NVFP4, Element, NumberFormat, mxfp8
+from opfuse.kernels.casts.encoding import EncodedArrays, Measured, Microscaled, Ruled
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
@@ -43,7 +43,7 @@ class MXFP8Quantizer(RuledQuantizer):
     def planes_agree(self) -> bool:
         return self.with_2d_quantization
 
-    def _format(self, element: Element) -> Format:
+    def _format(self, element: Element) -> NumberFormat:
         return mxfp8(element)
 
     def _encoding(self, layouts: Sequence[Layout]) -> Microscaled | Ruled:
@@ -101,7 +101,7 @@ class NVFP4Quantizer(CastingQuantizer):
         return None if self.row_scaled_nvfp4 else super().reducing(group)
 
     @cached_property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
         encode_max = _FOUR_OVER_SIX_MAX if self.nvfp4_use_4over6 else NVFP4.encode_max
         row = NVFP4.replace(encode_max=encode_max, per_row=self.row_scaled_nvfp4)
         if not self.with_rht:
@@ -111,7 +111,7 @@ class NVFP4Quantizer(CastingQuantizer):
     def _encoding(self, layouts: Sequence[Layout]) -> Measured:
         return Measured(layouts, partial(self._cast, layouts))
 
-    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[Encoded]:
+    def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
         amaxes = self._amaxes(x, amax, layouts)
         encoded = cast_nv(
             x,

@@ -10,7 +10,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.tensors.grouped import Sizes, check_sizes, check_splits, read_sizes, sizes_of
+from opfuse.tensors.groups import Sizes, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor

@@ -125,7 +125,7 @@ def test_recipes(recipe, code, under, help):
         ("version: 1\nrecipe: {kind: none}\npipeline: {ops: []}\n", "bad-value", (3, 17)),
         ("version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}], dtype: bf16}\n", "bad-value", (3, 38)),
         ("version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}]}\ntrain: {steps: 0}\n", "bad-value", (4, 16)),
-        ("version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}]}\ndata: {kind: imagenet}\n", "bad-value", (4, 14)),
+        ("version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}]}\ndata: {kind: imagenet}\n", "unknown-text", (4, 14)),
     ],
 )
 def test_sections(text, code, place):

@@ -19,7 +19,8 @@ from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
 from opfuse.recipes import current_recipe
-from opfuse.runtime.fuser import CacheInfo, OperationFuser
+from opfuse.runtime.caches import CacheInfo, info_of
+from opfuse.runtime.fuser import OperationFuser
 
 NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
@@ -315,14 +316,12 @@ class Sequential(Enrolled):
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits and misses of its pipelines and of every Sequential inside, and why the latest miss was one.
 
-        They count from the last change of the list.
+        Also how many programs there are, and what they take. They count from the last change of the list.
         """
         lists = [module for module in self.modules() if isinstance(module, Sequential)]
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
-        infos = [run.cache_info() for run in pipelines]
         last = max(pipelines, key=lambda run: run.last_missed, default=None)
-        reason = None if last is None else last.cache_info().last_miss
-        return CacheInfo(sum(i.plans for i in infos), sum(i.hits for i in infos), sum(i.misses for i in infos), reason)
+        return info_of([run.cache for run in pipelines], None if last is None else last.cache_info().last_miss)
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

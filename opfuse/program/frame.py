@@ -50,6 +50,11 @@ class Frame:
             [(self.products[step].addresses, at, offset) for step, at, offset in each.products] for each in all_readers
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.words.nbytes
+
     def move(self, base: int, address: int) -> None:
         """Write an address for all who read it."""
         self.at[base] = address

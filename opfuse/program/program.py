@@ -56,7 +56,7 @@ class Program:
 
     Small memory that only kernels see lies in one slab; a tensor is made where it is large, torch reads it, or the caller gets
     it. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text: the
-    function that runs it, as Python.
+    function that runs it, as Python. block_bytes: of the blocks that a call allocates; none is held between calls.
     """
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
@@ -89,6 +89,7 @@ class Program:
             rooms={SLAB: self.slab.size, KEPT: goes.size},
             zeroed=zeroed.size,
         )
+        self.block_bytes = self.slab.size + goes.size
         self.text, self._run = line.text, line.function()
         self._frames = [self._new_frame()]
 
@@ -121,6 +122,11 @@ class Program:
 
     def _new_frame(self) -> Frame:
         return Frame([step.parameter for step in self._launches], [step.form for step in self._products], self._readers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the parameters that it holds between calls, and of its text."""
+        return sum(frame.nbytes for frame in self._frames) + len(self.text)
 
     def __call__(self, given: list[torch.Tensor]) -> list[Any]:
         """The results. given: the tensors that come in, in the order of the recording; the list is emptied.

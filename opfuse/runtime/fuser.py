@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,6 +37,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
+from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, is_followable
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
 from opfuse.runtime.misses import check_miss
@@ -56,15 +57,6 @@ MADE = 256
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
-
-
-class CacheInfo(NamedTuple):
-    """Plans alive, calls that found one, calls that did not, and why the last one did not."""
-
-    plans: int
-    hits: int
-    misses: int
-    last_miss: str | None
 
 
 @cache
@@ -331,9 +323,9 @@ class OperationFuser:
         return self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
 
     def cache_info(self) -> CacheInfo:
-        """Plans alive, hits, misses, reason of the last miss."""
+        """Plans alive, hits, misses, reason of the last miss, and what programs take."""
         last: Miss | None = self.cache.last_miss
-        return CacheInfo(len(self.cache), self.cache.hits, self.cache.misses, None if last is None else str(last))
+        return info_of([self.cache], None if last is None else str(last))
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:
@@ -373,3 +365,4 @@ def _run_alone(op: Any, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -
 
 FusibleOperation.run_alone = staticmethod(_run_alone)
 FusibleOperation.get_ready = _alone  # type: ignore[assignment]
+FusibleOperation.cache_info = lambda op: _alone(op).cache_info()  # type: ignore[attr-defined]

@@ -16,20 +16,24 @@ from opfuse.program.steps import OpStep, Step
 from opfuse.runtime.run import Runner
 from opfuse.tensors.storage import QuantizedStorage
 
-LOOKS = 32
-"""Looks of inputs for which a plan keeps programs; the one that was entered first goes."""
+LOOKS, BACKWARD_LOOKS = 32, 8
+"""Looks of inputs for which a segment of a plan keeps programs, and looks of gradients for each; what was entered first goes."""
 
 SEEN, REFUSED = "seen", "refused"
 
 
 class Programs(OrderedDict[Any, Any]):
-    """What became of each look: SEEN once, REFUSED, or its program."""
+    """What became of each look, of which there are at most ``limit``: SEEN once, REFUSED, or its program."""
+
+    def __init__(self, limit: int = LOOKS) -> None:
+        super().__init__()
+        self.limit = limit
 
     def note(self, look: Any, what: Any) -> None:
         """Enter it, and forget the oldest if there are too many."""
         self[look] = what
         self.move_to_end(look)
-        while len(self) > LOOKS:
+        while len(self) > self.limit:
             self.popitem(last=False)
 
 
@@ -53,9 +57,16 @@ class Recorded:
     program: Program
     outputs: tuple[QuantizedStorage | None, ...]
     interpreter: Runner
-    backward: Programs = field(default_factory=Programs)
+    backward: Programs = field(default_factory=lambda: Programs(BACKWARD_LOOKS))
     packing: Packing | None = None
     packs: bool = True
+
+    def programs(self) -> Iterator[Program]:
+        """All that are kept for this look."""
+        packed = self.packing
+        yield from (self.program, *(() if packed is None else (packed.forward,)))
+        for looks in (self.backward, *(() if packed is None else (packed.backward,))):
+            yield from (made.program for made in list(looks.values()) if isinstance(made, RecordedBackward))
 
     @property
     def results(self) -> int:
@@ -82,7 +93,7 @@ class Packing:
     rooms: dict[int, tuple[Sequence[int], torch.dtype]]
     count: int
     size: int
-    backward: Programs = field(default_factory=Programs)
+    backward: Programs = field(default_factory=lambda: Programs(BACKWARD_LOOKS))
 
     @classmethod
     def of(cls, recorded: Recorded, backward: Program, grads: int) -> Packing | None:

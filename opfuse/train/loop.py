@@ -16,7 +16,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.recipes import Recipe, autocast
-from opfuse.runtime.fuser import CacheInfo
+from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.recording import recorded_plans
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel

@@ -233,7 +233,7 @@ def test_x01_cache_info_tells_the_latest_miss_of_all_pipelines():
     model = ops.Sequential(ops.ReLU(), nn.Identity(), inner, nn.Identity(), ops.SiLU())
     model(x_of(3, 8))
     model(x_of(3, 8))
-    assert model.cache_info() == (3, 3, 3, "first plan: the cache was empty")
+    assert model.cache_info()[:4] == (3, 3, 3, "first plan: the cache was empty")
     inner.eval()(x_of(3, 8))
     assert "training" in model.cache_info().last_miss
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_torch_compile_leaves_pipelines_as_they_are(recipe):
         want.sum().backward()
         assert torch.equal(got, want)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
-    assert model[1].cache_info() == eager[1].cache_info()
+    assert model[1].cache_info()[:4] == eager[1].cache_info()[:4]
 
 
 class Power(ops.BasicOperation):

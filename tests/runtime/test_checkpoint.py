@@ -101,7 +101,7 @@ def test_recipe_and_rules_reach_another_thread() -> None:
     thread.start()
     thread.join()
     assert x.grad is not None
-    assert model.cache_info() == (1, 1, 1, "first plan: the cache was empty")
+    assert model.cache_info()[:4] == (1, 1, 1, "first plan: the cache was empty")
 
 
 def test_two_backward_passes_over_one_graph() -> None:

@@ -17,7 +17,7 @@ from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.runtime import own
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import LOOKS, Recorded, RecordedBackward
+from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
@@ -127,6 +127,35 @@ def test_every_look_of_an_input_has_a_program_of_its_own_up_to_a_limit():
             model(x[:1].expand(rows, 64).contiguous())
     (run,) = model.runs()
     assert all(len(looks) <= LOOKS for _, plan in run.cache.items() for looks in plan.programs.values())
+
+
+def test_cache_info_counts_programs_and_what_they_take():
+    model = model_of("mlp")
+    assert model.cache_info()[4:] == (0, 0, 0)
+    run(model, recipes.MXFP8BlockScaling(), calls=5)
+    info = model.cache_info()
+    alive = [program for each in recorded_in(model) for program in each.programs()]
+    assert info.programs == len(alive) >= 2
+    assert info.block_bytes == max(program.block_bytes for program in alive)
+    assert info.host_bytes >= sum(len(program.text) for program in alive) > 0
+
+
+def test_cache_info_of_an_op_that_is_called_alone():
+    op, x = to(ops.Linear(64, 64), BF16), randn(8, 64)
+    assert op.cache_info() == (0, 0, 0, None, 0, 0, 0)
+    with torch.no_grad():
+        for _ in range(4):
+            op(x)
+    assert op.cache_info()[:5] == (1, 3, 1, "first plan: the cache was empty", 1)
+
+
+def test_a_look_keeps_programs_for_few_looks_of_gradients():
+    model = model_of("mlp")
+    for call in range(4 * BACKWARD_LOOKS):
+        y = model(randn(4 * BACKWARD_LOOKS, 64).requires_grad_())
+        wide = randn(*y.shape, seed=call).repeat(1, 1 + call // 3)
+        y.backward(wide[:, : y.shape[1]])
+    assert max(len(made.backward) for made in recorded_in(model)) == BACKWARD_LOOKS
 
 
 def test_a_parameter_that_is_replaced_moved_or_written_is_read_anew():

@@ -99,6 +99,25 @@ def check(
     check(configs, format="json" if as_json else format.value)
 
 
+def parity(
+    model: Annotated[Path, typer.Argument(help="Weights as they are trained: a file or a directory.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="Weights as others read them.", show_default=False)],
+    *,
+    source: Annotated[
+        Path | None, typer.Option(help="Weights in high precision that both are casts of.", show_default=False)
+    ] = None,
+    cast: Annotated[bool, typer.Option("--cast", help="Plain weights of MODEL are cast in each call.")] = False,
+    plain: Annotated[
+        list[str] | None, typer.Option(help="With --cast: modules that are not.", show_default="heads and routers")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: what is quantized on which side, whose bytes differ, and by which scale rule."""
+    from opfuse.cli.parity import parity
+
+    parity(model, checkpoint, source=source, cast=cast, plain=plain, as_json=as_json)
+
+
 def schema(as_json: Json = True) -> None:
     """Print the JSON schema of configurations."""
     from opfuse.cli.schema import schema
@@ -189,5 +208,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (run, study, explain, check, schema, kernels, doctor)
+COMMANDS = (run, study, explain, check, parity, schema, kernels, doctor)
 """In the order in which they are listed."""

@@ -279,19 +279,27 @@ def import_weights(
 
     ConversionError for arrays that fit no layout, by their names.
     """
-    known = dict(LAYOUTS) if layout is None else {layout: _named(layout)}
     found = dict(tensors)
+    for path, foreign, arrays in recognized(tensors, layout):
+        for part in foreign.parts:
+            del found[f"{path}.{part.suffix}"]
+        weight = foreign.read(path, arrays, dtype) if not dequantize else _values(foreign, path, arrays, dtype)
+        found[path + _WEIGHT] = weight
+    return found
+
+
+def recognized(
+    tensors: Mapping[str, torch.Tensor], layout: str | None = None
+) -> Iterator[tuple[str, Foreign, dict[str, torch.Tensor]]]:
+    """Each quantized weight: its module's path, its layout, and its arrays by suffix. Errors of :func:`import_weights`."""
+    known = dict(LAYOUTS) if layout is None else {layout: _named(layout)}
     for path, arrays in _weights(tensors, known):
         foreign = next((each for each in known.values() if each.fits(arrays)), None)
         if foreign is None:
             told = ", ".join(f"{suffix} {array.dtype} {tuple(array.shape)}" for suffix, array in arrays.items())
             cure = "pass all of the file's tensors, and name their layout"
             raise ConversionError(describe(path, wanted=f"a weight in one of {', '.join(known)}", got=told, cure=cure))
-        for part in foreign.parts:
-            del found[f"{path}.{part.suffix}"]
-        weight = foreign.read(path, arrays, dtype) if not dequantize else _values(foreign, path, arrays, dtype)
-        found[path + _WEIGHT] = weight
-    return found
+        yield path, foreign, arrays
 
 
 def _values(foreign: Foreign, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.casts.row import cast_row
+from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
@@ -107,6 +108,15 @@ def decoded(fmt: NumberFormat, usage: Usage = ROWWISE, *, swizzled: bool = False
     return make
 
 
+def codes(shape: Shape) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+
+
+def turned(shape: Shape) -> Call:
+    x = codes(shape)
+    return lambda: transposed(x)
+
+
 # "Known amax": the pass over the matrix that finds the amaxes is left out; "measured": it is in. "stochastic" is random rounding.
 CASTS: Table = {
     "amax": (BF16, measured_amax),
@@ -141,6 +151,7 @@ CASTS: Table = {
     "decode MXFP8, col": (BF16 + MX, decoded(mxfp8(E4M3), COLUMNWISE)),
     "decode MX swz, row": (BF16 + MX, decoded(mxfp8(E4M3), swizzled=True)),
     "decode MX swz, col": (BF16 + MX, decoded(mxfp8(E4M3), COLUMNWISE, swizzled=True)),
+    "transpose of codes": (2 * FP8, turned),
     "NVFP4, row, known amax": (BF16 + NV, nv(ROW)),
     "NVFP4, row, measured": (2 * BF16 + NV, nv(ROW, measured=True)),
     "NVFP4, row stochastic, known amax": (BF16 + NV, nv(ROW, seed=1)),
@@ -216,6 +227,7 @@ PEERS: Mapping[str, Peer] = {
     "1x128, row": Peer(torch_blocks, _matrix),
     "MXFP8, row": Peer(torch_mx, _matrix),
     "decode, row": Peer(torch_decode, lambda shape: plane(Layout(fp8_tensor(E4M3), ROWWISE, shape))),
+    "transpose of codes": Peer(lambda x: (x.t().contiguous(),), lambda shape: (codes(shape),)),
     "decode MXFP8, row": Peer(torch_decode_mx, lambda shape: plane(Layout(mxfp8(E4M3), ROWWISE, shape))),
 }
 

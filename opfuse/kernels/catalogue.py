@@ -15,6 +15,7 @@ from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording, tensor_amax
+from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
 from opfuse.kernels.engine.registry import Arguments, Case, Kernel
@@ -34,6 +35,7 @@ _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
     cast_nv: nvfp4.CASTS,
     dequantize: planes.PLANES,
     dequantize_nv: planes.NVFP4_PLANES,
+    transposed: planes.TRANSPOSED,
     delayed_update: delayed.CASES,
     forward_chain: chains.FORWARD,
     backward_chain: chains.BACKWARD,

@@ -163,6 +163,11 @@ def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:
     return x.t() if usage == COLUMNWISE else x
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The matrix with its rows as columns, in memory of its own."""
+    return x.t().contiguous()
+
+
 def store_data(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Codes, one a byte, ``layout.lines`` as rows, to the data that a plane stores."""
     if layout.element.bits == 4:

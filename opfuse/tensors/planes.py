@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -39,10 +40,11 @@ def mirrored(rowwise: Plane) -> Plane:
     source, layout = rowwise.layout, layout_of(rowwise.format, COLUMNWISE, rowwise.shape, rowwise.swizzled)
     step = source.block[1] // source.block[0]
     scale = load_scale(cast(torch.Tensor, rowwise.scale), source)[::step].t().repeat_interleave(step, 0)
+    whole_bytes = layout.format.transposed and layout.element.bits == 8
     return replace(
         rowwise,
         usage=COLUMNWISE,
-        data=store_data(load_data(rowwise.data, source).t(), layout),
+        data=transposed(rowwise.data) if whole_bytes else store_data(load_data(rowwise.data, source).t(), layout),
         scale=store_scale(scale[: layout.blocks[0]], layout),
     )
 

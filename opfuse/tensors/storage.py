@@ -15,6 +15,7 @@ import torch
 from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import Layout, layout_of, relayout_scale
 
 
@@ -60,7 +61,7 @@ class Plane:
 
     def transposed(self) -> Plane:
         """The columnwise plane of the same values in a per-tensor format: the rowwise bytes, transposed."""
-        return replace(self, usage=COLUMNWISE, data=self.data.t().contiguous())
+        return replace(self, usage=COLUMNWISE, data=transposed(self.data))
 
     def with_swizzle(self, *, swizzled: bool) -> Plane:
         """The same values with scales in the tile layout or compact; itself if they are so, or if the format has no tiles."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import opfuse
-from tests.distributed.running import Task, failed
+from tests.distributed.running import Task, failed, say
 from tests.distributed.training import RECIPES, WRAPS, Case, build, data, loss_of, optimizer_of, region_of, whole
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
@@ -139,6 +139,7 @@ def check_left(folder: Path, rank: int, ranks: int, device: str) -> list[str]:
 
 def killed(ranks: int, device: str) -> list[str]:
     """What is wrong with the checkpoints of ranks of which one is killed while it saves."""
+    say(0, "the next task ends when a rank is killed in its midst")
     with tempfile.TemporaryDirectory() as folder:
         failures = failed(ranks, device, [(check_killed, Path(folder)), (check_left, Path(folder))])
     died = failures.pop(0, ["nobody was killed"])

@@ -101,5 +101,17 @@ def _planes(formats: dict[str, NumberFormat]) -> dict[str, Case]:
     return made
 
 
+def _transposed(kind: str) -> Case:
+    """A matrix of random bytes."""
+
+    def case(device: torch.device) -> Arguments:
+        shape, generator = _LINES[kind], torch.Generator().manual_seed(zlib.crc32(kind.encode()))
+        x = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        return Arguments((_placed(x, device, past=kind == "misaligned"),))
+
+    return case
+
+
+TRANSPOSED: dict[str, Case] = {kind: _transposed(kind) for kind in _LINES}
 PLANES = _planes(_FORMATS)
 NVFP4_PLANES = _planes(_NVFP4_FORMATS)

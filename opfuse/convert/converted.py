@@ -21,7 +21,7 @@ from torch import nn
 from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import MadeParameters
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import break_graph, check_partial, outside
+from opfuse.core.tracers import break_graph, check_exported, check_partial, outside
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
@@ -174,7 +174,8 @@ class Converted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            break_graph("a converted module")  # the same words for each, which torch compiles once
+            check_exported("a converted module")
+            break_graph("a module that fuse_ has converted")  # the same words for each, which torch compiles once
             return outside(_call_outside)(self, *args, **kwargs)
         if self.region is None or in_region():
             return self._checkpointed(args, kwargs)

@@ -17,15 +17,12 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.errors import UnsupportedError, describe
 
-WHY = (
-    "opfuse runs its own plans: a call is no op of a graph of torch.compile where a tensor lives quantized or in shards, an op "
-    "writes to tensors of the caller (main_grad, too) or has groups of rows, there are keyword arguments, or fuse_ has converted "
-    "the module"
-)
-"""The reason of the graph break."""
+WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
+"""How the reason of a graph break begins."""
 
 _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
 
@@ -66,23 +63,27 @@ def check_proxy(label: str, x: object) -> None:
         _refuse(label, "a torch.Tensor", "a torch.fx.Proxy: symbolic tracing does not run a call", cure)
 
 
-_enrolled: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_handles, _sites = itertools.count(1), itertools.count(1)
+_enrolled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers, _sites = itertools.count(1), itertools.count(1)
 
 
-def enroll(thing: Any) -> str:
-    """A name for an object of this process, by which a graph knows it."""
-    handle = f"{type(thing).__name__} {next(_handles)}"
-    _enrolled[handle] = thing
-    return handle
+def enroll(thing: Any) -> torch.Tensor:
+    """A ticket for an object of this process, by which a graph knows it: a tensor of its number.
+
+    Dynamo takes a number or a name for a constant, and compiles anew for each object; a tensor is an input of the graph.
+    """
+    number = next(_numbers)
+    _enrolled[number] = thing
+    with torch.inference_mode(False), _disable_current_modes():
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def enrolled(name: str) -> Any:
-    """The object of that name, or of the place of a call, which begins with it; UnsupportedError if there is none."""
-    thing = _enrolled.get(name.partition(",")[0])
+def enrolled(number: int) -> Any:
+    """The object of that number; UnsupportedError if there is none."""
+    thing = _enrolled.get(number)
     if thing is None:
         got, cure = "a graph that outlived it", "compile the model anew"
-        _refuse(f"{name} in a graph of torch.compile", "a model that is alive", got, cure)
+        _refuse(f"pipeline {number} in a graph of torch.compile", "a model that is alive", got, cure)
     return thing
 
 
@@ -91,13 +92,19 @@ def all_enrolled() -> list[Any]:
     return list(_enrolled.values())
 
 
-def prepared(handle: str) -> str:
-    """Have the object of that name get ready to be followed; a name for the place of the call.
+def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int]:
+    """Have the object of that ticket get ready to be followed; its number, and one for the place of the call.
 
-    Dynamo runs it where it meets it, looks not into it, and takes what it returns for a constant.
+    Dynamo runs it where it meets it, looks not into it, and takes what it returns for a constant, and ``form`` for a condition of
+    that: other objects of the same form share the graph. They get ready as well, for what is made later fails a guard.
     """
-    enrolled(handle).get_ready()
-    return f"{handle}, call {next(_sites)}"
+    number = int(ticket)
+    thing = enrolled(number)
+    thing.get_ready()
+    for other in all_enrolled():
+        if isinstance(other, Enrolled) and type(other) is type(thing) and other.resembles(thing):
+            other.get_ready()
+    return number, next(_sites)
 
 
 # What torch.compiler.assume_constant_result does, after an import that takes a second.
@@ -105,17 +112,22 @@ prepared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Enrolled(nn.Module):
-    """A module that graphs of torch.compile know by ``handle``, which a copy has anew."""
+    """A module that graphs of torch.compile know by ``ticket``, which a copy has anew."""
 
-    handle: str
+    ticket: torch.Tensor
 
     def __new__(cls, *_: object, **__: object) -> Self:
         made = super().__new__(cls)
-        made.__dict__["handle"] = enroll(made)
+        made.__dict__["ticket"] = enroll(made)
         return made
 
     def get_ready(self) -> Any:
         """Make what dynamo reads but must not follow the making of."""
+
+    def resembles(self, other: Any) -> bool:
+        """Whether a graph that was made for ``other``, of the same class, may do for this one."""
+        mine, others = self.__dict__.get("spec"), other.__dict__.get("spec")
+        return bool(mine == others)
 
 
 def check_exported(label: str) -> None:
@@ -124,15 +136,14 @@ def check_exported(label: str) -> None:
         _refuse(label, "a call that runs", "torch.export", _TORCH)
 
 
-def break_graph(label: str) -> None:
-    """Under torch.compile, a graph break that says whose it is and why; UnsupportedError under torch.export."""
-    check_exported(label)
-    torch._dynamo.graph_break(msg=WHY)
+def break_graph(why: str) -> None:
+    """Under torch.compile, a graph break that says whose it is and why."""
+    torch._dynamo.graph_break(msg=WHY + why)
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which torch.compile calls and does not look into. Made when called for: importing dynamo takes a second."""
-    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY)  # type: ignore[no-untyped-call]
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY.partition(":")[0])  # type: ignore[no-untyped-call]
     return made
 
 

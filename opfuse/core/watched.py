@@ -95,7 +95,7 @@ class WatchedModule(Enrolled):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops, and a copy is in no pipeline yet.
-        own = ("handle", "_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
+        own = ("ticket", "_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class TokenDispatch(BasicOperation):
         picked, chosen = probabilities.topk(self.top_k)
         # A stable sort keeps the tokens of a group in order.
         order = chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view_as(chosen)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device)).view_as(chosen)
         splits = torch.nn.functional.one_hot(chosen.flatten(), self.num_groups).sum(0)
         trains, routed = "weight" in ctx.needs, "input" in ctx.needs
         ctx.save(
@@ -105,7 +105,7 @@ class TokenCombine(BasicOperation):
     ) -> tuple[torch.Tensor, Any]:
         (ctx,), ((places,),) = basic_op_ctxs, basic_op_extra_inputs
         _check_rows(self.label, input_, None)
-        if len(input_) != places.numel():
+        if input_.shape[0] != places.numel():
             wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))

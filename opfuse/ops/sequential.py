@@ -164,7 +164,7 @@ class Sequential(Enrolled):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {name: value for name, value in self.__dict__.items() if name != "handle"} | {"_made": None}
+        return {name: value for name, value in self.__dict__.items() if name != "ticket"} | {"_made": None}
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
@@ -181,6 +181,10 @@ class Sequential(Enrolled):
         for module in self.modules():
             if isinstance(module, Sequential):
                 module.runs()
+
+    def resembles(self, other: Sequential) -> bool:
+        """Whether it has the same classes of modules."""
+        return [*map(type, self.modules())] == [*map(type, other.modules())]
 
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         parts: list[nn.Module | NamedOps] = []
@@ -235,7 +239,7 @@ class Sequential(Enrolled):
         """
         if torch.compiler.is_compiling():
             check_exported("Sequential")
-            prepared(self.handle)  # no tracer must follow the making of pipelines
+            prepared(self.ticket)  # no tracer must follow the making of pipelines
             runs = self.runs()
         else:
             if type(x) is not torch.Tensor:

@@ -4,48 +4,50 @@ Dynamo follows a call as far as :func:`follow` and puts ``opfuse::pipeline`` int
 arguments. Everything else the op asks when it runs: the recipe that is active then, the plan of the call. So nothing that a plan
 depends on is baked into the graph, and another recipe is no recompilation.
 
-What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`_HeldCall`. The op returns it as a
-tensor of one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when torch
-lets it go, all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what
-lies in the memory of one, and is no parameter, is held as a copy.
+What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`HeldCall`. The op returns it as a tensor
+of one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when it lets it go,
+all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what lies in the
+memory of one, and is no parameter, is held as a copy.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from opfuse.compiler.graph import GROUPED
-from opfuse.compiler.plan import Plan
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
-from opfuse.core.spec import accumulates
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.runtime.held import HeldCall, Keeper, SavedTensor, apart, enter, held_by, leave, token_of
 from opfuse.runtime.recompute import check_recomputed_in_graph
-from opfuse.runtime.run import outlined
+from opfuse.tensors.dispatch import HANDLERS
+from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
 
 
 class CompiledPipeline(Protocol):
-    """What is called. slots: where its parameters are found."""
+    """What is called. form: a graph that calls one does for others of that form. slots: where its parameters are found."""
 
     label: str
-    handle: str
+    ticket: torch.Tensor
     ops: tuple[BasicOperation, ...]
+
+    @property
+    def form(self) -> str: ...
 
     @property
     def slots(self) -> Slots: ...
 
-    def plain_plan(self, x: torch.Tensor, extras: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Plan: ...
+    def get_ready(self) -> None: ...
+
+    def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]: ...
 
     def __call__(self, x: torch.Tensor, *extras: torch.Tensor, instead: Mapping[int, torch.Tensor] | None = ...) -> Any: ...
 
@@ -55,12 +57,13 @@ class CompiledPipeline(Protocol):
 
 def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
     """The call as an op of the graph that is being made."""
-    call = prepared(pipeline.handle)
+    call = prepared(pipeline.ticket, pipeline.form)
     tensors = [x, *extras]
     for slot, name in pipeline.slots:
         parameter = slot.get(name)
         if parameter is not None:
             tensors.append(parameter)
+    tensors.append(pipeline.ticket)
     grad = torch.is_grad_enabled()
     wanted = [grad and tensor.requires_grad for tensor in tensors]
     kind = x.device.type
@@ -70,111 +73,23 @@ def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.T
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def is_followable(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> bool:
-    """Whether a call can be an op: all tensors are plain, no op writes to those of the caller or reads sizes of groups."""
+def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> str:
+    """Why a call cannot be an op, and the cure; empty if it can."""
+    if kwargs:
+        return "keyword arguments of an op. Cure: give them to the op when it is made"
     for op in pipeline.ops:
-        if GROUPED in op.traits or accumulates(op.spec) or (op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False)):
-            return False
+        if op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False):
+            return f"{op.label}, which writes into a tensor of the caller. Cure: use in_place=False"
+    if not all(type(each) in _PLAIN for each in [x, *extras]):
+        return "an input that is quantized or in shards. Cure: have the pipeline itself quantize it, or call dequantize() on it"
     parameters = [slot.get(name) for slot, name in pipeline.slots]
-    return all(each is None or type(each) in _PLAIN for each in [x, *extras, *parameters])
+    if not all(each is None or type(each) in _KNOWN for each in parameters):
+        return "parameters in shards. Cure: compile modules without them, or without fullgraph"
+    return ""
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-# -- what is kept ----------------------------------------------------------------------------------------------------------------
-
-
-class _HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
-    """What one call left for its backward pass, and the memory of the tensor that stands for it.
-
-    ends: where the gradient of each output enters; None for one without. begins: where those of arguments leave.
-    """
-
-    ends: list[GradientEdge | None]
-    begins: list[GradientEdge]
-
-
-_held: weakref.WeakValueDictionary[int, _HeldCall] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
-
-
-def held_calls() -> int:
-    """How many calls of compiled pipelines hold something for a backward pass."""
-    return len(_held)
-
-
-def _token(held: _HeldCall) -> torch.Tensor:
-    """The tensor that stands for it. Its memory is ``held`` itself, which lives as long as any tensor in that memory."""
-    held[0] = next(_numbers)
-    _held[held[0]] = held
-    return torch.frombuffer(held, dtype=torch.int64)
-
-
-class _SavedTensor(NamedTuple):
-    """A tensor that an op saved, and the count of its writes: autograd counts none where there are hooks."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def unpacked(self) -> torch.Tensor:
-        """Autograd's hook."""
-        if self.tensor._version != self.version:
-            where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
-            cure = "change parameters after the backward pass"
-            raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure))
-        return self.tensor
-
-
-class _Keeper:
-    """Keeps what a call saves: of what lies in the memory of ``given`` a copy."""
-
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self.given = given
-        self.kept: list[torch.Tensor] = []
-        self._copies: dict[Any, torch.Tensor] = {}
-
-    def pack(self, tensor: torch.Tensor) -> _SavedTensor:
-        """Autograd's hook."""
-        if _overlaps(tensor, self.given):
-            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            if place not in self._copies:
-                self._copies[place] = tensor.detach().clone()
-            tensor = self._copies[place]
-        else:
-            self.kept.append(tensor)
-        return _SavedTensor(tensor, tensor._version)
-
-
-def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    return any(_share_memory(tensor, other) for other in others)
-
-
-_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-
-def _apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``results`` in memory that neither ``others`` nor another of them has, for a compiler may write over each."""
-    made: list[torch.Tensor] = []
-    for result in results:
-        whole = result.detach().contiguous()
-        made.append(whole.clone() if _overlaps(whole, [*others, *made]) else whole)
-    return made
-
-
-class _ArgumentNode(torch.autograd.Function):
-    """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError("no gradient goes beyond the arguments of a compiled pipeline")
-
-
-_entry: Callable[..., torch.Tensor] = _ArgumentNode.apply
+_KNOWN = (*_PLAIN, QuantizedTensor)
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------------------
@@ -183,35 +98,39 @@ _entry: Callable[..., torch.Tensor] = _ArgumentNode.apply
 @torch.library.custom_op(
     "opfuse::pipeline",
     mutates_args=(),
-    schema="(Tensor[] tensors, bool[] wanted, int count, str call, ScalarType? autocast) -> Tensor[]",
+    schema="(Tensor[] tensors, bool[] wanted, int count, int[] call, ScalarType? autocast) -> Tensor[]",
 )
 def pipeline_op(
-    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: str, autocast: torch.dtype | None
+    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
     """The outputs of a pipeline and, if a gradient is wanted, the tensor that stands for what was kept.
 
-    tensors: the first ``count`` are its inputs, then come its parameters. wanted: whose gradient is. call: which pipeline, and
-    where the call stands, so that no compiler takes two of them for one.
+    tensors: the first ``count`` are its inputs, then come its parameters, the last is its ticket. wanted: whose gradient is.
+    call: the pipeline that was traced, which is this one or of its form, and where the call stands, so that no compiler takes
+    two of them for one.
     """
-    pipeline: CompiledPipeline = enrolled(call)
+    *tensors, ticket = tensors
+    pipeline: CompiledPipeline = enrolled(int(ticket))
+    pipeline.get_ready()
     check_recomputed_in_graph(pipeline.label)
-    given, parameters = tensors[:count], tensors[count:]
-    _check_parameters(pipeline, parameters)
+    given = tensors[:count]
+    parameters = _checked_parameters(pipeline, tensors[count:])
+    tensors = [*given, *parameters]
     writes = [tensor._version for tensor in given]
-    keeper, held, trains = _Keeper(given), _HeldCall(), any(wanted)
-    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, _SavedTensor.unpacked):
+    keeper, held, trains = Keeper(given), HeldCall(), any(wanted)
+    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, SavedTensor.unpacked):
         root = torch.empty((), requires_grad=trains)
-        entries = [_entry(root, each) if want else each.detach() for each, want in zip(tensors, wanted)]
+        entries = [enter(root, each) if want else each.detach() for each, want in zip(tensors, wanted)]
         instead: dict[int, torch.Tensor] = {}
         for parameter, entry in zip(parameters, entries[count:]):
             instead.setdefault(id(parameter), entry)
         result = pipeline(*entries[:count], instead=instead)
         outputs: tuple[torch.Tensor, ...] = result if isinstance(result, tuple) else (result,)
-        held.ends = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        held.ends = [leave(output) if output.requires_grad else None for output in outputs]
         held.begins = [get_gradient_edge(entry) for entry, want in zip(entries, wanted) if want]
     _check_result(pipeline, [each._version for each in given] != writes, outputs)
-    results = _apart(outputs, [*tensors, *keeper.kept])
-    return [*results, _token(held)] if trains else results
+    results = apart(outputs, [*tensors, *keeper.kept])
+    return [*results, token_of(held)] if trains else results
 
 
 @torch.library.custom_op(
@@ -231,7 +150,7 @@ def backward_op(
     sizes, looks, device: how these arguments look; ``looks`` has the rank and the place in ``DTYPES`` of each, in turn.
     """
     where = "backward of a compiled pipeline"
-    held = _held.get(int(token))
+    held = held_by(token)
     if held is None:
         cure = "leave hooks of saved tensors that copy them (save_on_cpu) outside of what is compiled"
         got = "a copy of the tensor that stands for it"
@@ -247,15 +166,30 @@ def backward_op(
         found = torch.autograd.grad(ends, held.begins, given, retain_graph=keep, allow_unused=True)
     empty = backward_fake(token, grads, sizes, looks, device)
     made = (torch.zeros_like(like) if grad is None else grad for grad, like in zip(found, empty))
-    return _apart(made, [grad for grad in grads if grad is not None])
+    return apart(made, [grad for grad in grads if grad is not None])
 
 
-def _check_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> None:
-    """UnsupportedError unless ``given`` are the parameters that the pipeline reads."""
-    own = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
-    if len(own) != len(given) or any(a.data_ptr() != b.data_ptr() or a.shape != b.shape for a, b in zip(own, given)):
+def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that the pipeline reads; UnsupportedError unless ``given`` are their memory."""
+    own: list[Any] = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
+    places = [(place.data_ptr(), place.shape) for place in map(_memory, own)]
+    if places != [(each.data_ptr(), each.shape) for each in given]:
         wanted, got = "the parameters of its ops", "others, as torch.func.functional_call passes them"
         raise _refusal(pipeline, wanted, got, "assign parameters to the ops, and compile the model itself")
+    return own
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the first array of one that lives quantized."""
+    return next(iter(named_tensors(tensor.record).values())) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _by_memory(op: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
+    """The op over the memory of parameters that live quantized: torch has seen already whose gradients are wanted."""
+    return op([_memory(tensor) for tensor in tensors], *rest)
+
+
+HANDLERS[torch.ops.opfuse.pipeline.default] = _by_memory
 
 
 def _check_result(pipeline: CompiledPipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
@@ -282,7 +216,7 @@ def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextMana
 
 @pipeline_op.register_fake
 def pipeline_fake(
-    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: str, autocast: torch.dtype | None
+    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
     """Tensors like those of the op: the ops compute without a recipe on tensors that have no values.
 
@@ -291,18 +225,18 @@ def pipeline_fake(
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    pipeline: CompiledPipeline = enrolled(call)
+    pipeline: CompiledPipeline = enrolled(call[0])
     x = tensors[0]
     shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
     known: dict[Any, list[Any]] = {} if shapes is None else _known_looks.setdefault(shapes, {})
-    key = call, autocast, *((str(tensor.shape), str(tensor.stride()), tensor.dtype) for tensor in tensors[:count])
+    key = *call, autocast, *((str(tensor.shape), str(tensor.stride()), tensor.dtype) for tensor in tensors[:count])
     if key not in known:
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         values_read = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
         with mode, values_read, torch.no_grad(), _autocast(x, autocast):
             given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]]
             try:
-                outputs = outlined(pipeline.plain_plan(given[0], given[1:], autocast), pipeline.ops, given)
+                outputs = pipeline.outline(given, autocast)
             except Exception as error:
                 raise DynamicOutputShapeException(torch.ops.opfuse.pipeline.default) from error
         if free_unbacked_symbols(outputs):

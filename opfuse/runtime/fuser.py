@@ -38,12 +38,13 @@ from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.caches import CacheInfo, info_of
-from opfuse.runtime.compiled import follow, is_followable
+from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.recording import RecordedPlans, recorded_plans, recording
+from opfuse.runtime.run import outlined
 from opfuse.runtime.segment import recorded_saves, run_plan
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
@@ -80,7 +81,7 @@ class OperationFuser:
     extra_inputs: for every extra input of a call its channel, None for one without. extra_outputs: the channels of the extra
     outputs. slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name.
     last_missed: the number of its last miss among the misses of all pipelines, 0 before the first. members: the ops whose module
-    hooks it passes over. path: that of its module, once it is known. handle: what graphs of torch.compile call it.
+    hooks it passes over. path: that of its module, once it is known. ticket: what graphs of torch.compile call it.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class OperationFuser:
         exports: Collection[str] = (),
         before: PlanKey | None = None,
     ) -> None:
-        self.handle = enroll(self)
+        self.ticket = enroll(self)
         self.given = tuple(ops)
         self.names = tuple(map(str, range(len(self.given)))) if names is None else tuple(names)
         self.members = () if alone else self.given
@@ -129,6 +130,7 @@ class OperationFuser:
         numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
         self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
         self.structure = self._structure()
+        self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
         read = [channel.name for op in self.ops for channel in op.extra_input_channels]
         self.extra_inputs = tuple(
             name for i, name in enumerate(read) if name is None or (name in self.imports and name not in read[:i])
@@ -169,6 +171,11 @@ class OperationFuser:
                 op.changed()
         if self._epoch != WatchedModule.epoch:
             self._look()
+
+    @property
+    def handle(self) -> str:
+        """Its name in this process."""
+        return f"{type(self).__name__} {int(self.ticket)}"
 
     @property
     def where(self) -> str:
@@ -278,9 +285,10 @@ class OperationFuser:
         """
         if torch.compiler.is_compiling():
             check_exported(self.label)
-            if not kwargs and is_followable(self, x, extras):
+            why = hindrance(self, x, extras, kwargs)
+            if not why:
                 return follow(self, x, extras)
-            break_graph(self.label)
+            break_graph(why)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
         if (repeat := repeated(self)) is not None:
             return repeat(partial(self._repeated, x, *extras, kwargs=kwargs, instead=instead))
@@ -312,15 +320,17 @@ class OperationFuser:
 
     get_ready = _look_again
 
-    def plain_plan(self, x: torch.Tensor, extras: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Plan:
-        """A plan that tells how outputs look, for which recipes, fusions and gradients make no difference."""
+    def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
+        """Outputs that look as those for ``given``, which may have no values. Recipes, fusions and gradients change no look."""
+        x, *extras = given
         check_count(self, extras)
         rules = replace(self.rules or active_rules(), level=0)
         device, arch, _ = _device(x.device)
         env = Env(None, None, False, autocast, device, arch, ROWS, True, rules.level)
-        sigs = [TensorSig(each.dtype, None, False, each.device, None) for each in (x, *extras)]
+        sigs = [TensorSig(each.dtype, None, False, each.device, None) for each in given]
         inputs = sigs[0], tuple(sigs[1:]), parameter_signatures(self.slots), tuple([op.training for op in self._modal])
-        return self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
+        plan = self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
+        return outlined(plan, self.ops, given)
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss, and what programs take."""
@@ -356,7 +366,7 @@ def _alone(op: FusibleOperation) -> OperationFuser:
 
 def _run_alone(op: Any, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        prepared(op.handle)
+        prepared(op.ticket)
         fuser: OperationFuser = op._fuser
     else:
         fuser = _alone(op)

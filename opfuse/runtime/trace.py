@@ -55,9 +55,11 @@ class Made(NamedTuple):
 class TracedPipeline(Protocol):
     """What is traced."""
 
-    handle: str
     cache: Cache[PlanKey, Plan]
     history: Any
+
+    @property
+    def handle(self) -> str: ...
 
     @property
     def where(self) -> str: ...

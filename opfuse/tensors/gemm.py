@@ -77,7 +77,7 @@ def gemm(
     if name != "wgrad" and result.shape[0] != (rows := matrix_shape(left.shape)[0]):
         result = result[:rows]
     if out is not None:
-        return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
+        return out if torch._C._is_alias_of(out, result) else out.copy_(result)  # type: ignore[attr-defined]
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 

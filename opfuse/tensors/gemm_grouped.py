@@ -69,7 +69,7 @@ def grouped_rows(
         return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
     rows = torch.empty(sum(groups.sizes), width, dtype=out_dtype or dtype, device=left.device)
     for piece, weight, out in zip(_split(left, groups.sizes), weights, rows.split(groups.sizes)):
-        if len(out):
+        if out.shape[0]:  # of len() torch.compile would make a constant
             gemm(name, piece, weight, dtype=dtype, out_dtype=out_dtype, out=out, **options)
     return rows.reshape(*leading, width)
 

@@ -140,6 +140,8 @@ def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
 
 def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
     """The values of ``splits``, as :func:`read_sizes` gives them, if the host has them without waiting for a device."""
+    if getattr(splits, "fake_mode", None) is not None:  # a compiler asks how results look: no condition on the rows is wanted
+        return (rows, *[0] * (len(splits) - 1))
     if splits.is_meta:
         return tuple(map(len, torch.empty(rows, device="meta").tensor_split(len(splits))))
     read = (_READ.get() or {}).get(id(splits))

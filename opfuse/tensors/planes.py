@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
@@ -74,25 +75,37 @@ def as_matrix(storage: QuantizedStorage) -> QuantizedStorage:
 
 
 def named_tensors(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
-    """The tensors of ``storage`` by name, from :data:`INNER_NAMES`."""
-    return {
-        name: tensor
+    """The tensors of ``storage`` by name, from :data:`INNER_NAMES`; those of a group with its number behind."""
+    found = {
+        f"{name}{number}": getattr(part, field)
         for name, (usage, field) in INNER_NAMES.items()
-        if (tensor := getattr(getattr(storage, usage), field, None)) is not None
+        if (plane := getattr(storage, usage)) is not None
+        for number, part in _parts(plane)
     }
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
+    return enumerate(plane.members) if isinstance(plane, GroupedPlane) else [("", plane)]
 
 
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
     """All of ``storage`` but its tensors and its shape, as a value that compares."""
-    planes = (storage.plane(usage) for usage in storage.usages)
-    return storage.dtype, storage.why, tuple((p.usage, p.format, p.shape, p.swizzled) for p in planes)
+    planes = [storage.plane(usage) for usage in storage.usages]
+    sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)
+    parts = tuple(tuple((p.usage, p.format, p.shape, p.swizzled) for _, p in _parts(plane)) for plane in planes)
+    return storage.dtype, storage.why, tuple(zip(sizes, parts))
 
 
 def assemble(tensors: Mapping[str, torch.Tensor], made: tuple[Any, ...], shape: Sequence[int]) -> QuantizedStorage:
     """The storage that :func:`named_tensors` and :func:`structure` took apart."""
     dtype, why, described = made
     planes: dict[str, Plane] = {}
-    for usage, fmt, matrix, swizzled in described:
-        data, scale, amax = (tensors.get(name) for name, (owner, _) in INNER_NAMES.items() if owner == usage)
-        planes[usage] = Plane(usage, fmt, matrix, data, scale, amax, swizzled)  # type: ignore[arg-type]
+    for sizes, parts in described:
+        built = []
+        for i, (usage, fmt, matrix, swizzled) in enumerate(parts):
+            number = "" if sizes is None else i
+            data, scale, amax = (tensors.get(f"{name}{number}") for name, (owner, _) in INNER_NAMES.items() if owner == usage)
+            built.append(Plane(usage, fmt, matrix, data, scale, amax, swizzled))  # type: ignore[arg-type]
+        planes[built[0].usage] = built[0] if sizes is None else GroupedPlane(built, sizes)
     return QuantizedStorage(torch.Size(shape), dtype, planes.get(ROWWISE), planes.get(COLUMNWISE), why)

@@ -273,6 +273,15 @@ class QuantizedTensor(torch.Tensor):
         made, quantizer, readonly = context
         return rebuild(assemble(inner, made, outer_size), quantizer, requires_grad=False, readonly=readonly, others={})
 
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """An array by the name that ``__tensor_flatten__`` gives it; AttributeError for one of a plane that was not made."""
+        if name.startswith(tuple(INNER_NAMES)):
+            found = named_tensors(self.record)
+            if name in found:
+                return found[name]
+            raise AttributeError(f"this {type(self).__name__} has no {name}: it holds {', '.join(found)}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             found: QuantizedTensor = memo[id(self)]
@@ -364,22 +373,6 @@ class QuantizedTensor(torch.Tensor):
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
         """The whole parameter from the gathered parts, with the tensors that it owns; with ``out``, written into it."""
         return gather.after(self, all_gather_outputs, metadata, dtype=param_dtype, out=out)
-
-
-def _inner(name: str) -> property:
-    """An array by its name; AttributeError for one of a plane that was not made, so that ``hasattr`` tells."""
-
-    def array(tensor: QuantizedTensor) -> torch.Tensor:
-        found = named_tensors(tensor.record)
-        if name not in found:
-            raise AttributeError(f"this {type(tensor).__name__} has no {name}: it holds {', '.join(found)}")
-        return found[name]
-
-    return property(array)
-
-
-for _name in INNER_NAMES:  # what __tensor_flatten__ names must be attributes
-    setattr(QuantizedTensor, _name, _inner(_name))
 
 
 def rebuild(

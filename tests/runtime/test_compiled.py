@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError, UnsupportedError
-from opfuse.runtime.compiled import held_calls
+from opfuse.runtime.held import held_calls
 from tests.ops.test_op_errors import raised
 
 pytestmark = pytest.mark.cpu
@@ -61,7 +61,8 @@ def step(call, model, inputs, recipe):
     torch.manual_seed(1)
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
         y = call(inputs)
-    y.square().mean().backward()
+    y, *more = y if isinstance(y, tuple) else (y,)
+    sum((each.square().mean() for each in more), y.square().mean()).backward()
     grads = [p.grad for p in model.parameters()]
     model.zero_grad()
     return [y.detach(), *grads, *model.state_dict().values()]
@@ -122,6 +123,110 @@ def test_parameters_that_ops_share_and_frozen_ones():
         assert same(*step_of)
 
 
+# -- parameters of all kinds -----------------------------------------------------------------------------------------------------
+
+
+def experts(**options):
+    """Two grouped products over sorted rows, of which a call says how many each group has."""
+    layers = [ops.GroupedLinear(3, 32, width, pad_splits=True, **options) for width in (64, 32)]
+    return ops.Sequential(layers[0], ops.SwiGLU(), layers[1])
+
+
+def routed():
+    """With a gate of its own, from which the numbers of rows come."""
+    gate, back, layers = ops.TokenDispatch(3, 32, top_k=2), ops.TokenCombine(), experts()
+    for index, name in ((0, "splits"), (2, "places")):
+        gate.set_extra_output_channel(index, name, output_to_caller=False)
+    for op, name in ((layers[0], "splits"), (layers[2], "splits"), (back, "places")):
+        op.set_extra_input_channel(0, name)
+    return ops.Sequential(gate, *layers, back)
+
+
+def gated():
+    return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32))
+
+
+MX = recipes.MXFP8BlockScaling()
+KINDS = {
+    "linear, FP8 stored": (gated, recipes.Float8CurrentScaling(), True),
+    "linear, MXFP8 stored": (gated, MX, True),
+    "linear, NVFP4 stored": (gated, recipes.NVFP4BlockScaling(disable_rht=True), True),
+    "grouped": (experts, DELAYED, False),
+    "grouped, one parameter stored": (lambda: experts(single_grouped_weight=True), MX, True),
+    "routed": (routed, MX, False),
+    "main_grad, stored": (lambda: ops.Sequential(ops.Linear(32, 32, accumulate_into_main_grad=True), ops.GELU()), MX, True),
+    "grouped, main_grad": (lambda: experts(single_grouped_weight=True, accumulate_into_main_grad=True), DELAYED, False),
+}
+
+
+def with_buffers(model):
+    """The model, whose weights have ``main_grad`` where their op adds to it."""
+    for each in model.parameters():
+        each.main_grad, each.grad_added_to_main_grad = torch.zeros(each.shape), False
+    return model
+
+
+@pytest.mark.row("H26")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_live_quantized_in_groups_and_with_buffers(kind):
+    """Each is an op of one graph, another when rows change, and what an optimizer writes is seen."""
+    make, recipe, stored = KINDS[kind]
+    with opfuse.quantized_model_init(enabled=stored, recipe=recipe):
+        model = make()
+    eager, model = with_buffers(copy.deepcopy(model)), with_buffers(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for rows in (32, 96, 160):
+        x, splits = torch.randn(rows, 32), [torch.tensor([rows - 24, 24, 0])] * (2 if kind.startswith("grouped") else 0)
+        found = [step(lambda x, call=call: call(x, *splits), own, x, recipe) for call, own in ((compiled, model), (eager, eager))]  # noqa: B023
+        assert same(*found), rows
+        for one, other in zip(model.parameters(), eager.parameters()):
+            assert torch.equal(one.main_grad, other.main_grad)
+            with torch.no_grad():
+                one.mul_(0.5)
+                other.mul_(0.5)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert "main_grad" not in kind or any(each.main_grad.any() for each in model.parameters())
+
+
+def test_other_values_of_a_weight_that_lives_quantized_are_refused():
+    with opfuse.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
+        model, other = small(), small()
+
+    def call(x, weight):
+        return torch.func.functional_call(model, {"1.weight": weight}, (x,))
+
+    with raised(UnsupportedError, RuntimeError, "parameters of its ops", "functional_call"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 32), other[1].weight)
+
+
+class Alone(nn.Module):
+    """Ops that are called as modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = ops.Linear(32, 32), ops.GELU()
+
+    def forward(self, x):
+        return x + self.act(self.linear(x))
+
+
+@pytest.mark.parametrize("layer", [gated, Alone])
+def test_layers_of_one_form_are_compiled_once(layer):
+    """One by one, more of them than torch compiles of one function; a layer of another width is another graph."""
+    stack = nn.Sequential(*[layer() for _ in range(10)])
+    eager = copy.deepcopy(stack)
+    for each in stack:
+        each.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(16, 32, requires_grad=True)
+        assert same(step(stack, stack, x, DELAYED), step(eager, eager, x, DELAYED))
+    assert counters["stats"]["unique_graphs"] == 1
+    other = ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 96), ops.SwiGLU(), ops.Linear(48, 32))
+    x = torch.randn(16, 32, requires_grad=True)
+    assert torch.equal(torch.compile(other, backend="aot_eager", fullgraph=True)(x), other(x))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 # -- what is kept ----------------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +257,8 @@ def test_arguments_and_results_may_be_written_over():
     tensors = [x, *model.parameters()]
     (run,) = model.runs()
     given = [tensors[0].detach().clone(), *tensors[1:]]
-    y, token = torch.ops.opfuse.pipeline(given, [True] * len(given), 1, f"{run.handle}, call 0", None)
+    wanted_of = [*[True] * len(given), False]
+    y, token = torch.ops.opfuse.pipeline([*given, run.ticket], wanted_of, 1, [int(run.ticket), 0], None)
     y.detach().zero_()
     given[0].zero_()
     sizes, looks = [size for t in given for size in t.shape], [number for t in given for number in (t.ndim, 0)]
@@ -229,19 +335,57 @@ def test_a_list_that_changes_and_a_copy_are_compiled_anew():
     model.append(ops.ReLU())
     assert torch.equal(compiled(x), model(x))
     other = copy.deepcopy(model)
-    assert len({other.handle, model.handle, *(run.handle for each in (other, model) for run in each.runs())}) == 4
+    assert len({int(each.ticket) for each in (other, model, *other.runs(), *model.runs())}) == 4
     with torch.no_grad():
         other[1].weight.zero_()
     assert torch.equal(torch.compile(other, backend="eager", fullgraph=True)(x), other(x))
 
 
 @torch.no_grad()
-def test_a_quantized_input_breaks_the_graph():
+def test_a_quantized_input_breaks_the_graph_and_the_reason_has_a_cure():
     quantize, model = ops.Sequential(ops.Quantize()), ops.Sequential(ops.Linear(32, 32), ops.GELU())
     with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
         x = quantize(torch.randn(32, 32))
         assert type(x) is not torch.Tensor
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no op of a graph .* an input that is quantized.*dequantize"):
+            torch.compile(model, backend="eager", fullgraph=True)(x)
+        torch._dynamo.reset()
         assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+BROKEN = {
+    "in place": (lambda: ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput(in_place=True)), {}, "in_place=False"),
+    "keywords": (
+        lambda: ops.Sequential(ops.Linear(32, 32), WithKeyword()),
+        {"op_kwargs": {1: {"factor": 2}}},
+        "when it is made",
+    ),
+}
+
+
+class WithKeyword(ops.BasicOperation):
+    """Takes a number with each call."""
+
+    def op_forward(self, ctx, input_, *, factor=1, **_):
+        return input_ * factor
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_breaks_the_graph_names_a_cure(broken):
+    make, keywords, cure = BROKEN[broken]
+    model, x = make(), torch.randn(4, 32)
+    given = [torch.zeros(4, 32)] if broken == "in place" else []
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"no op of a graph .*{cure}"):
+        torch.compile(model, backend="eager", fullgraph=True)(x, *given, **keywords)
+    torch._dynamo.reset()
+    given = [each.clone() for each in given]
+    assert torch.equal(
+        torch.compile(model, backend="eager")(x, *given, **keywords), model(x, *[0 * g for g in given], **keywords)
+    )
 
 
 class ReadsValues(ops.BasicOperation):

@@ -30,7 +30,7 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
         if as_json:
             echo_json({"plans": [_plan_row(each, plan) for each in found for plan in each.plans], "counts": _counts(found)})
             return
-        _table(PLANS, [tuple(map(str, _plan_row(each, plan).values())) for each in found for plan in each.plans])
+        _table(PLANS, [_plan_cells(each, plan) for each in found for plan in each.plans])
         for line in _summary(found):
             echo(line)
         return
@@ -42,8 +42,8 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
     echo(f"{len(kept)} keys, {sum(each.bytes for each in kept) / 2**20:.1f} MiB in {location()}")
 
 
-def show(key: str, trace: Path | None, *, as_json: bool) -> None:
-    """Every value of a plan's key with its source, or what is known of a compiled kernel."""
+def show(key: str, trace: Path | None, *, only: str, as_json: bool) -> None:
+    """Every value of a plan's key whose path begins with ``only``, with its source, or what is known of a compiled kernel."""
     if trace is None:
         kept = _kernel(key)
         echo_json(kept.record()) if as_json else echo("\n".join(f"{name:<9}{value}" for name, value in kept.record().items()))
@@ -54,8 +54,9 @@ def show(key: str, trace: Path | None, *, as_json: bool) -> None:
         return
     echo(f"{plan.key}  plan {plan.number} of the process, made in {plan.ms:.1f} ms for call {plan.call} of {plan.pipeline}")
     echo(f"why  {plan.why}")
-    width = max(len(leaf.path) for leaf in plan.leaves)
-    for leaf in plan.leaves:
+    leaves = [leaf for leaf in plan.leaves if leaf.path.startswith(only)]
+    width = max((len(leaf.path) for leaf in leaves), default=0)
+    for leaf in leaves:
         echo(f"  {leaf.path:<{width}}  {leaf.value!r:<32} {leaf.source or ''}".rstrip())
 
 
@@ -131,6 +132,10 @@ def prune(*, days: float | None, everything: bool, as_json: bool) -> None:
 def _plan_row(trace: Trace, plan: Any) -> dict[str, Any]:
     values = (plan.key, trace.process.rank, plan.pipeline, plan.call, plan.ms, plan.why)
     return dict(zip(PLANS, values))
+
+
+def _plan_cells(trace: Trace, plan: Any) -> tuple[str, ...]:
+    return tuple(map(str, ({**_plan_row(trace, plan), "ms": f"{plan.ms:>8.1f}"}).values()))
 
 
 def _counts(traces: tuple[Trace, ...]) -> list[dict[str, Any]]:

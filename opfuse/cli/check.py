@@ -8,19 +8,35 @@ from typing import Any
 
 import typer
 
-from opfuse.cli.output import echo
+from opfuse.cli.output import echo, echo_json
 from opfuse.config.findings import FORMATS
 from opfuse.config.load import check as check_file
+from opfuse.config.load import load
+from opfuse.config.values import SettingValue, values_of
+from opfuse.keys import plain
 
 
-def check(configs: Sequence[Path], *, format: str) -> None:
-    """Print the findings of all files, in one of :data:`FORMATS`, and end with 1 if there are any."""
-    findings = [finding for path in configs for finding in check_file(path)]
-    if findings or format == "json":
-        echo(FORMATS[format](findings))
+def check(configs: Sequence[Path], *, format: str, values: bool = False) -> None:
+    """Print the findings of all files, in one of :data:`FORMATS`; end with 1 if there are any. values: also what files mean."""
+    findings = {path: check_file(path) for path in configs}
+    told = [finding for found in findings.values() for finding in found]
+    meant = {path: values_of(load(path)) for path, found in findings.items() if values and not found}
+    if format == "json" and values:
+        echo_json(
+            {"findings": [each.record() for each in told], "values": {str(path): _plain(found) for path, found in meant.items()}}
+        )
+    elif told or format == "json":
+        echo(FORMATS[format](told))
     if format == "text":
-        echo(f"{_count(findings, 'finding')} in {_count(configs, 'file')}")
-    raise typer.Exit(1 if findings else 0)
+        for found in meant.values():
+            width = max(len(value.path) for value in found)
+            echo("\n".join(f"{value.path:<{width}}  {value.value!s:<24} {value.source}" for value in found))
+        echo(f"{_count(told, 'finding')} in {_count(configs, 'file')}")
+    raise typer.Exit(1 if told else 0)
+
+
+def _plain(found: Sequence[SettingValue]) -> list[dict[str, Any]]:
+    return [{**value._asdict(), "value": plain(value.value)} for value in found]
 
 
 def _count(things: Sequence[Any], noun: str) -> str:

@@ -91,12 +91,13 @@ def explain(
 def check(
     configs: Configs,
     format: Annotated[FindingFormat, typer.Option(help="How to print findings.")] = FindingFormat.text,
+    values: Annotated[bool, typer.Option("--values", help="Also what each setting comes to, and where it was given.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find what is wrong in configurations."""
     from opfuse.cli.check import check
 
-    check(configs, format="json" if as_json else format.value)
+    check(configs, format="json" if as_json else format.value, values=values)
 
 
 def parity(
@@ -139,11 +140,22 @@ def kernels(
     kernels(arch, digest=digest, as_json=as_json)
 
 
-def doctor(as_json: Json = False) -> None:
+class DoctorSection(enum.StrEnum):
+    """What doctor tells of."""
+
+    machine = "machine"
+    environment = "environment"
+    recipes = "recipes"
+    matrix = "matrix"
+
+
+def doctor(
+    only: Annotated[DoctorSection | None, typer.Option(help="Of this alone.", show_default=False)] = None, as_json: Json = False
+) -> None:
     """Tell what this machine runs natively, and what it emulates."""
     from opfuse.cli.doctor import doctor
 
-    doctor(as_json=as_json)
+    doctor(only=None if only is None else only.value, as_json=as_json)
 
 
 _TRACE = "A file or directory that OPFUSE_TRACE or opfuse.dump() wrote"
@@ -159,11 +171,16 @@ def cache_ls(trace: TracePath = None, as_json: Json = False) -> None:
     ls(trace, as_json=as_json)
 
 
-def cache_show(key: KeyDigits, trace: TracePath = None, as_json: Json = False) -> None:
+def cache_show(
+    key: KeyDigits,
+    trace: TracePath = None,
+    only: Annotated[str, typer.Option(help="Values whose path begins so, such as env.recipe.", show_default=False)] = "",
+    as_json: Json = False,
+) -> None:
     """Show every value of a plan's key and where it came from, or what is known of a compiled kernel."""
     from opfuse.cli.cache import show
 
-    show(key, trace, as_json=as_json)
+    show(key, trace, only=only, as_json=as_json)
 
 
 def cache_diff(old: KeyDigits, new: KeyDigits, trace: OfTrace, as_json: Json = False) -> None:

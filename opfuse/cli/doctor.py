@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,18 +24,33 @@ PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python", "
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
 
 
-def doctor(*, as_json: bool) -> None:
-    """Tell what this machine runs natively, and what it emulates."""
+def doctor(*, only: str | None, as_json: bool) -> None:
+    """Tell what this machine runs natively, and what it emulates; ``only``: one of :data:`SECTIONS`."""
+    chosen = {name: section for name, section in SECTIONS.items() if only in (None, name)}
     if as_json:
-        echo_json({"machine": machine(), "environment": environment(), "recipes": recipes(), "matrix": matrix()})
+        echo_json({name: found() for name, (found, _) in chosen.items()})
         return
-    echo("\n".join(f"{name:<14}{value}" for name, value in machine().items()))
-    for name, meaning in environment().items():
+    for found, tell in chosen.values():
+        tell(found())
+
+
+def _tell_machine(found: Any) -> None:
+    echo("\n".join(f"{name:<14}{value}" for name, value in found.items()))
+
+
+def _tell_environment(found: Any) -> None:
+    for name, meaning in found.items():
         echo(f"{name}={os.environ[name]}: {meaning}")
     echo("")
-    show(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in recipes().items()]))
-    archs = list(dict.fromkeys(row["arch"] for row in matrix()))
-    cells = {kind: [row["status"] for row in matrix() if row["kind"] == kind] for kind in RECIPES}
+
+
+def _tell_recipes(found: Any) -> None:
+    show(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in found.items()]))
+
+
+def _tell_matrix(found: Any) -> None:
+    archs = list(dict.fromkeys(row["arch"] for row in found))
+    cells = {kind: [row["status"] for row in found if row["kind"] == kind] for kind in RECIPES}
     show(_table("by compute capability (0.0: CPU)", ("recipe", *archs), [(kind, *row) for kind, row in cells.items()]))
 
 
@@ -90,3 +106,12 @@ def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+SECTIONS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "machine": (machine, _tell_machine),
+    "environment": (environment, _tell_environment),
+    "recipes": (recipes, _tell_recipes),
+    "matrix": (matrix, _tell_matrix),
+}
+"""What is found, and what tells of it."""

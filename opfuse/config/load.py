@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from opfuse.config.root import DTYPES, SECTIONS, Root
 from opfuse.config.trial import input_columns
 from opfuse.errors import ConfigError
 from opfuse.recipes import Recipe
+from opfuse.sources import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Config:
     """A configuration that has no findings.
 
     recipe: None is high precision. dtype: of parameters and activations. rules: the active rule set with the file's changes.
-    data: None if the file names none.
+    data: None if the file names none. places: where the file gives what, by path.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Config:
     pipeline: tuple[PipelineEntry, ...]
     data: Text | None
     train: Train
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def folder(self) -> Path:
@@ -123,12 +126,27 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
         raise
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
-    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train)
+    places = _places(root, document)
+    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train, places)
     return config, root, document
+
+
+def _places(root: Root, document: Document) -> dict[str, str]:
+    """Where the settings stand that have no sources of their own."""
+    own = [("recipe",), *((name, key) for name in ("pipeline", "data", "train") for key in _keys(document, name))]
+    disabled = {f"disabled.{change.name}": i for i, change in enumerate(root.fusions.rules) if change.rule is None}
+    found = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
+    return {".".join(loc): document.source(loc) for loc in own} | found
+
+
+def _keys(document: Document, section: str) -> tuple[str, ...]:
+    node = document.root.child(section)
+    return tuple(node.value) if node is not None and isinstance(node.value, dict) else ()
 
 
 def _with_places(rules: RuleSet, root: Root, document: Document) -> RuleSet:
     """The same rules, which now tell where the file speaks of them."""
     found = {change.name: document.source(("fusions", "rules", i)) for i, change in enumerate(root.fusions.rules)}
     placed = tuple(replace(rule, source=found.get(rule.name, rule.source)) for rule in rules.rules)
-    return replace(rules, rules=placed, source=document.source(("fusions", "level")))
+    source = document.source(("fusions", "level")) if "level" in _keys(document, "fusions") else DEFAULT
+    return replace(rules, rules=placed, source=source)

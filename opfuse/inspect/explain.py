@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opfuse.compiler.cover import Group, Outcome
+from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, products
 from opfuse.compiler.plan import Plan
@@ -151,10 +151,25 @@ def _text(e: Explanation) -> Iterator[str]:
                 yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
         yield "  rules"
         yield from (f"    {each}" for each in plan.outcomes)
+        if e.rule is not None:
+            yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
     if e.saved and e.rule is None:
         yield ""
         yield "saved for backward"
         yield from listed(e.saved)
+
+
+def to_fire(found: Outcome) -> str | None:
+    """What would make a rule fire where it did not, as far as one thing is in its way; None where it did."""
+    if found.status == FUSED:
+        return None
+    if found.by is not None:
+        return f"at {' '.join(found.ops)}: have {found.rule} claim before {found.by}, or disable {found.by}"
+    if found.guard is None:
+        return f"have ops in a row that the pattern of {found.rule} names"
+    if found.guard.startswith("pattern."):
+        return f"at {' '.join(found.ops)}: go on with {found.wanted} in place of {found.got}"
+    return f"at {' '.join(found.ops)}: have {found.guard} {found.wanted}, it is {found.got}"
 
 
 def _group_name(graph: Graph, group: Group) -> str:

@@ -187,7 +187,7 @@ class Writer:
     """Appends records to the file of this process in a directory; what cannot be written is told once, and training goes on."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / f"rank{rank()[0]}-{os.getpid()}.jsonl"
+        self.path = directory.absolute() / f"rank{rank()[0]}-{os.getpid()}.jsonl"
         self.pid = os.getpid()
         self.failed = False
         self.pipelines: dict[str, TracedPipeline] = {}
@@ -216,7 +216,7 @@ class Writer:
 
     def end(self) -> None:
         """The process ends."""
-        if os.getpid() == self.pid:
+        if os.getpid() == self.pid and self.path.exists():
             self.append(counts(list(self.pipelines.values())))
 
 

@@ -1,0 +1,325 @@
+"""The questions of docs/questions.md: about what, the case, the command or call, and what its answer must say."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Question(NamedTuple):
+    """plant: code that makes the case. ask: a command line that begins with opfuse, else code. says: parts of the answer."""
+
+    about: str
+    title: str
+    plant: str
+    ask: str
+    says: tuple[str, ...]
+
+
+KEYS, FUSIONS, NUMBERS, MEMORY, MACHINE, FILES = (
+    "Plans and their keys",
+    "Fusions",
+    "Recipes and values",
+    "Memory",
+    "This machine and its kernels",
+    "Files, checkpoints and models",
+)
+
+TWO_PLANS = """model, x = mlp(), batch()
+with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+    model(x)
+with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(backward_override="dequantized")):
+    model(x)
+"""
+
+TRACED = f"""import os
+os.environ["OPFUSE_TRACE"] = "run"  # as in: OPFUSE_TRACE=run python train.py
+{TWO_PLANS}"""
+
+RANKS = """import os
+os.environ |= {"OPFUSE_TRACE": "run", "WORLD_SIZE": "4"}
+from opfuse.runtime import trace
+for rank in range(4):  # what four processes do
+    os.environ["RANK"] = str(rank)
+    trace._writer.cache_clear()
+    model, rounding = mlp(), "single" if rank == 2 else "per_op"
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(rounding=rounding)):
+        model(batch())
+"""
+
+CONFIG = '''Path("mine.yaml").write_text("""version: 1
+recipe: {kind: mxfp8, backward_override: dequantized}
+pipeline:
+  dtype: bfloat16
+  ops:
+    - {op: rms_norm, size: 64}
+    - {op: linear, in_features: 64, out_features: 64}
+    - {op: gelu}
+    - {op: linear, in_features: 64, out_features: 64}
+fusions:
+  level: O1
+%s""")
+'''
+
+
+def config(rules: str = "  rules: []") -> str:
+    """Code that writes mine.yaml with these rules."""
+    return CONFIG % rules
+
+
+KERNELS = """import json
+from opfuse.kernels.engine.compiling import Variant, assemble
+from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
+kept = cubin_cache(location())
+for source, spills in (("amax.cu", 0), ("cast_row.cu", 48)):  # as if they had been compiled
+    key = source.encode().hex().ljust(64, "0")
+    kept.store(key, source.encode())
+    kept.store(key, json.dumps({source[:-3]: {"registers": 40 + spills, "spills": spills, "shared": 0}}).encode(), FACTS)
+    kept.store_source(key, assemble(Variant(source)))
+"""
+
+QUESTIONS = (
+    Question(
+        KEYS,
+        "Why was my model planned again?",
+        TWO_PLANS,
+        "print(model.cache_info().last_miss)",
+        ("env.recipe.backward_override: None -> 'dequantized'", "now: train.py:4"),
+    ),
+    Question(
+        KEYS,
+        "Why was it planned again when only the batch changed?",
+        "model = mlp()\nwith torch.no_grad():\n    model(batch(128)), model(batch(96))\n",
+        "print(model.cache_info().last_miss)",
+        ("env.rows_class: 128 -> 32", "was: 128 rows, now: 96 rows"),
+    ),
+    Question(
+        KEYS,
+        "Why does evaluation need a plan of its own?",
+        "model = ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.1))\nmodel(batch().float())\nmodel.eval()(batch().float())\n",
+        "print(model.cache_info().last_miss)",
+        ("inputs.training.1: True -> False",),
+    ),
+    Question(
+        KEYS,
+        "How many plans are there, how often were they found, and what did each cost?",
+        TRACED,
+        "opfuse cache ls --trace run",
+        ("first plan: the cache was empty", "env.recipe.backward_override"),
+    ),
+    Question(
+        KEYS,
+        "Which plan was nearest to one that had to be made?",
+        TRACED,
+        "opfuse cache why run",
+        ("nearest KEY1", "was: default, now: train.py:6"),
+    ),
+    Question(
+        KEYS,
+        "Where does a value of a key come from?",
+        'import os\nos.environ |= {"OPFUSE_TRACE": "run", "NVTE_BACKWARD_OVERRIDE": "dequantized"}\n'
+        'with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(scale_rule="ocp_floor")):\n    mlp()(batch())\n'
+        "from opfuse.inspect.trace import read\nos.environ['KEY'] = read('run')[0].plans[0].key\n",
+        "opfuse cache show $KEY --trace run --only env",
+        ("environment NVTE_BACKWARD_OVERRIDE", "'ocp_floor'", "train.py:3", "default"),
+    ),
+    Question(
+        KEYS,
+        "Which rank plans something else than the others?",
+        RANKS,
+        "opfuse cache why run",
+        ("rank 2 disagrees in plan 1", "env.recipe.rounding: 'per_op' -> 'single'"),
+    ),
+    Question(
+        KEYS,
+        "Does something make my model plan in every step?",
+        "model = mlp()\ndef step():\n    recipe = recipes.CustomRecipe(qfactory=lambda role: recipes.zoo.mxfp8_fwd_high_precision_bwd(role))\n"
+        "    with opfuse.autocast(recipe=recipe):\n        model(batch())\nfor _ in range(16):\n    step()\n",
+        "step()",
+        ("16 misses in a row that differ in env.recipe.qfactory alone", "make the recipe once"),
+    ),
+    Question(
+        KEYS,
+        "How do I make sure that nothing is planned while I serve?",
+        "model = mlp().eval()\nwith torch.no_grad():\n    model(batch(128))\n",
+        'with torch.no_grad(), opfuse.on_miss("error"):\n    model(batch(100))\n',
+        ("PlanMissError", "env.rows_class: 128 -> 4"),
+    ),
+    Question(
+        FUSIONS,
+        "What fused?",
+        "model, x = mlp(), batch().requires_grad_()\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(opfuse.explain(model, x).fusions)\n",
+        ("'norm_quantize'", "'epilogue'"),
+    ),
+    Question(
+        FUSIONS,
+        "Why did a rule not fire here, and what would make it fire?",
+        config("  rules: [{use: epilogue, when: {env.arch: '>= 9.0'}}]"),
+        "opfuse explain mine.yaml --why-not epilogue",
+        ("missed", "env.arch: wants >= (9, 0), got (0, 0)", "to fire"),
+    ),
+    Question(
+        FUSIONS,
+        "What took the ops that a rule asked for?",
+        "model, x = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64)).bfloat16(), torch.randn(32, 64).bfloat16()\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(opfuse.explain(model, x).narrowed('epilogue'))\n",
+        ("shadowed", "by norm_quantize", "to fire"),
+    ),
+    Question(
+        FUSIONS,
+        "Does one rule of my file leave nothing to another?",
+        config(
+            "  rules:\n    - {name: all, pattern: 'linear bias? gelu'}\n    - {name: mine, pattern: 'linear bias gelu', when: {recipe.kind: mxfp8}}"
+        ),
+        "opfuse check mine.yaml",
+        ("shadowed-rule", "'all' comes first"),
+    ),
+    Question(
+        FUSIONS,
+        "Does my rule fire as often as I think?",
+        config("  rules: [{name: mine, pattern: 'linear bias gelu', expect: {fused: 2}}]"),
+        "opfuse check mine.yaml",
+        ("not-as-expected", "'mine' is fused 1 times, not 2"),
+    ),
+    Question(
+        FUSIONS,
+        "Did I mistype an op in a pattern?",
+        config("  rules: [{name: mine, pattern: 'linear bias gellu'}]"),
+        "opfuse check mine.yaml",
+        ("unknown-op", "did you mean 'gelu'?"),
+    ),
+    Question(
+        FUSIONS,
+        "In which order do rules claim?",
+        "",
+        "print(*opfuse.active_rules().names, sep='\\n')",
+        ("linear_scale_add", "epilogue"),
+    ),
+    Question(
+        FUSIONS,
+        "Does the fusion function that I registered do anything?",
+        "model = mlp()\ndef mine(ops, *, recipe): return ops\n",
+        "with opfuse.register_forward_fusion(mine):\n    model(batch())\n",
+        ("mine", "OpfuseWarning"),
+    ),
+    Question(
+        NUMBERS,
+        "Where does a field of my recipe come from?",
+        'import os\nos.environ["OPFUSE_BACKWARD_OVERRIDE"] = "high_precision"\nrecipe = recipes.MXFP8BlockScaling(rounding="single")\n',
+        "print(dict(recipe.sources))",
+        ("environment OPFUSE_BACKWARD_OVERRIDE", "train.py:3", "default"),
+    ),
+    Question(
+        NUMBERS,
+        "Why is my recipe refused?",
+        "",
+        'recipes.DelayedScaling(backward_override="dequantized")',
+        ("RecipeError", "use another recipe with this override"),
+    ),
+    Question(
+        NUMBERS,
+        "Why is a plane of a tensor not there?",
+        "from opfuse.tensors.quantizers import MXFP8Quantizer\nt = MXFP8Quantizer(columnwise=False)(batch())\n",
+        "t.record.plane('columnwise')",
+        ("MissingPlaneError", "columnwise"),
+    ),
+    Question(
+        NUMBERS,
+        "Is anything quantized at all?",
+        "model = torch.nn.Sequential(torch.nn.Linear(32, 32))\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    model(batch().float())\n",
+        ("OpfuseWarning", "ops of opfuse that run under the recipe", "got none"),
+    ),
+    Question(
+        NUMBERS,
+        "Which products are quantized, in which formats, and do they run natively here?",
+        "model, x = mlp(), batch().requires_grad_()\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n"
+        "    for product in opfuse.explain(model, x).to_dict()['pipelines'][0]['products']:\n"
+        "        print(*product.values())\n",
+        ("fprop", "wgrad", "emulated"),
+    ),
+    Question(
+        MEMORY,
+        "What does a call keep for its backward pass, and whose memory is it?",
+        "model, x = mlp(), batch().requires_grad_()\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(opfuse.saved(model, x))\n",
+        ("mxfp8", "bytes for backward"),
+    ),
+    Question(
+        MEMORY,
+        "How many bytes would each backward override save?",
+        "model, x = mlp(), batch().requires_grad_()\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n"
+        "    for override, totals in opfuse.saved(model, x).by_override.items():\n        print(override, totals)\n",
+        ("dequantized", "high_precision"),
+    ),
+    Question(
+        MACHINE,
+        "Which recipes does a machine run natively, which does it emulate, and why?",
+        "",
+        "for kind in recipes.RECIPES:\n    print(f'{kind}: {recipes.support(kind, (9, 0))}')\n",
+        ("fp8_current: native", "nvfp4: emulated"),
+    ),
+    Question(
+        MACHINE,
+        "Which environment variables are in force?",
+        'import os\nos.environ |= {"NVTE_BACKWARD_OVERRIDE": "dequantized", "OPFUSE_PROGRAMS": "0", "OPFUSE_TRACES": "run"}\n',
+        "opfuse doctor --only environment",
+        (
+            "NVTE_BACKWARD_OVERRIDE=dequantized: the backward_override of recipes that are given none",
+            "OPFUSE_TRACES=run: nothing reads it",
+        ),
+    ),
+    Question(
+        MACHINE,
+        "Which kernel spills registers?",
+        KERNELS,
+        "opfuse cache ls",
+        ("cast_row.cu", "48"),
+    ),
+    Question(
+        MACHINE,
+        "Could the cache of compiled kernels be stale, or damaged?",
+        KERNELS + "next(location().glob('*.cubin')).write_bytes(b'cut')\n",
+        "opfuse cache verify",
+        ("is not what was stored", "no entry can be stale"),
+    ),
+    Question(
+        MACHINE,
+        "What may go from the cache of compiled kernels?",
+        KERNELS + "for path in location().glob('*.cu'):\n    path.write_text(path.read_text().replace('blockIdx', 'block'))\n",
+        "opfuse cache prune",
+        ("removed 2 keys",),
+    ),
+    Question(
+        FILES,
+        "What is wrong with my file?",
+        'Path("mine.yaml").write_text("version: 1\\nrecipe: {kind: mxfp9}\\npipeline:\\n  ops: [{op: linear, in_features: 64, out_featurs: 64}]\\n")\n',
+        "opfuse check mine.yaml",
+        ("did you mean 'mxfp8'?", "did you mean 'out_features'?"),
+    ),
+    Question(
+        FILES,
+        "Does this file mean what I think?",
+        'import os\nos.environ["OPFUSE_BACKWARD_OVERRIDE"] = "high_precision"\n'
+        + CONFIG.replace(", backward_override: dequantized", "") % "  rules: []",
+        "opfuse check mine.yaml --values",
+        ("recipe.backward_override", "environment OPFUSE_BACKWARD_OVERRIDE", "mine.yaml:8:7", "default"),
+    ),
+    Question(
+        FILES,
+        "Can weights that live quantized be used under another recipe?",
+        "with opfuse.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):\n    model = ops.Sequential(ops.Linear(32, 32, dtype=torch.bfloat16))\n",
+        "with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):\n    print(opfuse.explain(model, batch()))\n",
+        ("on_recipe_change",),
+    ),
+    Question(
+        FILES,
+        "Which modules of my model were not fused, and why?",
+        "from torch import nn\nmodel = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LSTM(64, 32))\n",
+        "for entry in opfuse.fuse_(model, recipes.MXFP8BlockScaling()).of('refused'):\n    print(entry.why)\n",
+        ("LSTM",),
+    ),
+)
+"""In the order of the page."""

@@ -1,0 +1,54 @@
+"""What a file means: every setting with the value that it comes to, and where that was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from opfuse.config.load import Config
+from opfuse.sources import DEFAULT
+
+
+class SettingValue(NamedTuple):
+    """A setting by its path in the file. source: line and column, a variable, or ``default``."""
+
+    path: str
+    value: Any
+    source: str
+
+
+def values_of(config: Config) -> list[SettingValue]:
+    """The settings of all sections; of the rules those that the file speaks of."""
+    return [*_recipe(config), *_pipeline(config), *_rules(config), *_sections(config)]
+
+
+def _recipe(config: Config) -> Iterator[SettingValue]:
+    recipe = config.recipe
+    yield SettingValue("recipe", "none" if recipe is None else recipe.kind, config.places.get("recipe", DEFAULT))
+    for name, value in () if recipe is None else recipe.values().items():
+        yield SettingValue(f"recipe.{name}", value, recipe.sources[name])  # type: ignore[union-attr]
+
+
+def _pipeline(config: Config) -> Iterator[SettingValue]:
+    yield SettingValue("pipeline.dtype", str(config.dtype).removeprefix("torch."), config.places.get("pipeline.dtype", DEFAULT))
+    for i, entry in enumerate(config.pipeline):
+        channels = [f"{way} {name}" for way, names in (("<-", entry.extra_input), ("->", entry.extra_output)) for name in names]
+        label = entry.build(dtype=config.dtype, device="meta").label
+        yield SettingValue(f"pipeline.ops[{i}]", " ".join([label, *channels]), entry.source)
+
+
+def _rules(config: Config) -> Iterator[SettingValue]:
+    yield SettingValue("fusions.level", f"O{config.rules.level}", config.rules.source)
+    for rule in config.rules.rules:
+        if rule.source != DEFAULT:
+            guards = ", ".join(f"{guard.reads} {guard.wants}" for guard in rule.when)
+            yield SettingValue(f"fusions.rules.{rule.name}", f"{rule.direction}, when {guards or 'always'}", rule.source)
+    for name, source in config.places.items():
+        if name.startswith("disabled."):
+            yield SettingValue(f"fusions.rules.{name.removeprefix('disabled.')}", "disabled", source)
+
+
+def _sections(config: Config) -> Iterator[SettingValue]:
+    for name, section in (("data", config.data), ("train", config.train)):
+        for field, value in () if section is None else section.model_dump().items():
+            yield SettingValue(f"{name}.{field}", value, config.places.get(f"{name}.{field}", DEFAULT))

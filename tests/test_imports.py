@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import opfuse
@@ -127,6 +128,51 @@ print(sorted(sys.modules.keys() & {"networkx", "matplotlib", "typer", "opfuse.ke
 def test_training_loads_nothing_that_only_studies_or_tests_it():
     done = subprocess.run([sys.executable, "-c", HOT], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "[]\n"
+
+
+def module_graph(package: Path) -> nx.DiGraph:
+    """Which module imports which, anywhere in its file: in a function, or for type checkers alone."""
+    names = {".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__"): path
+             for path in sorted(package.rglob("*.py"))}  # fmt: skip
+    graph = nx.DiGraph()
+    for name, path in names.items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import):
+                read = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                parts = (name if path.stem == "__init__" else name.rpartition(".")[0]).split(".")
+                base = (
+                    ".".join((*parts[: len(parts) - node.level + 1], *filter(None, (node.module,))))
+                    if node.level
+                    else node.module
+                )
+                read = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in names else base for alias in node.names]
+            else:
+                continue
+            graph.add_edges_from((name, each) for each in read if each in names and each != name)
+    return graph
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Modules that import each other, however far around."""
+    return [sorted(found) for found in nx.strongly_connected_components(module_graph(package)) if len(found) > 1]
+
+
+def test_no_modules_import_each_other():
+    """Not inside a room either; a name for type checkers counts, since a reader follows it."""
+    assert circles(PACKAGE) == []
+
+
+HIDDEN = {"plain": "from room.b import x", "relative": "from . import b", "function": "def f():\n    import room.b",
+          "types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_circle_is_found(kind, tmp_path):
+    (tmp_path / "room").mkdir()
+    for name, text in {"__init__": "", "a": HIDDEN[kind], "b": "from room.c import y", "c": "import room.a"}.items():
+        (tmp_path / "room" / f"{name}.py").write_text(text)
+    assert circles(tmp_path / "room") == [["room.a", "room.b", "room.c"]]
 
 
 SAMPLES = {

@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from opfuse.core.signature import TensorSig
+from opfuse.formats import NumberFormat
+from opfuse.tensors.gemm import clash
 
 if TYPE_CHECKING:
     import networkx as nx
-
-    from opfuse.compiler.products import ProductFormats
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -51,6 +51,24 @@ class CastSpec:
     def kind(self) -> str:
         """The kind of its node."""
         return QUANTIZE_GROUPS if self.groups else QUANTIZE
+
+
+@dataclass(frozen=True)
+class ProductFormats:
+    """One of the products of an op: its name in GEMMS, and the formats that its operands have in the planes it reads.
+
+    None stands for an operand in high precision, which makes the product one too.
+    """
+
+    op: int
+    name: str
+    left: NumberFormat | None
+    right: NumberFormat | None
+
+    @property
+    def clash(self) -> str | None:
+        """Why the two formats cannot meet; None: they can."""
+        return None if self.left is None or self.right is None else clash(self.name, self.left, self.right)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node
-from opfuse.compiler.products import ProductFormats, products_of, stored_formats
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node, ProductFormats
+from opfuse.compiler.products import products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig

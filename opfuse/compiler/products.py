@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.compiler.graph import CastSpec
+from opfuse.compiler.graph import CastSpec, ProductFormats
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
@@ -17,7 +16,7 @@ from opfuse.kernels.products.native import BACKENDS, layout_refusal, machine
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
-from opfuse.tensors.gemm import GEMMS, clash
+from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"
@@ -75,24 +74,6 @@ def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) 
 
 def _listed(formats: Formats) -> str:
     return " and ".join(f"{fmt} {usage}" for usage, fmt in formats.items())
-
-
-@dataclass(frozen=True)
-class ProductFormats:
-    """One of the products of an op: its name in GEMMS, and the formats that its operands have in the planes it reads.
-
-    None stands for an operand in high precision, which makes the product one too.
-    """
-
-    op: int
-    name: str
-    left: NumberFormat | None
-    right: NumberFormat | None
-
-    @property
-    def clash(self) -> str | None:
-        """Why the two formats cannot meet; None: they can."""
-        return None if self.left is None or self.right is None else clash(self.name, self.left, self.right)
 
 
 def products_of(

@@ -18,7 +18,8 @@ from opfuse.kernels.engine.launch import listener
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
-from opfuse.recipes.delayed import DelayedScalingState, count_backward, count_forward, touch_backward, touch_forward
+from opfuse.recipes.counting import count_backward, count_forward, touch_backward, touch_forward
+from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.recipes.passes import current_pass, is_trained
 from opfuse.recipes.pending import LastUse
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer

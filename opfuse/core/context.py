@@ -12,9 +12,6 @@ from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
-if TYPE_CHECKING:
-    pass
-
 Value = torch.Tensor | QuantizedStorage
 """What travels along an edge of a pipeline."""
 

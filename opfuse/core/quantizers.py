@@ -14,7 +14,8 @@ from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_use
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.recipes.counting import touch_backward, touch_forward
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
@@ -109,7 +110,7 @@ class QuantizerSlotsMixin:
         if role.tensor_type in _LIKE and isinstance(quantizer, (HybridQuantizer, IdentityQuantizer)):
             where, cure = f"{self.label} {role.tensor_type}", "return a quantizer of one format for this role"
             raise QuantizerError(describe(where, wanted="a format that a product can emit", got=repr(quantizer), cure=cure))
-        delayed = recipe.delayed_scaling(role)
+        delayed = cast(DelayedScaling | None, recipe.delayed_scaling(role))
         if state is None or delayed is None:
             return quantizer
         made, rule = cast(Float8Quantizer, quantizer), delayed.forward_rule if mode == "forward" else delayed.backward_rule
@@ -149,7 +150,7 @@ class QuantizerSlotsMixin:
         """The recipe's quantizer for ``role``, and, where scaling is delayed, the op's state for ``slot`` (None: ``role``)."""
         if not isinstance(recipe, CustomRecipe):
             role, slot = replace(role, tensor_type=_LIKE.get(role.tensor_type, role.tensor_type)), slot or role
-        delayed = recipe.delayed_scaling(role)
+        delayed = cast(DelayedScaling | None, recipe.delayed_scaling(role))
         if delayed is None:
             return recipe.quantizer(role), None
         device = next((p.device for p in self.parameter_values() if p is not None), None)
@@ -163,7 +164,7 @@ class QuantizerSlotsMixin:
         comes from them, also under delayed scaling: the scale of an earlier write would clip what has grown since.
         """
         asked = self.quantizer_role(role)
-        delayed = recipe.delayed_scaling(asked)
+        delayed = cast(DelayedScaling | None, recipe.delayed_scaling(asked))
         return recipe.quantizer(asked) if delayed is None else Float8CurrentScalingQuantizer(delayed.fp8_dtype(asked))
 
     def _declared(self, mode: str) -> tuple[str, ...]:

@@ -28,8 +28,9 @@ from opfuse.recipes.builtin import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from opfuse.recipes.counting import touch_backward, touch_forward
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, touch_backward, touch_forward
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.kinds import RECIPES, recipe_of
 from opfuse.recipes.recipe import TENSOR_TYPES, BackwardOverride, Format, QuantizerRole, Recipe
 from opfuse.recipes.settings import UnknownFieldError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.rules import RULES, rules_of
-from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe
+from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe, ScaleHistory
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -22,9 +22,6 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-
-if TYPE_CHECKING:
-    from opfuse.recipes.delayed import DelayedScalingState
 
 Scope = Literal["weights", "activations", "all"] | None
 Row = TypeVar("Row")
@@ -117,7 +114,7 @@ class DelayedScaling(_Float8Recipe):
         """How the scales of gradients follow from their amaxes."""
         return UpdateRule(self.fp8_format.value[True].max, self.margin, self.amax_compute_algo)
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         """A quantizer over ``state``, which stays as it is: what touches it before a cast makes it this recipe's."""
         if state is None:
             cure = "pass the state that the op keeps for this role"
@@ -142,7 +139,7 @@ class Float8CurrentScaling(_Float8Recipe):
         super().check()
         _check_rule(self, "tensor", pow2=self.use_power_2_scales, cure=f"set use_power_2_scales={not self.use_power_2_scales}")
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         return Float8CurrentScalingQuantizer(
             self.fp8_dtype(role),
             force_pow_2_scales=self.use_power_2_scales,
@@ -176,7 +173,7 @@ class Float8BlockScaling(_Float8Recipe):
             wanted = "at most one operand in 128x128 tiles, as no product takes two"
             raise RecipeError(describe(type(self).__name__, wanted=wanted, got=got, cure=f"set {tiled[0]}=1"))
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         return Float8BlockQuantizer(
             self.fp8_dtype(role),
             force_pow_2_scales=not self.use_f32_scales,
@@ -202,7 +199,7 @@ class MXFP8BlockScaling(_Float8Recipe):
     enable_2d_quantization: bool = setting(False, BOOLEAN)
     scale_rule: str = setting("te", _rule_for("mx"))
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         return MXFP8Quantizer(
             self.fp8_dtype(role),
             with_2d_quantization=self.enable_2d_quantization and role.tensor_type == "weight",
@@ -250,7 +247,7 @@ class NVFP4BlockScaling(Recipe):
             cure="pass backward_override='dequantized' or 'high_precision', or a CustomRecipe of hybrid quantizers",
         )
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         rotated = {"with_rht": not self.disable_rht, "with_post_rht_amax": not self.disable_rht}
         scope = self.nvfp4_4over6
         options: dict[str, dict[str, Any]] = {

@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
+from typing import Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
 from opfuse.domains import Domain
 from opfuse.errors import RecipeError, describe
 from opfuse.recipes.builtin import DelayedScaling
-from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
+from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe, ScaleHistory
 from opfuse.recipes.settings import setting
 from opfuse.recipes.zoo import PRESETS
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.quantizers.composite import QuantizerRequest
-
-if TYPE_CHECKING:
-    from opfuse.recipes.delayed import DelayedScalingState
 
 
 @dataclass(frozen=True, init=False)
@@ -164,7 +161,7 @@ class CustomRecipe(Recipe):
             raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(answer), cure=cure))
         return answer.recipe
 
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         answer = self._answer(role)
         return answer if isinstance(answer, Quantizer) else answer.recipe.quantizer(role, state=state)
 

@@ -1,13 +1,7 @@
-"""Delayed scaling: the state of one tensor, and when it is updated.
+"""Delayed scaling: the state of one tensor.
 
 A cast uses the scale of the last update and max-accumulates its amax into slot 0 of the history. An update finds the new scale
 from the history, and moves that by a slot; ``opfuse/numerics/delayed.py`` has its rule.
-
-Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
-them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
-casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data and its
-recipe. A second backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one
-updated, and updates it again.
 
 A state knows which rule its scale was found under. A training call under another element or margin converts the scale, by the
 ratio of what the two rules make of one amax, and under another history length cuts the history or pads it; a call that records no
@@ -19,27 +13,22 @@ A parameter that lives quantized has no state: no call casts it. Every write doe
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
-from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, kept_scales
+from opfuse.recipes.autocast import kept_scales
 from opfuse.recipes.builtin import DelayedScaling
-from opfuse.recipes.passes import Pass, current_pass, is_recomputing
-from opfuse.recipes.pending import LastUse, Pending, PreparedUpdate
+from opfuse.recipes.passes import Pass, current_pass
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
 from opfuse.tensors.quantizers import Float8Quantizer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _LEAST = 2.0**-149
 """The least fp32 above 0."""
@@ -68,7 +57,7 @@ class DelayedScalingState:
             history = torch.zeros(length, dtype=torch.float32, device=device)
             self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
         self._told = self.turn = 0
-        self._pending: weakref.ref[Pending] | None = None
+        self._pending: weakref.ref[Any] | None = None
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
         """Take these in place of those before, with the quantizers over them."""
@@ -158,7 +147,7 @@ class DelayedScalingState:
             self.rule = rule
             self.look = object()
 
-    def counts_for(self, pending: weakref.ref[Pending] | None) -> None:
+    def counts_for(self, pending: weakref.ref[Any] | None) -> None:
         """Amaxes are from now on for this update; None: it is over. What was counted for one that never came is dropped."""
         if self._pending is not None:
             self.drop_unfinished()
@@ -240,6 +229,15 @@ class DelayedScalingState:
             self.left_out.zero_()
         self.rule, self._adopted, self._told, self._pending = saved.rule, None, 0, None
         self.look = object()
+
+
+class PreparedUpdate(NamedTuple):
+    """The update of these states, as they look, under these rules: prepared for the tensors that they hold."""
+
+    states: list[DelayedScalingState]
+    looks: list[object]
+    rules: list[UpdateRule]
+    updates: list[Callable[[], object]]
 
 
 class DelayedScalingStates:
@@ -333,70 +331,3 @@ class DelayedScalingStates:
 
 def _key(role: QuantizerRole) -> str:
     return f"{role.name}:{role.tensor_type}" if role.name else role.tensor_type
-
-
-def touch_forward(
-    state: DelayedScalingState,
-    recipe: DelayedScaling,
-    *,
-    rule: UpdateRule | None = None,
-    name: str = "",
-) -> None:
-    """Have ``state`` serve ``recipe``, and be updated when the outermost region ends: before a cast that records gradients.
-
-    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. rule: by default that of
-    activations and weights. name: of the cast, equal on the ranks that share its amax. Nothing in a recomputation; RecipeError
-    outside any region.
-    """
-    if is_recomputing():
-        return
-    rule = rule or recipe.forward_rule
-    state.adopt(recipe, rule)
-    count_forward(state, LastUse(rule, current_amax_group(), recipe.reduce_amax, name))
-
-
-def count_forward(state: DelayedScalingState, use: LastUse) -> None:
-    """Have ``state`` be updated when the outermost region ends. RecipeError outside any region."""
-    at_outermost_exit("delayed scaling", Pending).add(state, use)
-
-
-_BACKWARD_PASSES: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-"""Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
-
-
-def touch_backward(
-    state: DelayedScalingState,
-    recipe: DelayedScaling,
-    *,
-    rule: UpdateRule | None = None,
-    group: ProcessGroup | None = None,
-    name: str = "",
-) -> None:
-    """Have ``state`` serve ``recipe``, and be updated once after the running backward pass: before a cast of a gradient.
-
-    Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
-    rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
-    after the last node of the pass. RecipeError outside a backward pass.
-    """
-    rule = rule or recipe.backward_rule
-    if torch._C._current_graph_task_id() >= 0:
-        state.adopt(recipe, rule)
-    count_backward(state, LastUse(rule, group, recipe.reduce_amax, name))
-
-
-def count_backward(state: DelayedScalingState, use: LastUse) -> None:
-    """Have ``state`` be updated once after the running backward pass. RecipeError outside of one."""
-    task = torch._C._current_graph_task_id()
-    if task < 0:
-        cure = "call it from the backward of an autograd.Function"
-        raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
-    with _LOCK:
-        pending = _BACKWARD_PASSES.get(task)
-        if pending is None:
-            pending = _BACKWARD_PASSES[task] = Pending()
-            torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(state, use)
-
-
-_LOCK = threading.Lock()
-"""The engine runs one thread a device, and a pass may use states on several."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,11 +13,10 @@ from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.program.prepared import prepared
 from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
+from opfuse.recipes.delayed import DelayedScalingState, PreparedUpdate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from opfuse.recipes.delayed import DelayedScalingState
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +53,6 @@ class Pending:
                     torch._foreach_zero_([state.amax for state in states])
         for state in uses:
             state.counts_for(None)
-
-
-class PreparedUpdate(NamedTuple):
-    """The update of these states, as they look, under these rules: prepared for the tensors that they hold."""
-
-    states: list[DelayedScalingState]
-    looks: list[object]
-    rules: list[UpdateRule]
-    updates: list[Callable[[], object]]
 
 
 def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:

@@ -15,7 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+
+import torch
 
 from opfuse import formats, keys
 from opfuse.domains import BOOLEAN, keywords, one_of
@@ -23,10 +25,6 @@ from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, resolve, setting, settings_of
 from opfuse.sources import DEFAULT
 from opfuse.tensors.quantizers import Quantizer
-
-if TYPE_CHECKING:
-    from opfuse.recipes.builtin import DelayedScaling
-    from opfuse.recipes.delayed import DelayedScalingState
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 BackwardOverride = Literal["high_precision", "dequantized"] | None
@@ -62,6 +60,13 @@ class QuantizerRole:
     def is_gradient(self) -> bool:
         """Whether the tensor exists in the backward pass only."""
         return self.tensor_type.startswith("grad")
+
+
+class ScaleHistory(Protocol):
+    """What a recipe asks of the state of delayed scaling that an op keeps."""
+
+    def live_quantizer(self, fp8_dtype: torch.dtype) -> Quantizer:
+        """The quantizer over the scale that the state has, and over the amax that it counts."""
 
 
 OVERRIDE = one_of(
@@ -189,11 +194,11 @@ class Recipe(ABC):
             raise RecipeError(refusal)
 
     @abstractmethod
-    def quantizer(self, role: QuantizerRole, *, state: DelayedScalingState | None = None) -> Quantizer:
+    def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         """The quantizer of ``role``, both directions on. ``state`` is read by delayed scaling only."""
 
-    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
-        """How the scale of ``role`` follows from earlier steps; None: from the tensor itself, so that its cast has no state."""
+    def delayed_scaling(self, role: QuantizerRole) -> Recipe | None:
+        """The DelayedScaling by which the scale of ``role`` follows from earlier steps; None: a cast finds it in the tensor."""
         return None
 
     @property

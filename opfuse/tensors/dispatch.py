@@ -7,7 +7,7 @@ express the result; then, as for any operator without a handler, the operation r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -16,10 +16,8 @@ from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.copied_view import copied_views, written
 from opfuse.tensors.pieces import Cut
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import cut_rows, zero_rows
-
-if TYPE_CHECKING:
-    from opfuse.tensors.tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -27,7 +25,7 @@ DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SLICE = "rows cut from a larger tensor"
 
 
-def run(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of ``func``, by its handler or on dequantized values."""
     if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         with torch.inference_mode(False), torch.no_grad():  # a view of a normal tensor is one too, and shares its version
@@ -40,13 +38,13 @@ def run(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict
     return compute(cls, func, args, kwargs)
 
 
-def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on dequantized values and cast what it wrote back into the quantized tensors it wrote to.
 
     Nothing is run if one of these cannot be written. QuantizedTensorError if ``func`` changes the shape of one. Views of what was
     decoded refuse writes, which would not arrive.
     """
-    targets: list[QuantizedTensor] = written(cls, func, args, kwargs)
+    targets: list[Quantized] = written(cls, func, args, kwargs)
     for tensor in targets:
         tensor.check_writable(str(func))
     aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
@@ -74,15 +72,15 @@ def compute(cls: type[QuantizedTensor], func: Any, args: Sequence[Any], kwargs: 
     return copied_views(result) if func.is_view else result
 
 
-def _alias(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
+def _alias(func: Any, t: Quantized, *_: Any, **__: Any) -> Any:
     return t.over(t.held, readonly=t.readonly)
 
 
-def _itself(func: Any, t: QuantizedTensor) -> Any:
+def _itself(func: Any, t: Quantized) -> Any:
     return t
 
 
-def _reshape(func: Any, t: QuantizedTensor, *args: Any) -> Any:
+def _reshape(func: Any, t: Quantized, *args: Any) -> Any:
     """Keep the record under another shape of the same elements, if the last dimension stays, or if it becomes flat."""
     shape = func(_stand_in(t), *args).shape
     if len(shape) != 1 and shape[-1:] != t.record.plane(t.usages[0]).shape[-1:]:
@@ -90,14 +88,12 @@ def _reshape(func: Any, t: QuantizedTensor, *args: Any) -> Any:
     return t.over(with_shape(t.record, shape), readonly=t.readonly)
 
 
-def _as_strided(
-    func: Any, t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Any:
+def _as_strided(func: Any, t: Quantized, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     same = tuple(size) == tuple(t.shape) and tuple(stride) == t.stride() and not storage_offset
     return _alias(func, t) if same else NotImplemented
 
 
-def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
+def _rows(t: Quantized, start: int, stop: int) -> Any:
     if (start, stop) == (0, t.shape[0]):
         return _alias(None, t)
     storage = cut_rows(t._storage if t.pieces else t.record, start, stop)  # of a tensor that has not all rows yet, to write more
@@ -109,14 +105,14 @@ def _rows(t: QuantizedTensor, start: int, stop: int) -> Any:
     return piece
 
 
-def _slice(func: Any, t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, *step: int) -> Any:
+def _slice(func: Any, t: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, *step: int) -> Any:
     if dim not in (0, -t.dim()) or step not in ((), (1,)):
         return NotImplemented
     first, last, _ = slice(start, end).indices(t.shape[0])
     return _rows(t, first, last)
 
 
-def _split(func: Any, t: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
+def _split(func: Any, t: Quantized, sizes: int | Sequence[int], dim: int = 0) -> Any:
     """All pieces as quantized tensors, or none."""
     if dim not in (0, -t.dim()):
         return NotImplemented
@@ -126,7 +122,7 @@ def _split(func: Any, t: QuantizedTensor, sizes: int | Sequence[int], dim: int =
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
-def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
+def _select(func: Any, t: Quantized, dim: int, index: int) -> Any:
     """One matrix of a stack of matrices."""
     count = t.shape[0]
     if dim not in (0, -t.dim()) or t.dim() < 3 or not -count <= index < count:
@@ -135,11 +131,11 @@ def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
     return piece if piece is NotImplemented else t.over(with_shape(piece.record, t.shape[1:]), readonly=_SLICE)
 
 
-def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> Any:
+def _clone(func: Any, t: Quantized, *, memory_format: Any = None) -> Any:
     return t.over(map_tensors(t.record, torch.clone))
 
 
-def _to_copy(func: Any, t: QuantizedTensor, **options: Any) -> Any:
+def _to_copy(func: Any, t: Quantized, **options: Any) -> Any:
     """To another device the planes go as they are; another dtype is asked for its values."""
     dtype = options.get("dtype") or t.dtype
     if dtype != t.dtype:
@@ -148,7 +144,7 @@ def _to_copy(func: Any, t: QuantizedTensor, **options: Any) -> Any:
     return t.over(map_tensors(t.record, lambda plane: plane.to(device, non_blocking=non_blocking, copy=True)))
 
 
-def _copy_(func: Any, t: QuantizedTensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+def _copy_(func: Any, t: Quantized, source: torch.Tensor, non_blocking: bool = False) -> Any:
     return t.quantize_(source if source.shape == t.shape else source.expand(t.shape))
 
 
@@ -159,7 +155,7 @@ def _foreach_copy_(
         target.copy_(source, non_blocking)
 
 
-def _new_zeros(func: Any, t: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
+def _new_zeros(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> Any:
     """Other rows of the same kind: quantized, because FSDP2 makes a shard so and copies rows into it."""
     if any(value is not None and value is not False for value in options.values()):
         return _fresh(func, t, size, **options)
@@ -167,7 +163,7 @@ def _new_zeros(func: Any, t: QuantizedTensor, size: Sequence[int], **options: An
     return _fresh(func, t, size) if storage is None else t.over(map_tensors(storage, torch.clone))
 
 
-def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
+def _empty_like(func: Any, t: Quantized, **options: Any) -> Any:
     """Plain, unless a tensor that has no bytes yet is given some (``Module.to_empty``)."""
     device = torch.device(options.get("device") or t.device)
     if t.is_meta and device.type != "meta" and options.get("dtype") in (None, t.dtype):
@@ -175,7 +171,7 @@ def _empty_like(func: Any, t: QuantizedTensor, **options: Any) -> Any:
     return _fresh(func, t, **options)
 
 
-def _new_empty(func: Any, t: QuantizedTensor, size: Sequence[int], **options: Any) -> torch.Tensor:
+def _new_empty(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> torch.Tensor:
     """Plain, but for one of the tensor's own size on a named device: torch stages checkpoints so, and puts planes into it."""
     given = {name for name, value in options.items() if value is not None and value is not False}
     if given != {"device"} or tuple(size) != tuple(t.shape):
@@ -183,35 +179,35 @@ def _new_empty(func: Any, t: QuantizedTensor, size: Sequence[int], **options: An
     return t.over(map_tensors(t.record, lambda plane: torch.empty_like(plane, device=options["device"])))
 
 
-def _fresh(func: Any, t: QuantizedTensor, *args: Any, **options: Any) -> torch.Tensor:
+def _fresh(func: Any, t: Quantized, *args: Any, **options: Any) -> torch.Tensor:
     """Plain tensors like ``t`` need none of its values."""
     options["device"] = options.get("device") or t.device
     made: torch.Tensor = func(_stand_in(t), *args, **options)
     return made
 
 
-def _stand_in(t: QuantizedTensor) -> torch.Tensor:
+def _stand_in(t: Quantized) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
-def _pin_memory(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
+def _pin_memory(func: Any, t: Quantized, device: Any = None) -> Any:
     return t.over(map_tensors(t.record, torch.Tensor.pin_memory))
 
 
-def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
+def _is_pinned(func: Any, t: Quantized, device: Any = None) -> bool:
     return all(plane.is_pinned() for plane in t.record.tensors())
 
 
-def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
+def _record_stream(func: Any, t: Quantized, stream: Any) -> None:
     for plane in t.record.tensors():
         plane.record_stream(stream)
 
 
-def _dequantize(func: Any, t: QuantizedTensor) -> torch.Tensor:
+def _dequantize(func: Any, t: Quantized) -> torch.Tensor:
     return decoded(t.record)
 
 
-def _refuse(func: Any, t: QuantizedTensor, *_: Any, **__: Any) -> Any:
+def _refuse(func: Any, t: Quantized, *_: Any, **__: Any) -> Any:
     wanted, cure = "its planes to stay where they are", "assign to .data, or copy_ into it"
     raise QuantizedTensorError(describe(f"{func} on {t!r}", wanted=wanted, got="other memory", cure=cure))
 

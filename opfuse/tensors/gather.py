@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -17,12 +17,10 @@ from opfuse.errors import ShapeError, describe
 from opfuse.formats import ROWWISE
 from opfuse.tensors.halves import half, halves, travelling
 from opfuse.tensors.planes import mirrored
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
 from opfuse.tensors.shards import agree, is_mirror
 from opfuse.tensors.storage import QuantizedStorage
-
-if TYPE_CHECKING:
-    from opfuse.tensors.tensor import QuantizedTensor
 
 
 class Gathering(NamedTuple):
@@ -39,7 +37,7 @@ class Gathering(NamedTuple):
 
 
 def before(
-    shard: QuantizedTensor, shape: Sequence[int], *, mesh: Any, dtype: torch.dtype | None
+    shard: Quantized, shape: Sequence[int], *, mesh: Any, dtype: torch.dtype | None
 ) -> tuple[tuple[torch.Tensor, ...], Gathering]:
     """What a shard gives to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
     storage, ranks = shard.record, mesh.size()
@@ -58,7 +56,7 @@ def before(
 
 
 def after(
-    shard: QuantizedTensor,
+    shard: Quantized,
     gathered: Sequence[torch.Tensor],
     gathering: Gathering,
     *,
@@ -85,7 +83,7 @@ def after(
     return None
 
 
-def _joined(shard: QuantizedTensor, gathered: Sequence[torch.Tensor], gathering: Gathering) -> QuantizedStorage:
+def _joined(shard: Quantized, gathered: Sequence[torch.Tensor], gathering: Gathering) -> QuantizedStorage:
     """The planes that ``gathered`` makes."""
     sent = cast(QuantizedStorage, gathering.sent)
     if sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
@@ -97,7 +95,7 @@ def _joined(shard: QuantizedTensor, gathered: Sequence[torch.Tensor], gathering:
 
 
 def _first(
-    shard: QuantizedTensor, storage: QuantizedStorage, gathered: Sequence[torch.Tensor], gathering: Gathering
+    shard: Quantized, storage: QuantizedStorage, gathered: Sequence[torch.Tensor], gathering: Gathering
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The whole parameter of ``storage``. All ranks have it, so that writes into it reduce nothing."""
     whole = shard.over(storage)

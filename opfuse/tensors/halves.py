@@ -11,17 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
-
-if TYPE_CHECKING:
-    from opfuse.tensors.tensor import QuantizedTensor
 
 _WHY = "it did not travel in this pass"
 
@@ -30,7 +28,7 @@ class Halves(NamedTuple):
     """The records of a whole parameter, each of one plane, over the buffers of the gather; and where a plane is fetched from."""
 
     records: dict[str, QuantizedStorage]
-    shard: QuantizedTensor
+    shard: Quantized
     group: Any
 
     def __deepcopy__(self, memo: Any) -> Halves:
@@ -52,7 +50,7 @@ class Halves(NamedTuple):
         return held
 
 
-def travelling(shard: QuantizedTensor, ranks: int) -> str | None:
+def travelling(shard: Quantized, ranks: int) -> str | None:
     """The usage of the plane that travels alone in the pass that gathers now; None: all planes do, in every pass.
 
     Decided at the first gather, when FSDP2 makes its buffers: these fit both planes where their parts are of one size.
@@ -73,7 +71,7 @@ def half(storage: QuantizedStorage, usage: str) -> QuantizedStorage:
     return storage.only(usage, why=_WHY)
 
 
-def halves(shard: QuantizedTensor, here: QuantizedStorage, gathered: Sequence[torch.Tensor], group: Any) -> Halves:
+def halves(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Tensor], group: Any) -> Halves:
     """The record ``here`` of the plane that came as ``gathered``, and one of the other plane, over the same buffers."""
     (usage,) = here.usages
     other = COLUMNWISE if usage == ROWWISE else ROWWISE
@@ -83,7 +81,7 @@ def halves(shard: QuantizedTensor, here: QuantizedStorage, gathered: Sequence[to
     return Halves({usage: here, other: there}, shard, group)
 
 
-def _sizes(shard: QuantizedTensor, usage: str) -> tuple[tuple[int, torch.dtype], ...]:
+def _sizes(shard: Quantized, usage: str) -> tuple[tuple[int, torch.dtype], ...]:
     return tuple((part.numel(), part.dtype) for part in row_parts(half(shard.record, usage)))
 
 

@@ -7,19 +7,17 @@ pieces wait until all rows have come: until then the tensor has no values, and r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.planes import map_tensors
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import paste_rows, shared_by_rows
 from opfuse.tensors.shards import unsure
 from opfuse.tensors.storage import QuantizedStorage
-
-if TYPE_CHECKING:
-    from opfuse.tensors.tensor import QuantizedTensor
 
 _CURE = "write all rows, with pieces of one tensor"
 
@@ -27,7 +25,7 @@ _CURE = "write all rows, with pieces of one tensor"
 class Cut(NamedTuple):
     """Where a piece lies: entries [start, stop) of the first dimension of ``whole``."""
 
-    whole: QuantizedTensor
+    whole: Quantized
     start: int
     stop: int
 
@@ -57,14 +55,14 @@ def paste(cut: Cut, rows: QuantizedStorage) -> QuantizedStorage:
     return rows
 
 
-def _write(whole: QuantizedTensor, pieces: Mapping[int, tuple[int, QuantizedStorage]]) -> None:
+def _write(whole: Quantized, pieces: Mapping[int, tuple[int, QuantizedStorage]]) -> None:
     for start, (_, piece) in pieces.items():
         paste_rows(whole.held, start, piece)
     whole.ranks = unsure(whole.ranks)
     increment_version([tensor for tensor in (whole, *whole.held.tensors()) if not tensor.is_inference()])
 
 
-def check_whole(tensor: QuantizedTensor) -> None:
+def check_whole(tensor: Quantized) -> None:
     """QuantizedTensorError while rows are missing."""
     if tensor.pieces:
         got = ", ".join(f"{start} to {stop}" for start, (stop, _) in sorted(tensor.pieces.items()))

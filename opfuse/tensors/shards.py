@@ -17,11 +17,11 @@ from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import mirrored
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import shared_by_rows
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
-    from opfuse.tensors.tensor import QuantizedTensor
 
 
 class Ranks(NamedTuple):
@@ -42,7 +42,7 @@ def join(parameter: torch.Tensor) -> None:
         _share(shard, parameter.device_mesh, over[0])  # type: ignore[attr-defined]
 
 
-def agree(shard: QuantizedTensor, mesh: Any) -> bool:
+def agree(shard: Quantized, mesh: Any) -> bool:
     """Whether row parts of the shards on ``mesh`` make one parameter: what their rows share is equal, from now on.
 
     Looked at once, and after bytes came from elsewhere: then it waits for the device, and for the other ranks.
@@ -64,12 +64,12 @@ def agree(shard: QuantizedTensor, mesh: Any) -> bool:
     return True
 
 
-def is_mirror(shard: QuantizedTensor) -> bool:
+def is_mirror(shard: Quantized) -> bool:
     """Whether the columnwise plane can be made from the rowwise one."""
     return shard.usages == USAGES and shard.quantizer is not None and shard.quantizer.planes_agree
 
 
-def writer(tensor: QuantizedTensor) -> Quantizer | None:
+def writer(tensor: Quantized) -> Quantizer | None:
     """The quantizer of values that are written into ``tensor``."""
     quantizer = tensor.quantizer
     return quantizer if quantizer is None or tensor.ranks is None else quantizer.reducing(tensor.ranks.group)
@@ -87,7 +87,7 @@ def process_groups(value: object) -> list[object]:
     return [group for field in vars(value).values() for group in process_groups(field)] if is_dataclass(value) else []
 
 
-def _share(shard: QuantizedTensor, mesh: Any, *dimension: int) -> Ranks | None:
+def _share(shard: Quantized, mesh: Any, *dimension: int) -> Ranks | None:
     """The ranks along a dimension of ``mesh`` that cast their rows alike, from now on; None where they cannot."""
     if shard.ranks is None and shard.quantizer is not None:
         together = _is_distributed()
@@ -98,7 +98,7 @@ def _share(shard: QuantizedTensor, mesh: Any, *dimension: int) -> Ranks | None:
     return shard.ranks
 
 
-def _is_alike(shard: QuantizedTensor, ranks: Ranks) -> bool:
+def _is_alike(shard: Quantized, ranks: Ranks) -> bool:
     """Whether planes hold the same values where they should, and rows on all ranks share what they share: bit for bit."""
     mirror = not is_mirror(shard) or _same_bytes(mirrored(shard.plane(ROWWISE)).tensors(), shard.plane(COLUMNWISE).tensors())
     shared = [value.reshape(-1).view(torch.int32) for value in shared_by_rows(shard.record)]

@@ -25,6 +25,7 @@ from opfuse.tensors.planes import (
     structure,
     tensor_pairs,
 )
+from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.straight import straight_through
 
@@ -35,7 +36,7 @@ _DATA: Any = torch.Tensor.data
 _STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "halves", "cut", "pieces")
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Quantized):
     """A tensor of ``storage.shape`` and nominal dtype ``storage.dtype`` whose values live in the planes of ``storage``.
 
     quantizer: how *future* casts into this tensor are made (``copy_``, optimizers); a copy is kept. Without one the tensor

@@ -21,7 +21,7 @@ from opfuse.recipes import (
     MXFP8BlockScaling,
     QuantizerRole,
     autocast,
-    delayed,
+    counting,
     touch_backward,
     touch_forward,
 )
@@ -230,7 +230,7 @@ def test_backward_state_is_updated_once_after_the_backward_pass():
     assert state.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
     y.backward(torch.ones(3))
     assert state.amax_history.tolist() == [0.0, 0.0, 8.0, 2.0]
-    assert not delayed._BACKWARD_PASSES
+    assert not counting._BACKWARD_PASSES
 
 
 def test_nested_backward_updates_with_its_own_pass():
@@ -272,7 +272,7 @@ def test_failed_backward_moves_no_scale_and_leaves_nothing_behind():
         Cast.apply(Broken.apply(x), state, recipe, []).backward()
     gc.collect()
     assert state.scale.item() == 1.0
-    assert not delayed._BACKWARD_PASSES
+    assert not counting._BACKWARD_PASSES
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(4, [0.0, 0.0, 1.0, 2.0]), (2, [0.0, 2.0])])

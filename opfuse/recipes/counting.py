@@ -1,0 +1,94 @@
+"""When delayed scales are updated: states that a cast uses are counted for the update that follows.
+
+Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
+them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
+casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data and its
+recipe. A second backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one
+updated, and updates it again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from opfuse.errors import RecipeError, describe
+from opfuse.numerics.delayed import UpdateRule
+from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
+from opfuse.recipes.builtin import DelayedScaling
+from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.recipes.passes import is_recomputing
+from opfuse.recipes.pending import LastUse, Pending
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def touch_forward(
+    state: DelayedScalingState,
+    recipe: DelayedScaling,
+    *,
+    rule: UpdateRule | None = None,
+    name: str = "",
+) -> None:
+    """Have ``state`` serve ``recipe``, and be updated when the outermost region ends: before a cast that records gradients.
+
+    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. rule: by default that of
+    activations and weights. name: of the cast, equal on the ranks that share its amax. Nothing in a recomputation; RecipeError
+    outside any region.
+    """
+    if is_recomputing():
+        return
+    rule = rule or recipe.forward_rule
+    state.adopt(recipe, rule)
+    count_forward(state, LastUse(rule, current_amax_group(), recipe.reduce_amax, name))
+
+
+def count_forward(state: DelayedScalingState, use: LastUse) -> None:
+    """Have ``state`` be updated when the outermost region ends. RecipeError outside any region."""
+    at_outermost_exit("delayed scaling", Pending).add(state, use)
+
+
+_BACKWARD_PASSES: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+"""Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
+
+
+def touch_backward(
+    state: DelayedScalingState,
+    recipe: DelayedScaling,
+    *,
+    rule: UpdateRule | None = None,
+    group: ProcessGroup | None = None,
+    name: str = "",
+) -> None:
+    """Have ``state`` serve ``recipe``, and be updated once after the running backward pass: before a cast of a gradient.
+
+    Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
+    rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
+    after the last node of the pass. RecipeError outside a backward pass.
+    """
+    rule = rule or recipe.backward_rule
+    if torch._C._current_graph_task_id() >= 0:
+        state.adopt(recipe, rule)
+    count_backward(state, LastUse(rule, group, recipe.reduce_amax, name))
+
+
+def count_backward(state: DelayedScalingState, use: LastUse) -> None:
+    """Have ``state`` be updated once after the running backward pass. RecipeError outside of one."""
+    task = torch._C._current_graph_task_id()
+    if task < 0:
+        cure = "call it from the backward of an autograd.Function"
+        raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
+    with _LOCK:
+        pending = _BACKWARD_PASSES.get(task)
+        if pending is None:
+            pending = _BACKWARD_PASSES[task] = Pending()
+            torch.autograd.Variable._execution_engine.queue_callback(pending)
+        pending.add(state, use)
+
+
+_LOCK = threading.Lock()
+"""The engine runs one thread a device, and a pass may use states on several."""

@@ -3,19 +3,20 @@
 One layer of 7168 features in and 2048 out, rows spread evenly over its groups: forward, and forward with backward, without a
 recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host, but
 for "bf16, device splits", where one launch multiplies all groups. Formats that the device only emulates are measured at the
-first size.
+first size. Of two sizes it is also measured what the host takes, and what a user waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import opfuse
-from benchmarks.timing import Call, device_time
+from benchmarks.timing import Call, device_time, host_time, wall_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import KEEP
 
@@ -25,6 +26,8 @@ IN, OUT = 7168, 2048
 OVERRIDES = tuple(KEEP)
 PRODUCTS = {"forward": 1, "forward + backward": 3}
 BF16 = torch.bfloat16
+TORCH = "torch bf16, a linear a group"
+Record = dict[str, Any]
 
 
 class Problem(NamedTuple):
@@ -56,7 +59,7 @@ class Variant(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     """torch first, then the op without a recipe, then every recipe that takes an override."""
-    yield Variant("torch bf16, a linear a group", torch_alone=True)
+    yield Variant(TORCH, torch_alone=True)
     yield Variant("bf16")
     yield Variant("bf16, device splits", on_device=True)
     for kind, cls in recipes.RECIPES.items():
@@ -113,6 +116,34 @@ def measure(
                 }
 
 
+USED = {(8, 2048): 1.0, (4, 8192): 1.3}
+"""Groups and rows of each for which host and wall time are measured too, and what speed blocks shall have at least there."""
+
+LIMITED = "fp8_block, None"
+
+
+def used(
+    problems: Mapping[tuple[int, int], float] = USED, *, sizes: tuple[int, int] = (IN, OUT), device: str = "cuda"
+) -> Iterator[Record]:
+    """A step as a user waits for it, in milliseconds, and its speed as a multiple of torch's; variants take turns."""
+    for (groups, each), least in problems.items():
+        problem = Problem(groups * each, groups, *sizes)
+        steps = {
+            variant.name: calls(variant, problem, device)["forward + backward"]
+            for variant in variants()
+            if variant.recipe is None or recipes.support(variant.recipe).status == "native"
+        }
+        for what, timed in (("wall", wall_time), ("host", lambda call: host_time(call, calls=2, repeats=1).median)):
+            rounds = [{name: timed(step) / 1e3 for name, step in steps.items()} for _ in range(5)]
+            for name in steps:
+                full = f"{groups} x {each} rows, {name}, forward + backward by {what} time"
+                median = statistics.median(took[name] for took in rounds)
+                speed = statistics.median(took[TORCH] / took[name] for took in rounds)
+                limit = least if what == "wall" and name == LIMITED else None
+                yield {"name": full, "value": median, "unit": "ms", "limit": None, "met": None}
+                yield {"name": full, "value": speed, "unit": "x torch bf16", "limit": limit, "met": limit and speed >= limit}
+
+
 def timer(call: Call) -> float:
     """Microseconds of a call on the device."""
     return device_time([call], launches=3, repeats=3, waits=True).median
@@ -124,6 +155,7 @@ def records() -> Iterator[dict[str, Any]]:
         name = f"{row['groups']} x {row['rows'] // row['groups']} rows, {row['variant']}, {row['what']}"
         yield {"name": name, "value": row["us"] / 1e3, "unit": "ms", "limit": None, "met": None}
         yield {"name": name, "value": row["ratio"], "unit": "x torch bf16", "limit": None, "met": None}
+    yield from used()
 
 
 def main() -> None:
@@ -132,6 +164,8 @@ def main() -> None:
         shape = f"{row['groups']} x {row['rows'] // row['groups']:<6}{row['what']:20s}{row['variant']:30s}"
         figures = f"{row['us'] / 1e3:8.3f} ms {row['tflops']:7.0f} TFLOP/s {row['ratio']:6.2f} x torch bf16"
         print(shape, figures, "" if row["backend"] == "native" else "(emulated)", flush=True)
+    for record in used():
+        print(f"{record['name']:80s} {record['value']:8.3f} {record['unit']}", flush=True)
 
 
 if __name__ == "__main__":

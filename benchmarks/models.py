@@ -1,6 +1,7 @@
-"""The two pipelines that benchmarks run: of opfuse ops, and the same in torch; recipes and overrides to run them under.
+"""The pipelines that benchmarks run: of opfuse ops, and the same in torch; recipes and overrides to run them under.
 
-A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear.
+A = Linear with bias, GELU, Linear with bias. B = RMSNorm, Linear to twice the width, SwiGLU, Linear. A decoder is layers of
+RMSNorm, attention with one product for query, key and value, and B, each added to what came in.
 """
 
 from __future__ import annotations
@@ -68,6 +69,32 @@ PIPELINES = {
         lambda s: ((s.hidden, 2 * s.ffn), (s.ffn, s.hidden)),
     ),
 }
+
+
+class DecoderLayer(nn.Module):
+    """x (tokens, hidden) of one sequence. read: norm and product of query, key and value; write: product of what heads say."""
+
+    def __init__(self, read: nn.Module, write: nn.Module, mlp: nn.Module, head: int = 128) -> None:
+        super().__init__()
+        self.read, self.write, self.mlp, self.head = read, write, mlp, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.read(x).view(len(x), 3, -1, self.head).permute(1, 2, 0, 3)[:, None]
+        said = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.write(said[0].transpose(0, 1).reshape(len(x), -1))
+        result: torch.Tensor = x + self.mlp(x)
+        return result
+
+
+def decoder(sizes: Sizes, layers: int, *, fused: bool) -> nn.Sequential:
+    """Layers of opfuse pipelines, or the same in torch."""
+    made, lib = [], ops if fused else nn
+    for _ in range(layers):
+        read: tuple[nn.Module, ...] = lib.RMSNorm(sizes.hidden), lib.Linear(sizes.hidden, 3 * sizes.hidden, bias=False)
+        write = lib.Linear(sizes.hidden, sizes.hidden, bias=False)
+        mlp = PIPELINES["B"].fused(sizes) if fused else PIPELINES["B"].eager(sizes)
+        made.append(DecoderLayer(lib.Sequential(*read), write, mlp, head=min(128, sizes.hidden)))
+    return nn.Sequential(*made)
 
 
 def settings() -> Iterator[tuple[str, str | None, Recipe | None]]:

@@ -8,7 +8,6 @@ modules in bf16.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ import torch
 from torch import nn
 
 from benchmarks.models import LARGE, PIPELINES, active, settings
-from benchmarks.timing import Call, device_time, host_time
-from opfuse import ops, recipes
+from benchmarks.timing import Call, device_time
+from opfuse import recipes
 from opfuse.recipes.policy import SPLIT
 from opfuse.recipes.recipe import QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
@@ -128,59 +127,7 @@ def records() -> Iterator[dict[str, Any]]:
             }
 
 
-MOST_HOST = {
-    "infer": {"fp8_current": 3.2, "delayed": 2.6, "fp8_block": 2.8},
-    "forward + backward": {"fp8_current": 1.9, "delayed": 1.7, "fp8_block": 1.7},
-}
-"""What the host may take for A in small, as multiples of what eager bf16 takes."""
-
-
-def host_calls(model: nn.Module, recipe: Recipe | None, x: torch.Tensor) -> dict[str, Call]:
-    """What is timed of a model: inference, the forward pass, a step, whose gradients are added to those before."""
-
-    def forward() -> torch.Tensor:
-        with active(recipe):
-            result: torch.Tensor = model(x)
-        return result
-
-    def training() -> None:
-        forward().backward(x.detach())
-
-    return {"infer": torch.no_grad()(forward), "forward": forward, "forward + backward": training}
-
-
-def host_records(rounds: int = 9) -> Iterator[dict[str, Any]]:
-    """Microseconds of the host for A in small, while the device has nothing to do; models take turns, ratios are of one round."""
-    small = 256
-    fused = ops.Sequential(ops.Linear(small, small), ops.GELU(), ops.Linear(small, small)).to("cuda", torch.bfloat16)
-    eager = nn.Sequential(nn.Linear(small, small), nn.GELU("tanh"), nn.Linear(small, small)).to("cuda", torch.bfloat16)
-    x = random(small, small).requires_grad_()
-    models: dict[str, dict[str, Call]] = {
-        "eager bf16": host_calls(eager, None, x),
-        "torch.compile bf16": host_calls(torch.compile(eager), None, x),
-        **{kind: host_calls(fused, recipe, x) for kind, override, recipe in settings() if override is None},
-    }
-    took: dict[tuple[str, str], list[float]] = {(name, what): [] for name, calls in models.items() for what in calls}
-    for _ in range(rounds):
-        for what in models["eager bf16"]:
-            for name, calls in models.items():
-                took[name, what].append(host_time(calls[what], calls=25, repeats=1).median)
-    for (name, what), times in took.items():
-        label = f"host, A 256x256, {name}, {what}"
-        yield {"name": label, "value": statistics.median(times), "unit": "us", "limit": None, "met": None}
-        ratio = statistics.median(mine / its for mine, its in zip(times, took["eager bf16", what]))
-        most = MOST_HOST.get(what, {}).get(name)
-        yield {"name": label, "value": ratio, "unit": "x eager bf16", "limit": most, "met": most and ratio <= most}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", action="store_true", help="the host's time alone")
-    arguments = parser.parse_args()
-    if arguments.host:
-        for record in host_records():
-            print(f"{record['name']:60s} {record['value']:8.2f} {record['unit']}")
-        return
     for row in measure():
         times = zip(row["took"], row["products"])
         forward, training = (f"{took:7.2f} ms {took / alone:5.2f} x products" for took, alone in times)

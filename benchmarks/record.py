@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
+from benchmarks import calls, casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, package_digest, stamp
 from opfuse.kernels.engine.registry import sources_digest
@@ -90,7 +90,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "gemm": gemm.records,
     "pipelines": pipelines.records,
     "grouped": grouped.records,
-    "host": pipelines.host_records,
+    "host": calls.records,
     "training": training.records,
     "memory": memory.records,
     "compiling": compiling.records,

@@ -1,4 +1,4 @@
-"""Device time by events over rotating buffers, and host time with an idle device."""
+"""Device time by events over rotating buffers, host time with an idle device, wall time of both."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _cycles() -> float:
 
 def host_time(call: Call, *, calls: int = 200, repeats: int = 7) -> Timing:
     """Time for the host to queue one call."""
-    for _ in range(20):
+    for _ in range(min(20, calls)):
         call()
     torch.cuda.synchronize()
 
@@ -89,3 +89,14 @@ def host_time(call: Call, *, calls: int = 200, repeats: int = 7) -> Timing:
 
     times = [once() for _ in range(repeats)]
     return Timing(statistics.median(times), min(times), max(times))
+
+
+def wall_time(call: Call, *, calls: int = 4) -> float:
+    """Microseconds a call, of ``calls`` that a user makes one after another and waits for in the end."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6

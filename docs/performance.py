@@ -126,7 +126,8 @@ def groups(record: Mapping[str, Any]) -> Iterator[str]:
         found.setdefault(what, {}).setdefault(variant, {})[problem] = cell
     for what, variants in found.items():
         problems = list(dict.fromkeys(problem for cells in variants.values() for problem in cells))
-        yield f"{what.capitalize()}, groups x rows of each: ms, and times the speed of torch's bf16 layers, one a group.\n"
+        told = "groups x rows of each: ms, and times the speed (at least) of torch's bf16 layers, one a group"
+        yield f"{what.capitalize()}, {told}.\n"
         rows = [(variant, *(cells.get(problem, "") for problem in problems)) for variant, cells in variants.items()]
         yield table(("recipe, override", *problems), rows) + "\n"
 
@@ -142,13 +143,21 @@ def memory(record: Mapping[str, Any]) -> str:
 
 
 def host(record: Mapping[str, Any]) -> str:
-    """Models down, what they do across."""
-    found: dict[str, dict[str, str]] = {}
+    """For each problem models down, what they do across."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
     for name, units in of_script(record, "host").items():
-        _, _, model, what = name.split(", ")
-        found.setdefault(model, {})[what] = f"{shown(units['us'], 0)} us, {shown(units['x eager bf16'], 2)} x eager"
-    columns = list(dict.fromkeys(what for cells in found.values() for what in cells))
-    return table(("recipe", *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in found.items()])
+        _, problem, model, what = name.split(", ", 3)
+        cell = ", ".join(f"{shown(figure, _DIGITS.get(unit, 1))} {unit.removesuffix(' bf16')}" for unit, figure in units.items())
+        found.setdefault(problem, {}).setdefault(model, {})[what] = cell
+    return "\n\n".join(f"{problem.capitalize()}:\n\n{_by_what(models)}" for problem, models in found.items())
+
+
+_DIGITS = {"us": 0, "Python calls": 0, "x eager bf16": 2}
+
+
+def _by_what(models: Mapping[str, Mapping[str, str]]) -> str:
+    columns = list(dict.fromkeys(what for cells in models.values() for what in cells))
+    return table(("recipe", *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in models.items()])
 
 
 def others(record: Mapping[str, Any], *scripts: str) -> str:
@@ -165,7 +174,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "gemm": ("Matrix products of a linear layer", products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
-        "host": ("Time of the host for A, 256 tokens, 256 wide, while the device has nothing to do", host),
+        "host": ("Time of the host while the device has nothing to do, and what a user waits", host),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
         "compiling": ("Compiling", lambda record: others(record, "compiling")),

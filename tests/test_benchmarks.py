@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, distributed, pipelines, record, timing, training
+from benchmarks import bandwidth, calls, distributed, grouped, models, pipelines, record, timing, training
+from docs import performance
 from opfuse.config import Config, load
 from opfuse.recipes import Support
 from opfuse.train import Comparison, compare
@@ -197,3 +198,49 @@ def test_a_gather_is_covered_where_other_kernels_run() -> None:
     events = [{"name": name, "ts": start, "dur": took} for name, (start, took) in spans.items()]
     assert distributed.covered(events, "AllGather") == (pytest.approx(0.03), pytest.approx((5 + 5 + 10) / 30))
     assert distributed.covered(events[-4:], "AllGather") == (0.0, 0.0)
+
+
+@pytest.fixture
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    native = [("none", None, None), *(each for each in models.settings() if each[0] in calls.MOST_WALL)]
+    monkeypatch.setattr(calls, "settings", lambda: native)
+
+
+TINY = models.Sizes(128, 128, 128)
+
+
+@pytest.mark.usefixtures("_no_device")
+def test_what_a_user_waits_is_measured_of_every_recipe_and_has_its_limits() -> None:
+    found = [*calls.host_records(1, small=128, device="cpu", calls=1)]
+    found += calls.decoder_records(1, sizes=TINY, layers=1, device="cpu", graphs=False)
+    assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+    limits = {each["unit"]: [] for each in found if each["limit"] is not None}
+    for each in found:
+        assert each["value"] > 0
+        assert (each["limit"] is None) == (each["met"] is None)
+        if each["limit"] is not None:
+            limits[each["unit"]].append(each["limit"])
+    assert len(limits["Python calls"]) == 6
+    assert len(limits["x eager bf16"]) == 6 + 3
+    page = performance.host({"results": [{**each, "script": "host"} for each in found]})
+    assert "A 128x128:" in page
+    assert "Decoder of 1 layers 128x128:" in page
+    assert "fp8_block weights kept" in page
+
+
+def test_a_decoder_of_ops_computes_what_that_of_torch_does() -> None:
+    torch.manual_seed(0)
+    eager, fused = (models.decoder(TINY, 1, fused=mine) for mine in (False, True))
+    fused.load_state_dict(eager.state_dict())
+    x = torch.randn(TINY.tokens, TINY.hidden)
+    torch.testing.assert_close(fused(x), eager(x))
+
+
+@pytest.mark.usefixtures("_no_device")
+def test_experts_are_measured_as_a_user_waits_for_them() -> None:
+    found = [*grouped.used({(2, 128): 1.0}, sizes=(128, 128), device="cpu")]
+    assert {each["unit"] for each in found} == {"ms", "x torch bf16"}
+    (limited,) = [each for each in found if each["limit"] is not None] or [{"name": "2 x 128 rows, none"}]
+    assert limited["name"].startswith("2 x 128 rows, ")

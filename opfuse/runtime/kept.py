@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -204,7 +204,8 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
         yield kept
     finally:
         kept._close()
-        _owners.reset(reset)
+        with suppress(ValueError):  # in another context than it began in, whose value is not this one's
+            _owners.reset(reset)
 
 
 def _check_counted(model: nn.Module) -> None:

@@ -483,6 +483,17 @@ def test_threads_in_copies_of_the_context_share_the_casts(casts: list[str]):
     assert scope.casts == 0
 
 
+def test_a_scope_that_ends_in_another_context_is_over():
+    model, inside = mlp(), copy_context()
+    block = kept_weights(model)
+    scope = inside.run(block.__enter__)
+    inside.run(Run(model, RECIPE).call)
+    assert scope.casts == 2
+    block.__exit__(None, None, None)
+    inside.run(Run(model, RECIPE).call)
+    assert scope.casts == 0
+
+
 def test_what_is_told():
     model, x = mlp(), randn(32, 64).requires_grad_()
     with opfuse.autocast(recipe=RECIPE):

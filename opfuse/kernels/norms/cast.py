@@ -139,7 +139,7 @@ def _variant(
         **form.defines(form.held()),
         IO=C_TYPES[made],
         OUT=layout.element.name.upper(),
-        CAST=encoding.__name__,
+        CAST=_TARGETS[encoding].name,
         SWIZZLED=layout.swizzled,
         POW2=bool(pow2),
         STORES=stores,
@@ -171,11 +171,12 @@ def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: 
 
 
 class _RowCast(NamedTuple):
-    """The family of its formats, how the target of a cast by rows is packed, and how its fields are made.
+    """What norm_cast.cu calls it, the family of its formats, how its target is packed, and how its fields are made.
 
     twice: whether values are made twice, first for the amax of the row.
     """
 
+    name: str
     family: str
     packing: str
     fields: Callable[..., Target]
@@ -183,10 +184,10 @@ class _RowCast(NamedTuple):
 
 
 _TARGETS: Mapping[type, _RowCast] = {
-    RecordingScale: _RowCast("tensor", "PPP", _recording),
-    RowScaled: _RowCast("row", "PfI", _row_scaled, twice=True),
-    Blocks: _RowCast("block", "Pqff", _blocks),
-    Microscaled: _RowCast("mx", "PII", _microscaled),
+    RecordingScale: _RowCast("Recording", "tensor", "PPP", _recording),
+    RowScaled: _RowCast("RowScaled", "row", "PfI", _row_scaled, twice=True),
+    Blocks: _RowCast("Blocks", "block", "Pqff", _blocks),
+    Microscaled: _RowCast("Microscaled", "mx", "PII", _microscaled),
 }
 """The casts by rows, by the type of the encoding."""
 

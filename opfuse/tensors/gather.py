@@ -19,14 +19,15 @@ from opfuse.tensors.halves import half, halves, travelling
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
-from opfuse.tensors.shards import agree, is_mirror
+from opfuse.tensors.shards import agree, is_mirror, learn
 from opfuse.tensors.storage import QuantizedStorage
 
 
 class Gathering(NamedTuple):
     """sent: the record whose row parts travel; None: values do. made: how the planes of the whole come of it.
 
-    shape: of the whole parameter. owned: the tensors of this rank's shard. group: the ranks.
+    shape: of the whole parameter. owned: the tensors of this rank's shard. group: the ranks. source: what was gathered from: the
+    shard, or a copy of one that FSDP2 keeps on the CPU.
     """
 
     sent: QuantizedStorage | None
@@ -34,6 +35,7 @@ class Gathering(NamedTuple):
     shape: torch.Size
     owned: tuple[torch.Tensor, ...]
     group: Any
+    source: Quantized
 
 
 def before(
@@ -45,7 +47,7 @@ def before(
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
         raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
                                   cure="pad the parameter's rows"))  # fmt: skip
-    gathering = Gathering(storage, "sent", torch.Size(shape), storage.tensors(), None)
+    gathering = Gathering(storage, "sent", torch.Size(shape), storage.tensors(), None, shard)
     if not agree(shard, mesh):
         return (storage.dequantize(dtype),), gathering._replace(sent=None)
     if is_mirror(shard):
@@ -68,6 +70,8 @@ def after(
     Gathering brings back values that autograd already knows, so no version is bumped.
     """
     out = getattr(out, "_local_tensor", out)
+    if gathering.source is not shard:
+        learn(shard, gathering.source)
     if gathering.sent is None:
         whole = gathered[0].reshape(gathering.shape).to(dtype)
         if out is None:

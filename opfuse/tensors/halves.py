@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
+from opfuse.tensors.planes import map_tensors
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
@@ -41,7 +42,7 @@ class Halves(NamedTuple):
     def whole(self, held: QuantizedStorage) -> QuantizedStorage:
         """``held`` with the plane that is away, fetched from all ranks into memory of its own."""
         for usage in self.away(held):
-            piece, outputs = half(self.shard.record, usage), []
+            piece, outputs = _half_on(held.device, self.shard, usage), []
             for part in row_parts(piece):
                 outputs.append(part.new_empty((part.shape[0] * dist.get_world_size(self.group), *part.shape[1:])))
                 _gather(outputs[-1], part, group=self.group)
@@ -75,10 +76,15 @@ def halves(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Te
     """The record ``here`` of the plane that came as ``gathered``, and one of the other plane, over the same buffers."""
     (usage,) = here.usages
     other = COLUMNWISE if usage == ROWWISE else ROWWISE
-    piece, rows = half(shard.record, other), here.shape[0] // shard.shape[0]
+    piece, rows = _half_on(here.device, shard, other), here.shape[0] // shard.shape[0]
     views = [buffer.view(rows * part.shape[0], *part.shape[1:]) for buffer, part in zip(gathered, row_parts(piece), strict=True)]
     there = replace(join_rows(piece, views, here.shape), dtype=here.dtype)
     return Halves({usage: here, other: there}, shard, group)
+
+
+def _half_on(device: torch.device, shard: Quantized, usage: str) -> QuantizedStorage:
+    """The record of one plane of a shard, which FSDP2 may keep on the CPU."""
+    return map_tensors(half(shard.record, usage), lambda plane: plane.to(device, non_blocking=True))
 
 
 def _sizes(shard: Quantized, usage: str) -> tuple[tuple[int, torch.dtype], ...]:

@@ -64,6 +64,14 @@ def agree(shard: Quantized, mesh: Any) -> bool:
     return True
 
 
+def learn(shard: Quantized, copy: Quantized) -> None:
+    """Have ``shard`` know what was found of a copy of it, and have the bytes that the copy was cast to for that."""
+    if copy.ranks != shard.ranks:
+        for mine, its in zip(shard.held.tensors(), copy.held.tensors(), strict=True):
+            mine.copy_(its)
+    shard.ranks, shard.alternates = copy.ranks, copy.alternates
+
+
 def is_mirror(shard: Quantized) -> bool:
     """Whether the columnwise plane can be made from the rowwise one."""
     return shard.usages == USAGES and shard.quantizer is not None and shard.quantizer.planes_agree

@@ -261,7 +261,7 @@ class QuantizedTensor(Quantized):
     def over(self, storage: QuantizedStorage, *, readonly: str = "") -> QuantizedTensor:
         """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
         tensor = QuantizedTensor(storage, quantizer=self._quantizer)
-        tensor._readonly, tensor.ranks = readonly, self.ranks
+        tensor._readonly, tensor.ranks, tensor.alternates = readonly, self.ranks, self.alternates
         if storage is self._storage:
             tensor.halves, tensor.cut = self.halves, self.cut
         return tensor

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import opfuse
 from opfuse import ops
@@ -17,7 +17,7 @@ from opfuse.errors import OpfuseWarning
 from opfuse.tensors import QuantizedTensor, quantizers
 from opfuse.tensors.masters import stored_in
 from tests.distributed.running import Task
-from tests.distributed.training import RECIPES, region_of
+from tests.distributed.training import RECIPES, copied, region_of
 from tests.tensors.quantized_samples import QUANTIZERS, values
 
 
@@ -106,15 +106,21 @@ def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach() for y in outputs]
 
 
-def check_layer(kind: str, rank: int, ranks: int, device: str) -> list[str]:
-    """A module that is no pipeline trains as on one rank."""
+def check_offloaded_layer(kind: str, rank: int, ranks: int, device: str) -> list[str]:
+    """The same with shards that live on the CPU."""
+    with copied(device):
+        return check_layer(kind, rank, ranks, device, offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda"))
+
+
+def check_layer(kind: str, rank: int, ranks: int, device: str, **options: Any) -> list[str]:
+    """A module that is no pipeline trains as on one rank. options: of ``fully_shard``."""
     quantizer, x = QUANTIZERS[kind](), values((8, 96), dtype=torch.float32).to(device)
     expected = steps(alone := Layer(quantizer).to(device), x)
-    model = fully_shard(Layer(quantizer).to(device), mesh=init_device_mesh(device, (ranks,)))
+    model = fully_shard(Layer(quantizer).to(device), mesh=init_device_mesh(device, (ranks,)), **options)
     wrong = [f"call {i}" for i, (y, want) in enumerate(zip(steps(model, x), expected)) if not torch.equal(y, want)]
     model.reshard()
     rows = slice(128 // ranks * rank, 128 // ranks * (rank + 1))
-    if not torch.equal(model.weight.to_local().dequantize(), alone.weight.dequantize()[rows]):
+    if not torch.equal(model.weight.to_local().dequantize().to(device), alone.weight.dequantize()[rows]):
         wrong.append("weights")
     model.unshard()
     return wrong + ([] if isinstance(model.weight, QuantizedTensor) else ["plain"])
@@ -122,6 +128,7 @@ def check_layer(kind: str, rank: int, ranks: int, device: str) -> list[str]:
 
 TASKS: list[Task] = [
     *((check_layer, kind) for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4")),
+    *((check_offloaded_layer, kind) for kind in ("mxfp8", "current")),
     (check_written_apart, "current"),
     (check_written_apart, "nvfp4"),
     (check_materialised, "current"),

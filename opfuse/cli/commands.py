@@ -46,13 +46,30 @@ def run(
     steps: StepsOption = None,
     seed: SeedOption = None,
     device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Where report and plot go.", show_default="runs/NAME")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where report, plot and checkpoints go.", show_default="runs/NAME")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the checkpoints that are there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train the pipeline of a configuration, beside the same pipeline without a recipe, and report what fused."""
     from opfuse.cli.run import run
 
-    run(config, steps=steps, seed=seed, device=device, out=out, as_json=as_json)
+    run(config, steps=steps, seed=seed, device=device, out=out, resume=resume, as_json=as_json)
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A directory that `opfuse run` wrote.", show_default=False)],
+    *,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "The ",
+    length: Annotated[int, typer.Option(min=1, help="Bytes to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte each time.")] = 0.7,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Write text with the model that a run has trained, under its recipe."""
+    from opfuse.cli.generate import generate
+
+    generate(run, prompt=prompt, length=length, temperature=temperature, seed=seed, device=device, as_json=as_json)
 
 
 def study(
@@ -225,5 +242,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (run, study, explain, check, parity, schema, kernels, doctor)
+COMMANDS = (run, generate, study, explain, check, parity, schema, kernels, doctor)
 """In the order in which they are listed."""

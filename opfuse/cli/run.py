@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,19 +20,49 @@ from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import is_due
 from opfuse.cli.results import keep, show
 from opfuse.config import load
-from opfuse.train import Comparison, OnNamedStep, TrainStep, compare, fused, to_dict, usable, writable, write_plot, write_report
+from opfuse.train import (
+    Checkpoints,
+    Comparison,
+    Interrupted,
+    OnNamedStep,
+    TrainStep,
+    compare,
+    fused,
+    to_dict,
+    usable,
+    writable,
+    write_plot,
+    write_report,
+)
+from opfuse.train.checkpoints import CONFIGURATION
+from opfuse.train.comparison import labels
+from opfuse.train.files import write as put
 from opfuse.train.report import report_text
 
 WIDTH = 100
 """Characters of a plan miss's reason that are printed; the report has all of it."""
 
 
-def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: Path | None, as_json: bool) -> None:
+INTERRUPTED = 130
+"""What the command ends with after Ctrl-C, as shells have it."""
+
+
+def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: Path | None, resume: bool, as_json: bool) -> None:
     """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
-    with reporter() as on_step:
-        result = compare(chosen, steps=steps, seed=seed, device=place, on_step=on_step)
+    text = Path(chosen.path).read_text(encoding="utf-8")
+    same = {"configuration": text, "steps": str(steps), "seed": str(seed), "device": place.type}
+    checkpoints = Checkpoints(directory, same, resume)
+    if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
+        error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
+    put(directory / CONFIGURATION, text.encode())
+    try:
+        with reporter() as on_step, asked_to_stop() as stop:
+            result = compare(chosen, steps=steps, seed=seed, device=place, on_step=on_step, checkpoints=checkpoints, stop=stop)
+    except Interrupted as stopped:
+        error(f"{stopped}; what there is lies in {directory}, and --resume goes on with it")
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         echo_json(to_dict(result))
     else:
@@ -39,6 +72,30 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
         error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
     if not as_json:
         echo(f"wrote    {', '.join(map(str, written))}")
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C, or the signal to end, came; the second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield lambda: False
+        return
+    asked = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handler(number: int, frame: object) -> None:
+        asked.set()
+        error("stopping after this step; once more stops at once")
+        for each, old in before.items():
+            signal.signal(each, old)
+
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield asked.is_set
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def write(result: Comparison, directory: Path) -> list[Path]:
@@ -122,6 +179,9 @@ def table(result: Comparison) -> Table:
 def notes(result: Comparison) -> Iterator[str]:
     """What the losses stand beside: the text, the backend, what fused, the plan cache."""
     corpus, cache = result.corpus, result.run.cache
+    for label, curve in zip(result.labels, filter(None, (result.run, result.baseline))):
+        if curve.last > curve.losses[0]:
+            yield f"diverged {label}: its loss rose from {curve.losses[0]:.3f} to {curve.last:.3f}; lower train.learning_rate"
     yield f"text     {corpus.name}, {len(corpus.train)} bytes; byte frequencies alone give {corpus.unigram_entropy:.2f}"
     yield f"backend  {result.backend}"
     for direction in ("forward", "backward", "joint"):

@@ -65,7 +65,10 @@ DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
 
 
 class Train(Section):
-    """How to train. eval_every: steps between two evaluations."""
+    """How to train.
+
+    eval_every: steps between two evaluations. checkpoint_every: between two checkpoints; null: those of evaluations.
+    """
 
     steps: AtLeastOne = 300
     batch_size: AtLeastOne = 128
@@ -74,3 +77,4 @@ class Train(Section):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: Seed = 0
     eval_every: AtLeastOne = 50
+    checkpoint_every: AtLeastOne | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 
 import torch
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from opfuse.config import Config, Text, Train
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.recipes import Recipe, Support, support
+from opfuse.train.checkpoints import Checkpoints
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
 from opfuse.train.loop import Curve, TrainStep, fit
 from opfuse.train.model import ByteModel
@@ -45,7 +47,7 @@ class Comparison:
     @property
     def labels(self) -> tuple[str, str]:
         """What the run and the baseline compute in: ``("mxfp8", "float32")``."""
-        return _labels(self.config)
+        return labels(self.config)
 
     @property
     def backend(self) -> Support:
@@ -62,10 +64,13 @@ def compare(
     seed: int | None = None,
     device: str | torch.device = "cpu",
     on_step: OnNamedStep = lambda label, step: None,
+    checkpoints: Checkpoints | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
     """Train twice from the same weights on the same batches: under the recipe, and in high precision in the same dtype.
 
-    steps, seed: instead of the configuration's. on_step: called after each step.
+    steps, seed: instead of the configuration's. on_step: called after each step. checkpoints: where both runs are kept, and
+    what they may go on from. stop: asked after each step; Interrupted if it says so.
 
     ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device.
     """
@@ -73,6 +78,8 @@ def compare(
     data = data_of(config)
     place = usable(device)
     text = corpus(data, config.folder)
+    if checkpoints is not None:
+        checkpoints = replace(checkpoints, run={**checkpoints.run, "text": text.sha256})
     initial = initial_model(config, data, settings.seed, place)
     held_out = spread_batches(
         text.validation,
@@ -82,15 +89,27 @@ def compare(
     )
 
     def curve(label: str, recipe: Recipe | None) -> Curve:
-        batches = random_batches(text.train, context=data.context, batch_size=settings.batch_size, seed=settings.seed)
-        return fit(copy.deepcopy(initial), batches, held_out, settings, recipe=recipe, on_step=lambda step: on_step(label, step))
+        resumed = None if checkpoints is None else checkpoints.load(label)
+        sizes = {"context": data.context, "batch_size": settings.batch_size, "skip": 0 if resumed is None else resumed.step}
+        return fit(
+            copy.deepcopy(initial),
+            random_batches(text.train, **sizes, seed=settings.seed),
+            held_out,
+            settings,
+            recipe=recipe,
+            on_step=lambda step: on_step(label, step),
+            resumed=resumed,
+            keep=None if checkpoints is None else partial(checkpoints.save, label),
+            stop=stop,
+        )
 
-    label, plain = _labels(config)
+    label, plain = labels(config)
     run = curve(label, config.recipe)
     return Comparison(config, settings, place, text, run, None if config.recipe is None else curve(plain, None))
 
 
-def _labels(config: Config) -> tuple[str, str]:
+def labels(config: Config) -> tuple[str, str]:
+    """What the run of a configuration and its baseline compute in."""
     plain = str(config.dtype).removeprefix("torch.")
     return (plain if config.recipe is None else config.recipe.kind), plain
 

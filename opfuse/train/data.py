@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -97,12 +98,14 @@ def _batch(stretches: torch.Tensor) -> Batch:
     return Batch(stretches[:, :-1], stretches[:, -1])
 
 
-def random_batches(text: torch.Tensor, *, context: int, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Samples drawn uniformly with replacement, without end."""
+def random_batches(text: torch.Tensor, *, context: int, batch_size: int, seed: int, skip: int = 0) -> Iterator[Batch]:
+    """Samples drawn uniformly with replacement, without end. skip: batches that are drawn and left out."""
     found = windows(text, context)
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield _batch(found[torch.randint(len(found), (batch_size,), generator=generator, device="cpu")])
+    for number in count():
+        at = torch.randint(len(found), (batch_size,), generator=generator, device="cpu")
+        if number >= skip:
+            yield _batch(found[at])
 
 
 def spread_batches(text: torch.Tensor, *, context: int, batch_size: int, count: int) -> list[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from functools import partial
 import torch
 from torch import nn
 
+from opfuse.compiler.cover import FUSED
 from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.recipes import Recipe, autocast
 from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.recording import recorded_plans
+from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
 
@@ -35,7 +38,8 @@ class Curve:
     """One training run. Losses are cross entropies in nats per byte.
 
     losses: of every step, before its update. validation: (step, loss) of every evaluation. seconds: evaluations included.
-    plans: what ran first for training and for evaluation. cache: the pipeline's plan cache after the run.
+    plans: what ran first for training and for evaluation, in this process. cache: the pipeline's plan cache after the run.
+    fusions: (rule, direction, places) of every rule that fused in a training step, in the order of their claims.
     """
 
     losses: tuple[float, ...]
@@ -43,6 +47,7 @@ class Curve:
     seconds: float
     plans: tuple[Plan, ...]
     cache: CacheInfo
+    fusions: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def last_steps(self) -> int:
@@ -68,6 +73,13 @@ class TrainStep:
 OnStep = Callable[[TrainStep], None]
 
 
+class Interrupted(Exception):
+    """Training was asked to stop, and kept where it stands."""
+
+    def __init__(self, step: int, total: int) -> None:
+        super().__init__(f"stopped after step {step} of {total}")
+
+
 def fit(
     model: ByteModel,
     batches: Iterable[Batch],
@@ -76,31 +88,101 @@ def fit(
     *,
     recipe: Recipe | None,
     on_step: OnStep = lambda step: None,
+    resumed: RunState | None = None,
+    keep: Callable[[RunState], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Curve:
     """Train ``model`` in place under ``recipe``, None for high precision, and evaluate it on ``held_out`` as it learns.
 
     Evaluations are every ``settings.eval_every`` steps and after the last. The default random generators start from
     ``settings.seed`` and are restored afterwards. TrainingError as soon as a loss is not finite.
+
+    resumed: go on from there; ``batches`` are those that come then. keep: takes where the run stands, every
+    ``settings.checkpoint_every`` steps, after the last, and before Interrupted is raised. stop: asked after each step.
     """
-    optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=settings.steps))
-    losses: list[float] = []
-    validation: list[tuple[int, float]] = []
-    start = time.perf_counter()
+    run = _Run(model, settings, resumed)
+    every = settings.checkpoint_every or settings.eval_every
     device = model.embedding.weight.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), recorded_plans() as plans:
-        torch.manual_seed(settings.seed)
-        for number, batch in zip(range(1, settings.steps + 1), batches):
-            losses.append(_update(model, batch, optimizer, recipe))
-            _check(losses[-1], f"training loss at step {number}")
-            schedule.step()
-            if number % settings.eval_every == 0 or number == settings.steps:
-                validation.append((number, evaluate(model, held_out, recipe=recipe)))
-                _check(validation[-1][1], f"validation loss after step {number}")
-            on_step(TrainStep(number, settings.steps, losses[-1], validation[-1][1] if validation else None))
-    seconds = time.perf_counter() - start
-    distinct = {id(plan): plan for plan in plans}
-    return Curve(tuple(losses), tuple(validation), seconds, tuple(distinct.values()), model.pipeline.cache_info())
+        run.seed(device)
+        for number, batch in zip(range(run.first + 1, settings.steps + 1), batches):
+            run.losses.append(_update(model, batch, run.optimizer, recipe))
+            _check(run.losses, f"training loss at step {number}")
+            run.schedule.step()
+            last = number == settings.steps
+            if number % settings.eval_every == 0 or last:
+                run.validation.append((number, evaluate(model, held_out, recipe=recipe)))
+                _check([value for _, value in run.validation], f"validation loss after step {number}")
+            on_step(TrainStep(number, settings.steps, run.losses[-1], run.validation[-1][1] if run.validation else None))
+            stopped = stop()
+            if keep is not None and (number % every == 0 or last or stopped):
+                keep(run.saved(number, plans, device))
+            if stopped and not last:
+                raise Interrupted(number, settings.steps)
+    return run.curve(plans)
+
+
+class _Run:
+    """What a run is made of, besides its model, and how far it has come."""
+
+    def __init__(self, model: ByteModel, settings: Train, resumed: RunState | None) -> None:
+        self.model, self.settings, self.resumed = model, settings, resumed
+        made = OPTIMIZERS[settings.optimizer]
+        self.optimizer = made(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(rate, steps=settings.steps))
+        self.losses: list[float] = []
+        self.validation: list[tuple[int, float]] = []
+        self.first, self.start = 0, time.perf_counter()
+        if resumed is not None:
+            model.load_state_dict(resumed.model)
+            self.optimizer.load_state_dict(resumed.optimizer)
+            self.schedule.load_state_dict(resumed.schedule)
+            self.losses, self.validation = list(resumed.losses), list(map(tuple, resumed.validation))  # type: ignore[arg-type]
+            self.first, self.start = resumed.step, self.start - resumed.seconds
+
+    def seed(self, device: torch.device) -> None:
+        """Have the default generators begin, or go on."""
+        if self.resumed is None:
+            torch.manual_seed(self.settings.seed)
+            return
+        torch.set_rng_state(self.resumed.generators["cpu"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self.resumed.generators["cuda"], device)
+
+    def saved(self, step: int, plans: Sequence[Plan], device: torch.device) -> RunState:
+        """Where the run stands."""
+        generators = {"cpu": torch.get_rng_state()}
+        if device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(device)
+        states = self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()
+        curve = self.curve(plans)
+        return RunState(
+            step, *states, generators, self.losses, self.validation, curve.seconds, list(curve.fusions), curve.cache._asdict()
+        )
+
+    def curve(self, plans: Sequence[Plan]) -> Curve:
+        """The curve so far. What a run did before it was resumed counts, too."""
+        distinct = tuple({id(plan): plan for plan in plans}.values())
+        fusions, cache = fused_in(distinct), self.model.pipeline.cache_info()
+        if self.resumed is not None:
+            before = CacheInfo(**self.resumed.cache)
+            fusions = fusions or tuple(map(tuple, self.resumed.fusions))  # type: ignore[arg-type]
+            alive = cache if cache.plans else before
+            last_miss = cache.last_miss or before.last_miss
+            cache = alive._replace(hits=before.hits + cache.hits, misses=before.misses + cache.misses, last_miss=last_miss)
+        seconds = time.perf_counter() - self.start
+        return Curve(tuple(self.losses), tuple(self.validation), seconds, distinct, cache, fusions)
+
+
+def fused_in(plans: Iterable[Plan]) -> tuple[tuple[str, str, int], ...]:
+    """(rule, direction, places) of every rule that fused in a training step, in the order of their claims."""
+    training = [plan for plan in plans if plan.key.env.grad]
+    return tuple(
+        (rule, direction, count)
+        for (rule, direction), count in Counter(
+            (outcome.rule, outcome.direction) for plan in training for outcome in plan.outcomes if outcome.status == FUSED
+        ).items()
+    )
 
 
 def rate(step: int, *, steps: int) -> float:
@@ -140,7 +222,9 @@ def _update(model: ByteModel, batch: Batch, optimizer: torch.optim.Optimizer, re
     return float(value.detach())
 
 
-def _check(value: float, where: str) -> None:
-    if not math.isfinite(value):
+def _check(values: Sequence[float], where: str) -> None:
+    if not math.isfinite(values[-1]):
+        before = ", ".join(f"{value:.3f}" for value in values[-4:-1])
+        got = f"{values[-1]} after {before}: training diverged" if before else values[-1]
         cure = "lower train.learning_rate, or choose a recipe or a pipeline.dtype with more range"
-        raise TrainingError(describe(where, wanted="a finite number", got=value, cure=cure))
+        raise TrainingError(describe(where, wanted="a finite number", got=got, cure=cure))

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import platform
-from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import accumulate
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 import opfuse
-from opfuse.compiler.cover import FUSED
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
 from opfuse.train.files import write
@@ -33,13 +31,7 @@ def bits(nats: float) -> float:
 
 def fused(run: Curve) -> tuple[tuple[str, str, int], ...]:
     """(rule, direction, places) of every rule that fused in a training step, in the order of their claims."""
-    training = [plan for plan in run.plans if plan.key.env.grad]
-    return tuple(
-        (rule, direction, count)
-        for (rule, direction), count in Counter(
-            (outcome.rule, outcome.direction) for plan in training for outcome in plan.outcomes if outcome.status == FUSED
-        ).items()
-    )
+    return run.fusions
 
 
 def to_dict(result: Comparison) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def _plot(result: Comparison) -> bytes:
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     for number, (label, curve) in enumerate(_named(result).items()):
         style: dict[str, Any] = {"color": f"C{number}", "linestyle": ("-", "--")[number]}
-        for (name, marker), series in zip((("training", ""), ("validation", "os"[number])), _series(curve)):
+        for (name, marker), series in zip((("training, running mean", ""), ("validation", "os"[number])), _series(curve)):
             above.plot(*series, marker=marker, markersize=4, label=f"{name}, {label}", **style)
     above.axhline(result.corpus.unigram_entropy, color="gray", linewidth=0.8, linestyle=":", label="byte frequencies alone")
     above.set(ylabel="nats per byte", title=f"{result.name}: {result.backend.status} on {result.device}")

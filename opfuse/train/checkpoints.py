@@ -1,0 +1,101 @@
+"""Where a run stands, on disk: enough to go on from it with the same bits, and to know that it is the same run."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opfuse.errors import OutputError, describe
+from opfuse.train.files import reason, write
+
+FOLDER, CONFIGURATION = "checkpoints", "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after ``step`` steps.
+
+    model, optimizer, schedule: their state dicts. generators: of torch's default generators, by device type. losses,
+    validation, seconds, fusions, cache: as far as the curve has come.
+    """
+
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    generators: dict[str, torch.Tensor]
+    losses: list[float]
+    validation: list[tuple[int, float]]
+    seconds: float
+    fusions: list[tuple[str, str, int]]
+    cache: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a comparison, one for each of its runs, in place of the one before.
+
+    run: what makes it this run and no other, in words. resume: whether to go on from what is there.
+    """
+
+    directory: Path
+    run: Mapping[str, str]
+    resume: bool = False
+
+    def path(self, label: str) -> Path:
+        """The file of one run."""
+        return self.directory / FOLDER / f"{label}.pt"
+
+    def save(self, label: str, saved: RunState) -> None:
+        """Write it as a whole, in place of the last one. OutputError if that cannot be done."""
+        content = io.BytesIO()
+        torch.save({"run": dict(self.run), **asdict(saved)}, content)
+        path = self.path(label)
+        try:
+            for part in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed while it wrote
+                part.unlink()
+            write(path, content.getvalue())
+        except OSError as error:
+            cure = "make room; what was written before is whole"
+            raise OutputError(describe(str(path), wanted="room for a checkpoint", got=reason(error), cure=cure)) from None
+
+    def load(self, label: str) -> RunState | None:
+        """What to go on from; None if there is nothing. OutputError if it is of another run, or no checkpoint at all."""
+        path = self.path(label)
+        if not self.resume or not path.exists():
+            return None
+        found = read(path)
+        others = found.pop("run")
+        for name, value in self.run.items():
+            if others.get(name) != value:
+                wanted, got = difference(others.get(name, ""), value)
+                cure = "go on with what the run began with, or begin anew without --resume"
+                raise OutputError(describe(f"{path} {name}", wanted=wanted, got=got, cure=cure))
+        return RunState(**found)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, on the CPU. OutputError if it is none."""
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return found
+    except OSError as error:
+        got = reason(error)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        got = str(error).partition("\n")[0] or type(error).__name__
+    raise OutputError(describe(str(path), wanted="a checkpoint of opfuse run", got=got, cure="run without --resume"))
+
+
+def difference(before: str, now: str) -> tuple[str, str]:
+    """Where two texts first differ, line by line: what stood there, and what does now."""
+    old, new = before.splitlines(), now.splitlines()
+    length = max(len(old), len(new))
+    lines = (tuple(text[i] if i < len(text) else "nothing" for text in (old, new)) for i in range(length))
+    number, (was, found) = next(((i, pair) for i, pair in enumerate(lines, 1) if pair[0] != pair[1]), (1, (before, now)))
+    return (was, found) if length == 1 else (f"line {number} to be {was!r}", repr(found))

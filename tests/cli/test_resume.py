@@ -1,0 +1,163 @@
+"""Runs that end early go on with the same bits, and a trained model writes text."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opfuse.cli import main
+from opfuse.cli import run as command
+from opfuse.train import comparison
+from opfuse.train.checkpoints import read
+
+CONFIG = """
+version: 1
+recipe: {kind: %s}
+pipeline:
+  dtype: bfloat16
+  ops:
+    - {op: linear, in_features: 32, out_features: 64}
+    - {op: gelu}
+    - {op: dropout, p: 0.1}
+    - {op: linear, in_features: 64, out_features: 256}
+data: {kind: text, path: own.txt, context: 4, embedding: 8}
+train: {batch_size: 32, steps: 6, eval_every: 3, checkpoint_every: 2, learning_rate: 1.0e-2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+
+
+def configured(folder: Path, recipe: str) -> list[str]:
+    """The command line of a run."""
+    (folder / "own.txt").write_bytes(b"to be or not to be, " * 50)
+    (folder / "own.yaml").write_text(CONFIG % recipe)
+    return ["run", str(folder / "own.yaml"), "--json", "--out"]
+
+
+def losses(directory: Path) -> list[dict[str, object]]:
+    """All that a report says of its curves."""
+    return json.loads((directory / "report.json").read_text())["curves"]
+
+
+def _killed(arguments: list[str], at: int) -> None:
+    """Run a command that is killed when the file of number ``at`` is about to be put in its place."""
+    numbers, put = count(1), os.replace
+
+    def replace(*paths: str) -> None:
+        if next(numbers) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(*paths)
+
+    os.replace = replace  # type: ignore[assignment]
+    comparison.EVALUATION_SAMPLES = 64
+    main(arguments)
+
+
+def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Delayed scaling, whose states are saved; a dropout, whose generator is."""
+    run, out = configured(tmp_path, "delayed"), tmp_path / "out"
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], 4))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert read(out / "checkpoints" / "delayed.pt")["step"] == 4  # configuration, step 2, step 4, and then none
+    assert not (out / "report.json").exists()
+    assert main([*run, str(out), "--resume"]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
+    assert report["fusion_counts"] == whole["fusion_counts"]
+    assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
+
+
+@contextmanager
+def interrupting(at: int) -> Iterator[object]:
+    """A reporter that presses Ctrl-C during step ``at`` of all steps."""
+    numbers = count(1)
+
+    def on_step(label: str, step: object) -> None:
+        if next(numbers) == at:
+            signal.raise_signal(signal.SIGINT)
+
+    yield on_step
+
+
+@pytest.mark.parametrize(("recipe", "at"), [("nvfp4, backward_override: dequantized", 3), ("fp8_current", 7)])
+def test_ctrl_c_keeps_what_there_is(
+    recipe: str, at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stochastic rounding draws from the generator; the seventh step is the first of the baseline."""
+    run, out = configured(tmp_path, recipe), tmp_path / "out"
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "reporter", lambda: interrupting(at))
+        capsys.readouterr()
+        assert main([*run, str(out)]) == 130
+    told = capsys.readouterr().err
+    assert f"stopped after step {(at - 1) % 6 + 1} of 6; what there is lies in {out}" in told
+    assert signal.getsignal(signal.SIGINT) is before
+    assert main([*run, str(out), "--resume"]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = configured(tmp_path, "none"), tmp_path / "out"
+    assert main([*run, str(out)]) == 0
+    assert main([*run, str(out)]) == 0  # begins anew
+    assert "is of an earlier run and will be replaced" in capsys.readouterr().err
+    path = out / "checkpoints" / "bfloat16.pt"
+    for changed, wanted in (
+        (["--seed", "3"], "bfloat16.pt seed: wants None, got 3"),
+        (["--steps", "7"], "bfloat16.pt steps: wants None, got 7"),
+    ):
+        assert main([*run, str(out), "--resume", *changed]) == 1
+        assert wanted in capsys.readouterr().err
+    own = tmp_path / "own.yaml"
+    own.write_text(own.read_text().replace("1.0e-2", "2.0e-2"))
+    assert main([*run, str(out), "--resume"]) == 1
+    assert "bfloat16.pt configuration: wants line 12 to be 'train: {batch_size: 32," in capsys.readouterr().err
+    own.write_text(own.read_text().replace("2.0e-2", "1.0e-2"))
+    (tmp_path / "own.txt").write_bytes(b"that is the question, " * 50)
+    assert main([*run, str(out), "--resume"]) == 1
+    assert "bfloat16.pt text: wants" in capsys.readouterr().err
+    path.write_bytes(b"what is this?")
+    assert main([*run, str(out), "--resume"]) == 1
+    assert "wants a checkpoint of opfuse run" in capsys.readouterr().err
+
+
+def test_a_trained_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = configured(tmp_path, "mxfp8"), tmp_path / "out"
+    assert main([*run, str(out), "--steps", "40"]) == 0
+    capsys.readouterr()
+
+    def generated(*options: str) -> dict[str, Any]:
+        assert main(["generate", str(out), "--json", "--length", "8", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    likeliest = generated("--prompt", "or not", "--temperature", "0")
+    assert likeliest["text"].startswith((" to be", ", to be"))
+    assert likeliest["step"] == 40
+    assert generated("--seed", "1") == generated("--seed", "1") != generated("--seed", "2")
+    assert main(["generate", str(tmp_path / "nowhere")]) == 1
+    assert "wants a run, got no config.yaml in it" in capsys.readouterr().err
+
+
+def test_a_loss_that_rose_is_called_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = configured(tmp_path, "none")
+    own = tmp_path / "own.yaml"
+    own.write_text(own.read_text().replace("1.0e-2", "30.0"))
+    assert main([*run[:2], "--out", str(tmp_path / "out")]) == 0
+    assert "diverged bfloat16: its loss rose from 5." in capsys.readouterr().out

@@ -144,10 +144,6 @@ class GroupedLinear(BasicOperation):
     def cast_groups(self, role: str) -> int:
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
 
-    def quantizer_role(self, name: str) -> QuantizerRole:
-        role = super().quantizer_role(name)
-        return QuantizerRole(module_type="linear", tensor_type=role.tensor_type, name=role.name)
-
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, Any]:
         """The quantizer of a group's operand, and its delayed-scaling state; for an operand in groups, a tuple of states."""
         made = [self.quantizer_of(self.quantizer_role(role), recipe, slot=slot) for slot in self.state_slots(role)]

@@ -44,6 +44,7 @@ _HYBRID, _E4M3 = setting(Format.HYBRID, FP8_FORMAT), setting(Format.E4M3, FP8_FO
 
 SCOPE = one_of(None, "weights", "activations", "all", renamed={"none": None})
 _SCOPE = setting(cast(Scope, None), SCOPE, "NVTE_NVFP4_4OVER6")
+_AIMS = setting(cast(Scope, "all"), SCOPE, "NVTE_NVFP4_4OVER6_E4M3_USE_256")
 
 
 def _rule_for(family: str) -> Domain:
@@ -214,7 +215,8 @@ class NVFP4BlockScaling(Recipe):
     By default activations and gradients are rotated (random Hadamard transform, RHT) in their columnwise plane, gradients are
     rounded stochastically, weights share scales over 16x16 tiles. row_scaled_activation: one global amax per row of an
     activation, for the forward product only. nvfp4_4over6: scale the blocks of these tensors to 4 or to 6, whichever errs less
-    by nvfp4_4over6_err_mode. The last two exclude the rotation.
+    by nvfp4_4over6_err_mode; nvfp4_4over6_e4m3_use_256: those of them whose block scales aim at 256, which leaves room for scales
+    1.5 times as large; the others' aim at 448. row_scaled_activation and nvfp4_4over6 exclude the rotation.
     """
 
     kind: ClassVar[str] = "nvfp4"
@@ -224,6 +226,7 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = setting(False, BOOLEAN, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
     row_scaled_activation: bool = setting(False, BOOLEAN, "NVTE_NVFP4_ROW_SCALED_ACTIVATION")
     nvfp4_4over6: Scope = _SCOPE
+    nvfp4_4over6_e4m3_use_256: Scope = _AIMS
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = setting("MAE", one_of("MAE", "MSE"), "NVTE_NVFP4_4OVER6_ERR_MODE")
 
     def check(self) -> None:
@@ -249,16 +252,22 @@ class NVFP4BlockScaling(Recipe):
 
     def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         rotated = {"with_rht": not self.disable_rht, "with_post_rht_amax": not self.disable_rht}
-        scope = self.nvfp4_4over6
+
+        def four_or_six(tensors: str) -> dict[str, Any]:
+            if self.nvfp4_4over6 not in (tensors, "all"):
+                return {}
+            aim = 256 if self.nvfp4_4over6_e4m3_use_256 in (tensors, "all") else 448
+            return {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": aim}
+
         options: dict[str, dict[str, Any]] = {
             "input": {
                 **rotated,
                 "row_scaled_nvfp4": self.row_scaled_activation,
-                "nvfp4_use_4over6": scope in ("activations", "all"),
+                **four_or_six("activations"),
             },
             "weight": {
                 "with_2d_quantization": not self.disable_2d_quantization,
-                "nvfp4_use_4over6": scope in ("weights", "all"),
+                **four_or_six("weights"),
             },
             "grad_output": {**rotated, "stochastic_rounding": not self.disable_stochastic_rounding},
         }

@@ -13,7 +13,7 @@ from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import Recipe
 
 _CLASSES = {cls.__name__: cls for cls in RECIPES.values()}
-_SPELLINGS = {"nvfp4_4over6": {"none": None}}
+_SPELLINGS = {"nvfp4_4over6": {"none": None}, "nvfp4_4over6_e4m3_use_256": {"none": None}}
 """Values that TransformerEngine writes differently."""
 
 _DERIVED = {

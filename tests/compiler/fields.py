@@ -61,6 +61,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "disable_2d_quantization": (False, True),
     "row_scaled_activation": (False, True),
     "nvfp4_4over6": (None, "weights", "activations", "all"),
+    "nvfp4_4over6_e4m3_use_256": ("all", "weights", "activations", None),
     "nvfp4_4over6_err_mode": ("MAE", "MSE"),
     "qfactory": (mixed, current_forward, impure),
 }

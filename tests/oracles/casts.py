@@ -134,30 +134,30 @@ def nv(lines: np.ndarray, amaxes: np.ndarray, rows: int = 1, encode_max: int = 4
     return codes, scales
 
 
-def nv_four_over_six(lines: np.ndarray, amaxes: np.ndarray, rows: int, mode: str):
-    """As :func:`nv`, with the block's largest value mapped to 4 where the sum of errors is smaller."""
+def nv_four_over_six(lines: np.ndarray, amaxes: np.ndarray, rows: int, mode: str, encode_max: int = 256):
+    """As :func:`nv`, with the block's largest value mapped to 4 where the sum of errors is smaller. Scales end at 448."""
     codes, scales = _empty(lines, 1, 16, np.uint8)
     for where, (_, j) in _blocks(lines, rows, 16):
         amax = amaxes[where[0]][0]
-        global_scale = nv_global_scale(amax, 256)
+        global_scale = nv_global_scale(amax, encode_max)
         base = np.abs(lines[where]).max() / F32(6) * global_scale
         best = None
         for expand in (F32(1), F32(1.5)):  # 6 first: 4 must be strictly better
             byte = int(encode(np.array(base * expand), "e4m3"))
             q = _nv_candidate(lines[where], byte, global_scale)
-            error = _error(q, byte, amax, lines[where], mode)
+            error = _error(q, byte, amax, lines[where], mode=mode, encode_max=encode_max)
             if best is None or error < best[0]:
                 best = error, q, byte
         codes[where], scales[where[0], j] = best[1], best[2]
     return codes, scales
 
 
-def _error(q: np.ndarray, byte: int, amax: np.float32, x: np.ndarray, mode: str) -> np.float32:
+def _error(q: np.ndarray, byte: int, amax: np.float32, x: np.ndarray, *, mode: str, encode_max: int) -> np.float32:
     sums = []
     for q_row, x_row in zip(q, x):
         total = F32(0)
         for code, value in zip(q_row, x_row):
-            decoded = F32(decode(np.array(code), "e2m1")) * F32(decode(np.array(byte), "e4m3")) * amax / F32(6 * 256)
+            decoded = F32(decode(np.array(code), "e2m1")) * F32(decode(np.array(byte), "e4m3")) * amax / F32(6 * encode_max)
             difference = decoded - value
             total = total + (abs(difference) if mode == "MAE" else difference * difference)
         sums.append(total)

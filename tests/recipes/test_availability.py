@@ -92,7 +92,7 @@ def named_alone(role):
 
 
 def mixed(role):
-    return zoo.fp8_row_scaled(role) if role.tensor_type != "input" else zoo.mxfp8_fwd_high_precision_bwd(role)
+    return zoo.fp8_row_scaled(role) if role.tensor_type != "input" else zoo.mxfp8_fwd_original_bwd(role)
 
 
 @pytest.mark.parametrize(

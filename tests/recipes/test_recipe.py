@@ -353,6 +353,7 @@ CHANGED = {
     "disable_2d_quantization": True,
     "row_scaled_activation": True,
     "nvfp4_4over6": "weights",
+    "nvfp4_4over6_e4m3_use_256": "weights",
     "nvfp4_4over6_err_mode": "MSE",
     "qfactory": another_factory,
 }

@@ -95,6 +95,10 @@ CASES = [
         NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True, nvfp4_4over6="all"),
         recipes.NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True, nvfp4_4over6="all"),
     ),
+    (
+        NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256="none"),
+        recipes.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256=None),
+    ),
 ]
 
 
@@ -129,8 +133,6 @@ def test_attributes_set_afterwards_are_reported():
     rotated.fp4_quant_fwd_weight = QParams(random_hadamard_transform=True)
     with pytest.warns(OpfuseWarning, match="fp4_quant_fwd_weight"):
         as_recipe(rotated)
-    with pytest.warns(OpfuseWarning, match="nvfp4_4over6_e4m3_use_256='none'"):
-        as_recipe(NVFP4BlockScaling(nvfp4_4over6_e4m3_use_256="none"))
 
 
 def test_values_that_ours_cannot_hold_are_refused():

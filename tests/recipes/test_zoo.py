@@ -46,6 +46,7 @@ Operand = Callable[[torch.Tensor], object]
 ROTATED = {"with_rht": True, "with_post_rht_amax": True}
 ROWS = Float8RowQuantizer(torch.float8_e4m3fn).quantize
 MX = MXFP8Quantizer().quantize
+NV = NVFP4Quantizer().quantize
 NV_INPUT = NVFP4Quantizer(**ROTATED).quantize
 NV_WEIGHT = NVFP4Quantizer(with_2d_quantization=True).quantize
 NV_ROWS = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False).quantize
@@ -61,22 +62,31 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return MX(x).dequantize()
 
 
+def nv_of_mx(w: torch.Tensor) -> object:
+    """NVFP4 of what MXFP8 makes of w."""
+    return NV(rounded(w))
+
+
+def nv_of_nv(w: torch.Tensor) -> object:
+    return NV(NV(w).dequantize())
+
+
 FORMULAS: dict[str, dict[str, tuple[Operand, Operand]]] = {
     "fp8_row_scaled": dict.fromkeys(("fprop", "dgrad", "wgrad"), (ROWS, ROWS)),
-    "mxfp8_fwd_high_precision_bwd": {"fprop": (MX, MX), "dgrad": (itself, itself), "wgrad": (itself, itself)},
-    "mxfp8_fwd_dequantized_bwd": {"fprop": (MX, MX), "dgrad": (itself, rounded), "wgrad": (itself, rounded)},
+    "mxfp8_fwd_high_precision_bwd": {"fprop": (MX, MX), "dgrad": (itself, rounded), "wgrad": (itself, rounded)},
+    "mxfp8_fwd_original_bwd": {"fprop": (MX, MX), "dgrad": (itself, itself), "wgrad": (itself, itself)},
     "high_precision_fwd_mxfp8_bwd": {"fprop": (itself, itself), "dgrad": (MX, MX), "wgrad": (MX, MX)},
-    "mxfp8_fwd_nvfp4_bwd": {"fprop": (MX, MX), "dgrad": (NV_GRADIENT, NV_WEIGHT), "wgrad": (NV_GRADIENT, NV_INPUT)},
+    "mxfp8_fwd_nvfp4_bwd": {"fprop": (MX, MX), "dgrad": (NV_GRADIENT, nv_of_mx), "wgrad": (NV_GRADIENT, NV_INPUT)},
     "nvfp4_1d_weights": {
-        "fprop": (NV_INPUT, NVFP4Quantizer().quantize),
-        "dgrad": (NV_GRADIENT, NVFP4Quantizer().quantize),
+        "fprop": (NV_INPUT, NV),
+        "dgrad": (NV_GRADIENT, nv_of_nv),
         "wgrad": (NV_GRADIENT, NV_INPUT),
     },
-    "nvfp4_row_scaled_fwd_mxfp8_bwd": {"fprop": (NV_ROWS, NV_WEIGHT), "dgrad": (MX, MX), "wgrad": (MX, MX)},
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": dict.fromkeys(("fprop", "dgrad", "wgrad"), (MX, MX)),  # of what is no expert
     "nvfp4_row_scaled_fwd_high_precision_bwd": {
-        "fprop": (NV_ROWS, NV_WEIGHT),
-        "dgrad": (itself, itself),
-        "wgrad": (itself, itself),
+        "fprop": (NV_ROWS, NV),
+        "dgrad": (itself, lambda w: NV(w).dequantize()),
+        "wgrad": (itself, lambda x: NV_ROWS(x).dequantize()),
     },
     "nvfp4_linear_fp8_attention": {
         "fprop": (NV_INPUT, NV_WEIGHT),
@@ -87,11 +97,11 @@ FORMULAS: dict[str, dict[str, tuple[Operand, Operand]]] = {
 """Per product what its operands are: fprop reads x and w, dgrad dy and w, wgrad dy and x."""
 
 EQUALS: dict[str, Recipe] = {
-    "mxfp8_fwd_high_precision_bwd": MXFP8BlockScaling(backward_override="high_precision"),
-    "mxfp8_fwd_dequantized_bwd": MXFP8BlockScaling(backward_override="dequantized"),
-    "nvfp4_1d_weights": NVFP4BlockScaling(disable_2d_quantization=True),
+    "mxfp8_fwd_high_precision_bwd": MXFP8BlockScaling(backward_override="dequantized"),
+    "mxfp8_fwd_original_bwd": MXFP8BlockScaling(backward_override="high_precision"),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": MXFP8BlockScaling(),
     "nvfp4_row_scaled_fwd_high_precision_bwd": NVFP4BlockScaling(
-        row_scaled_activation=True, disable_rht=True, backward_override="high_precision"
+        row_scaled_activation=True, disable_rht=True, disable_2d_quantization=True, backward_override="dequantized"
     ),
     "nvfp4_linear_fp8_attention": NVFP4BlockScaling(),
 }

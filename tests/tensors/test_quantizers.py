@@ -472,16 +472,17 @@ def test_g20_mxfp8_options_reach_the_cast(rows, rounding, usage):
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("mode", ["MAE", "MSE"])
-def test_nvfp4_4over6_options_reach_the_cast(rows, mode):
+@pytest.mark.parametrize(("mode", "encode_max"), [("MAE", 256), ("MSE", 256), ("MAE", 448)])
+def test_nvfp4_4over6_options_reach_the_cast(rows, mode, encode_max):
     x = within(32, 48, torch.bfloat16)
-    quantizer = NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=mode, with_2d_quantization=rows == 16)
+    options = {} if encode_max == 256 else {"nvfp4_e4m3_max": encode_max}
+    quantizer = NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=mode, with_2d_quantization=rows == 16, **options)
     plane = quantizer.quantize(x).plane(ROWWISE)
     values = lines(x, ROWWISE)
-    codes, scales = casts.nv_four_over_six(values, np.full(32, np.abs(values).max()), rows, mode)
+    codes, scales = casts.nv_four_over_six(values, np.full(32, np.abs(values).max()), rows, mode, encode_max)
     assert same(plane.data, casts.pack(codes))
     assert same(plane.scale, casts.store_tiled(scales, across=False, swizzled=False))
-    assert plane.format.encode_max == 256
+    assert plane.format.encode_max == encode_max
 
 
 def test_nvfp4_4over6_errs_less():

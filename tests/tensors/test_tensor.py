@@ -11,7 +11,13 @@ import torch.distributed.checkpoint as dcp
 
 from opfuse.errors import MissingPlaneError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+from opfuse.tensors.quantizers import (
+    Float8CurrentScalingQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 KINDS = list(QUANTIZERS)
@@ -423,3 +429,21 @@ def test_who_writes_arrays_to_files_is_told_what_to_save(tmp_path):
         safetensors.save_file({"t": t}, tmp_path / "t.safetensors")
     safetensors.save_file({"t": t.dequantize()}, tmp_path / "t.safetensors")
     assert torch.equal(safetensors.load_file(tmp_path / "t.safetensors")["t"].to(t.device), t.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("nominal", [torch.float32, torch.bfloat16])
+def test_every_way_to_plain_values_rounds_what_the_planes_hold_once(nominal, dtype):
+    x = torch.randn(32, 32).to(nominal)
+    shorthand = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half", torch.float64: "double"}[dtype]
+    for quantizer in (
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+        MXFP8Quantizer(),
+        NVFP4Quantizer(),
+        IdentityQuantizer(dtype=torch.float32),
+    ):
+        q = quantizer(x)
+        wanted = q.dequantize(dtype)
+        ways = (q.to(dtype), getattr(q, shorthand)(), q.type(dtype), q.to("cpu", dtype), q.to(torch.empty(0, dtype=dtype)))
+        assert all(torch.equal(way, wanted) and way.dtype == dtype for way in ways)
+        assert torch.equal(q.dequantize(), q.dequantize(nominal))

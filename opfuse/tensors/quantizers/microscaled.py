@@ -66,6 +66,8 @@ class NVFP4Quantizer(CastingQuantizer):
         row_scaled_nvfp4: one global amax per row (columnwise: per column).
         nvfp4_use_4over6: for each block, map the largest value to 4 or to 6, whichever errs less.
         nvfp4_4over6_err_mode: "MAE" or "MSE", the error that decides.
+        nvfp4_e4m3_max: 448 or 256, what the largest block scale aims at; None: 448, or 256 where blocks map to 4 or to 6, which
+            leaves room for scales that are 1.5 times as large.
     """
 
     fp4_dtype: str = "e2m1"
@@ -79,10 +81,12 @@ class NVFP4Quantizer(CastingQuantizer):
     row_scaled_nvfp4: bool = field(default=False, kw_only=True)
     nvfp4_use_4over6: bool = field(default=False, kw_only=True)
     nvfp4_4over6_err_mode: ErrorMode = field(default="MAE", kw_only=True)
+    nvfp4_e4m3_max: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         require(self.fp4_dtype, ("e2m1",), "NVFP4Quantizer fp4_dtype")
         require(self.nvfp4_4over6_err_mode, ("MAE", "MSE"), "NVFP4Quantizer nvfp4_4over6_err_mode")
+        require(self.nvfp4_e4m3_max, (None, NVFP4.encode_max, _FOUR_OVER_SIX_MAX), "NVFP4Quantizer nvfp4_e4m3_max")
         for option, excluded in _EXCLUSIONS.items():
             for other in excluded:
                 if getattr(self, option) and getattr(self, other):
@@ -102,7 +106,7 @@ class NVFP4Quantizer(CastingQuantizer):
 
     @cached_property
     def formats(self) -> tuple[NumberFormat, NumberFormat]:
-        encode_max = _FOUR_OVER_SIX_MAX if self.nvfp4_use_4over6 else NVFP4.encode_max
+        encode_max = self.nvfp4_e4m3_max or (_FOUR_OVER_SIX_MAX if self.nvfp4_use_4over6 else NVFP4.encode_max)
         row = NVFP4.replace(encode_max=encode_max, per_row=self.row_scaled_nvfp4)
         if not self.with_rht:
             return row, row

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.cast import Cast
-from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes.passes import Pass, current_pass
@@ -39,12 +38,20 @@ PLANS = 64
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+VAIN, REST = 3, 32
+"""Casts of a weight in a row that served one call alone, after which as many calls make their own before the next is kept."""
+
+
 class Held(NamedTuple):
-    """A kept cast in a call. node: the quantize node that need not run. tensors: of the storage, but not the weight's memory."""
+    """A kept cast in a call. node: the quantize node that need not run. tensors: of the storage, but not the weight's memory.
+
+    look: how they lie.
+    """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
+    look: tuple[Any, ...]
 
 
 class _CachedCast:
@@ -53,26 +60,35 @@ class _CachedCast:
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
         # Neither inference mode nor a graph may mark what later calls save for their backward passes.
         with torch.inference_mode(mode=False), torch.no_grad():
-            # As long as it is here, no other storage has this number.
-            self._memory = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
-            self._look = _look(parameter)
+            memory = parameter.untyped_storage()
+            self._memory = StorageWeakRef(memory)  # type: ignore[no-untyped-call]  # while it is here, no other has the number
+            self._storage, self._address, self._writes = memory._cdata, parameter.data_ptr(), parameter._version
+            self._lies = parameter.shape, parameter.stride(), parameter.dtype
             self.storage = cast(parameter)
-        self.stream, self.casts = stream, {cast}
+        self.parameter, self.stream, self.casts, self.served = parameter, stream, {cast}, False
         self._cast, self._dtype = cast, _dtype(cast, parameter)
         self._states = [(state, state.look, state.turn, state.scale._version) for state in cast.live_states]
-        own = {id(t): t for t in self.storage.tensors() if t.untyped_storage()._cdata != self._look[0]}
+        own = {id(t): t for t in self.storage.tensors() if t.untyped_storage()._cdata != self._storage}
         self.tensors = tuple(own.values())
-        self._written = versions(*self.tensors)
+        self.look = tuple((t.shape, t.stride(), t.dtype) for t in self.tensors)
+        self._written = [t._version for t in self.tensors]
 
-    def stands(self, parameter: torch.Tensor) -> bool:
+    def stands(self) -> bool:
         """Whether nothing that it depends on has changed."""
+        parameter = self.parameter
         return (
-            _look(parameter) == self._look
-            and versions(*self.tensors) == self._written
-            and all((s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states)
+            parameter._version == self._writes
+            and parameter.data_ptr() == self._address
+            and parameter.untyped_storage()._cdata == self._storage
+            and (parameter.shape, parameter.stride(), parameter.dtype) == self._lies
+            and [t._version for t in self.tensors] == self._written
+            and (
+                not self._states
+                or all((s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states)
+            )
         )
 
-    def serves(self, cast: Cast, parameter: torch.Tensor) -> bool:
+    def serves(self, cast: Cast) -> bool:
         """Whether another cast of the same weight makes the same bytes, and counts the same amaxes."""
         mine = self._cast
         return (
@@ -81,21 +97,8 @@ class _CachedCast:
             and len(mine.live_states) == len(cast.live_states)
             and all(one is other for one, other in zip(mine.live_states, cast.live_states))
             and (not cast.live_states or mine.rule == cast.rule)
-            and self._dtype == _dtype(cast, parameter)
+            and self._dtype == _dtype(cast, self.parameter)
         )
-
-
-def _look(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """What tells a write or another memory: storage, address, count of writes, and how the tensor lies."""
-    return (
-        parameter.untyped_storage()._cdata,
-        parameter.data_ptr(),
-        parameter._version,
-        parameter.shape,
-        parameter.stride(),
-        parameter.dtype,
-        parameter.device,
-    )
 
 
 def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:
@@ -108,6 +111,8 @@ class KeptWeights:
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in _PLAIN}
         self._entries: dict[int, list[_CachedCast]] = {}
+        self._known: dict[tuple[Cast, int], _CachedCast] = {}
+        self._vain: dict[int, int] = {}
         self._lock = threading.RLock()
         self._open = True
 
@@ -133,40 +138,68 @@ class KeptWeights:
     def drop(self) -> None:
         """Forget all casts: the next call of each makes it anew. For writes that autograd does not count."""
         with self._lock:
-            self._entries = {}
+            self._entries, self._known, self._vain = {}, {}, {}
 
     def _close(self) -> None:
-        with self._lock:
-            self._open, self._entries = False, {}
+        self._open = False
+        self.drop()
 
     def owns(self, parameter: object) -> bool:
         """Whether casts of it are kept."""
         return self._open and self._parameters.get(id(parameter)) is parameter
 
-    def find(self, cast: Cast, parameter: torch.Tensor, *, make: bool) -> _CachedCast | None:
-        """The kept cast of a parameter that it owns, or one that is made and kept now; without ``make`` None in its place."""
-        stream = torch._C._cuda_getCurrentRawStream(parameter.get_device()) if parameter.is_cuda else 0
-        for entry in self._entries.get(id(parameter), ()):
-            if cast in entry.casts and entry.stream == stream and entry.stands(parameter):
-                return entry
+    def find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
+        """The kept cast of a parameter that it owns, or one that is made and kept now.
+
+        None without ``make`` where there is none, and where keeping has been in vain: the next call would find it changed.
+        """
+        found = self._known.get((cast, stream))
+        if found is not None and found.parameter is parameter and found.stands():
+            found.served = True
+            return found
         with self._lock:
             return self._find(cast, parameter, stream, make=make)
 
     def _find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
-        there = [entry for entry in self._entries.get(id(parameter), ()) if entry.stands(parameter)]
-        found = next((entry for entry in there if entry.stream == stream and entry.serves(cast, parameter)), None)
+        before = self._entries.get(id(parameter), [])
+        there = [entry for entry in before if entry.stands()]
+        found = next((entry for entry in there if entry.stream == stream and entry.serves(cast)), None)
         if not make:
             return found
         if found is None:
-            self._entries[id(parameter)] = there  # what a write has made stale goes before its successor is made
+            self._forget(entry for entry in before if entry not in there)  # what is stale goes before its successor is made
+            self._entries[id(parameter)] = there
+            if self._is_vain(parameter, before):
+                return None
             found = _CachedCast(cast, parameter, stream)
-            there = [*there, found][-CASTS:]
-        elif len(found.casts) >= PLANS:
-            found.casts = set()
-        found.casts = {*found.casts, cast}
+            self._forget(there[: -(CASTS - 1)])
+            there = [*there[-(CASTS - 1) :], found]
+        else:
+            found.served = True
+        if len(found.casts) >= PLANS:
+            self._forget([found])
+        found.casts.add(cast)
         if self._open:
             self._entries[id(parameter)] = there
+            self._known[cast, stream] = found
         return found
+
+    def _is_vain(self, parameter: torch.Tensor, before: list[_CachedCast]) -> bool:
+        """Whether the weight changes before every call, so that this one shall cast by itself."""
+        count = self._vain.get(id(parameter), 0)
+        if any(entry.served for entry in before):
+            count = 0
+        elif before or count >= VAIN:
+            count += 1
+        self._vain[id(parameter)] = count
+        return count >= VAIN and count % REST != 0
+
+    def _forget(self, entries: Iterable[_CachedCast]) -> None:
+        """Have casts no longer find these at once."""
+        for entry in entries:
+            for cast in entry.casts:
+                self._known.pop((cast, entry.stream), None)
+            entry.casts.clear()
 
 
 _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights", default={})  # noqa: B039
@@ -181,7 +214,8 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     above all, where it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
     may be run backward after it. The casts are the memory of the block: ``nbytes`` of what it yields says how much, no more than
     :data:`CASTS` of each weight; all go with the block, however it ends. A block inside another of the same weights keeps
-    nothing itself.
+    nothing itself. A weight that changes before every call, as under delayed scaling where each call is a region, is soon cast
+    as without, and tried again from time to time.
 
     The count of writes is all there is to go by, and some writes it misses: through ``parameter.data``, through memory shared
     with numpy, by collectives on such tensors, by the replay of a CUDA graph. After those call ``drop()`` of what the block
@@ -225,30 +259,36 @@ def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> t
     nodes = plan.keepable.get(segment.nodes.start)
     if nodes is None:
         nodes = plan.keepable[segment.nodes.start] = tuple(_keepable(plan, segment, ops))
-    held = []
+    held, run, streams = [], current_pass(), dict[torch.device, int | None]()
     for node in nodes:
         cast: Cast = plan.casts[node.index]
         parameter = ops[node.op].parameter(cast.role)
         owner = owners.get(id(parameter))
-        if owner is None or not owner.owns(parameter) or not _may_keep(cast, parameter):
+        if owner is None or not owner.owns(parameter) or parameter.is_inference() or (run is not None and cast.live_states):
             continue
-        found = owner.find(cast, parameter, make=current_pass() is not Pass.LOOK)
+        if (device := parameter.device) not in streams:
+            streams[device] = _stream(device)
+        if (stream := streams[device]) is None:
+            continue
+        found = owner.find(cast, parameter, stream, make=run is not Pass.LOOK)
         if found is not None:
-            held.append(Held(node.index, found.storage, found.tensors))
+            held.append(Held(node.index, found.storage, found.tensors, found.look))
     return tuple(held)
+
+
+def _stream(device: torch.device) -> int | None:
+    """The stream of a call; None where a graph is captured: what it made would have no values yet."""
+    if device.type != "cuda":
+        return 0
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def scopes_of(model: nn.Module) -> list[KeptWeights]:
     """The scopes around that keep casts of weights of a model."""
     owners = _owners.get()
     return list(dict.fromkeys(owners[id(p)] for p in model.parameters() if id(p) in owners and owners[id(p)].owns(p)))
-
-
-def _may_keep(cast: Cast, parameter: torch.Tensor) -> bool:
-    """Whether the call around is one whose casts may outlive it. What a captured graph made would have no values yet."""
-    if parameter.is_inference() or (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    return not cast.live_states or current_pass() is None
 
 
 def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[Node]:

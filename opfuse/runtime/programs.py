@@ -63,11 +63,15 @@ def runner_of(
     held = held_casts(plan, segment, ops)
     if tensors is None:
         return Runner(plan, segment, ops, kwargs, held)
-    tensors = [*tensors, *(tensor for each in held for tensor in each.tensors)]
     look = look_of(tensors) if _may_repeat(plan, segment, ops, kwargs) else None
     if look is None:
         return Runner(plan, segment, ops, kwargs, held)
-    look += tuple([each.node for each in held])
+    if held:
+        tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
+        look += tuple([(each.node, each.look) for each in held])
+        ids = [id(each.storage) for each in held]
+        if len(set(ids)) < len(ids):  # one weight of several ops
+            look += tuple(map(ids.index, ids))
     if plan.reads_sizes:
         look += tuple(_sizes(plan, segment, ops, tensors))
     programs = plan.programs.setdefault(segment.nodes.start, Programs())

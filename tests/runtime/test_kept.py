@@ -286,6 +286,29 @@ def test_a_delayed_scale_that_moves_has_its_weight_cast_anew(casts: list[str]):
     both(script, recipe)
 
 
+def test_a_weight_that_changes_before_every_call_is_cast_by_the_calls_and_tried_again(monkeypatch, casts: list[str]):
+    monkeypatch.setattr(kept, "REST", 8)
+    run = Run(mlp(), recipes.DelayedScaling(amax_history_len=4))
+    with kept_weights(run.model) as scope:
+        found = []
+        for _ in range(2 * kept.REST):
+            run.call()
+            found.append(scope.casts)
+        assert found[: kept.VAIN] == [2] * kept.VAIN
+        assert found[kept.VAIN : kept.REST - 1] == [0] * (kept.REST - kept.VAIN - 1)
+        assert found[kept.REST :].count(2) == 1
+        for _ in range(kept.REST):  # in one region they stand
+            with opfuse.autocast(recipe=run.recipe):
+                run.call(), run.call()
+        assert scope.casts == 2
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for call in range(3 * kept.REST):
+            run.call(train=call % 5 > 0)
+
+    both(script, run.recipe)
+
+
 def test_a_region_that_fails_drops_its_amaxes_so_the_next_casts_count_again():
     recipe = recipes.DelayedScaling(amax_history_len=4)
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the code: ``python docs/tables.py`` rewrites them, ``--check`` only compares."""
+"""Writes the tables of README and pages from the code: ``python docs/tables.py`` rewrites them, ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from opfuse.train.study_report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "ops", "fusions")))
+"""Pages with tables between marks."""
 STUDY = ROOT / "benchmarks" / "results" / "overrides_cpu.json"
 """What `opfuse study overrides configs/quickstart.yaml` wrote, without the single measurements."""
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
@@ -197,11 +199,11 @@ def rendered(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """0 if the tables are, or now are, as the code says; 1 if ``--check`` found a difference."""
-    before = README.read_text(encoding="utf-8")
-    after = rendered(before)
+    stale = [path for path in PAGES if rendered(path.read_text(encoding="utf-8")) != path.read_text(encoding="utf-8")]
     if "--check" in arguments:
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

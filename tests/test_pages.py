@@ -13,7 +13,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"CHANGELOG.md", "mutants.md"}
 """Pages that tell of what was there once."""
 EXAMPLES = {"opfuse/kernels/scaled.py", "opfuse/kernels/cases/scaled.py"}
-"""Files of the README's chapter on kernels, which its reader writes."""
+"""Files of the chapter on kernels, which its reader writes."""
 
 
 def chapters(page: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The README tells the truth: its tables are the code's, its examples run and do what they say."""
+"""README and pages tell the truth: tables are the code's, examples run and do what they say."""
 
 from __future__ import annotations
 
@@ -10,25 +10,47 @@ from typing import Any
 import pytest
 import torch
 
+import opfuse
 from docs import tables
 from opfuse import ops, recipes
 from opfuse.runtime.fuser import recorded_plans
 
-TEXT = tables.README.read_text(encoding="utf-8")
 ROOT = Path(__file__).resolve().parent.parent
+TEXT = tables.README.read_text(encoding="utf-8")
+EXAMPLES = ("README.md", *(f"docs/{name}.md" for name in ("tutorial", "torch", "ops", "fusions")))
+"""Pages whose Python blocks run one after another, in this order."""
 
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the README's Python blocks define, run in order."""
+    """What the Python blocks define, run in order."""
     space: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
-        exec(compile(block, "README.md", "exec"), space)
+    for page in EXAMPLES:
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL):
+            exec(compile(block, page, "exec"), space)
     return space
 
 
-def test_tables_are_what_the_code_says() -> None:
-    assert tables.rendered(TEXT) == TEXT, "run `python docs/tables.py`"
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_what_the_code_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tables.rendered(text) == text, "run `python docs/tables.py`"
+    assert "<!-- table: " in text
+
+
+def test_every_table_has_a_page() -> None:
+    shown = [name for page in tables.PAGES for name in re.findall(r"<!-- table: (\w+) -->", page.read_text(encoding="utf-8"))]
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_what_the_readme_quotes_is_printed(names: dict[str, Any]) -> None:
+    (quoted,) = re.findall(r"Eight lines of what that prints:\n\n```\n(.*?)```", TEXT, re.DOTALL)
+    x = torch.randn(128, 256, requires_grad=True)
+    with recipes.autocast(recipe=recipes.MXFP8BlockScaling(backward_override="dequantized")):
+        printed = str(opfuse.explain(names["mlp"], x)).splitlines()
+    lines = quoted.splitlines()
+    assert len(lines) == 8
+    assert [line for line in printed if line in lines] == lines
 
 
 def test_first_example_trains_and_explains(names: dict[str, Any]) -> None:

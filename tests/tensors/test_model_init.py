@@ -37,7 +37,7 @@ def test_nothing_is_preserved_unasked_and_nothing_quantized_when_disabled() -> N
 
 @pytest.mark.parametrize(("kind", "moved", "way"), [("mxfp8", 0.045, 0.009), ("fp8_current", 1.0, 0.017)])
 def test_steps_below_half_a_step_of_the_format_are_lost(kind: str, moved: float, way: float) -> None:
-    """What README and docstring warn of. moved: the part of the weights that change; way: how far they come of the way."""
+    """What docs/torch.md and docstring warn of. moved: the part of the weights that change; way: how far they come of the way."""
     torch.manual_seed(0)
     with opfuse.quantized_model_init(recipe=recipes.recipe_of(kind, {})):
         weight = ops.Linear(512, 512, bias=False).weight

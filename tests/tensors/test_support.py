@@ -1,4 +1,4 @@
-"""The table of formats in the README says what the formats do."""
+"""The table of formats in docs/recipes.md says what the formats do."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def argument(field: str) -> str:
     return _ARGUMENTS.get(field, field)
 
 
-PLACEMENT = ("device", "dtype", "owner")
-"""Arguments that say where an op's parameters are, and not what it computes."""
+PLACEMENT = ("device", "dtype", "owner", "process_group")
+"""Arguments that say where an op's parameters are, or which ranks it meets, and not what it computes."""
 
 
 def hyper_parameters(init: Callable[P, None]) -> Callable[P, None]:

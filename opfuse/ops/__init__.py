@@ -33,6 +33,7 @@ from opfuse.ops.activation import (
     SReLU,
     SwiGLU,
 )
+from opfuse.ops.collective import AllGather, AllReduce, ReduceScatter
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm

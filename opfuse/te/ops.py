@@ -25,6 +25,7 @@ _MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
 KEYWORDS: Mapping[str, Mapping[str, tuple[object, str]]] = {
     "Linear": _PARALLEL,
     "BasicLinear": _PARALLEL,
+    "AllReduce": {"reduce_in_backward": (True, "leave it out: gradients are equal on all ranks, as there")},
     "GroupedLinear": {"rng_state_tracker_function": _PARALLEL["rng_state_tracker_function"]},
     "LayerNorm": _MARGINS,
     "RMSNorm": _MARGINS,

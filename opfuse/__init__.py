@@ -44,6 +44,7 @@ _NAMES = {
     "to_planes": "opfuse.tensors.files",
     "from_planes": "opfuse.tensors.files",
     "interpreted": "opfuse.runtime.programs",
+    "graphed": "opfuse.runtime.graphs",
     "kept_weights": "opfuse.runtime.kept",
     "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from opfuse.errors import SavedTensorError, describe
+from opfuse.tensors.tensor import QuantizedTensor
 
 
 class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
@@ -98,10 +99,15 @@ def apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
 
 class _ArgumentNode(torch.autograd.Function):
-    """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory."""
+    """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory.
+
+    A parameter that lives quantized is read itself; what stands for it has the memory of one element.
+    """
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, QuantizedTensor):
+            return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         return tensor.detach()
 
     @staticmethod

@@ -242,7 +242,7 @@ def test_dropout_follows_train_and_eval():
 def test_under_torch_autocast_fp32_parameters_are_multiplied_in_bf16():
     model, x = GatedMLP(), torch.randn(32, 32)
     opfuse.fuse_(model, FP8)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y = model(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()

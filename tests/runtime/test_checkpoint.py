@@ -112,9 +112,16 @@ def test_two_backward_passes_over_one_graph() -> None:
     assert torch.equal(first, second)
 
 
-def test_reentrant_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-        opfuse.checkpoint(block(), torch.randn(32, 64), use_reentrant=True)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_it_is_torchs_own_with_its_keywords(reentrant: bool, monkeypatch) -> None:
+    given = []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *args, **kwargs: given.append((args, kwargs)))
+    opfuse.checkpoint(abs, 1, use_reentrant=reentrant, preserve_rng_state=False)
+    opfuse.checkpoint(abs, 1)
+    assert given == [
+        ((abs, 1), {"use_reentrant": reentrant, "preserve_rng_state": False}),
+        ((abs, 1), {"use_reentrant": False}),
+    ]
 
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
@@ -273,7 +280,8 @@ def test_torch_checkpoints_in_high_precision_run_beside_recipes(reentrant: bool)
     assert torch.equal(*found)
 
 
-def test_what_a_checkpoint_finds_when_it_runs_again_is_the_forward_pass() -> None:
+def test_what_is_ambient_is_over_when_a_checkpoint_runs_again() -> None:
+    """The recipe of the forward pass is that of its pipelines; a function that asks itself sees what torch has it see."""
     found = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -284,7 +292,7 @@ def test_what_a_checkpoint_finds_when_it_runs_again_is_the_forward_pass() -> Non
     with under(HIGH):
         y = opfuse.checkpoint(lambda x: run(x).square(), x)
     y.sum().backward()
-    assert found == [HIGH, HIGH]
+    assert found == [HIGH, None]
 
 
 def test_a_function_that_calls_other_pipelines_when_it_runs_again_is_refused() -> None:

@@ -140,8 +140,12 @@ def is_dense(x: object) -> bool:
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels run on this CUDA tensor: not on one that is not dense, nor on an old device."""
-    return type(x) in _DENSE and _enabled(x.get_device()) and not torch.compiler.is_compiling()
+    """Whether kernels run on this CUDA tensor: none if it is not dense, on an old device, or where results have no memory."""
+    return type(x) in _DENSE and _enabled(x.get_device()) and not torch.compiler.is_compiling() and _fake_mode(_FAKE) is None
+
+
+_fake_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -106,6 +106,10 @@ class NormCall(NamedTuple):
         weight = torch.float32 if norm.weight is None else norm.weight.dtype
         return NormVariant(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
 
+    def without_bias(self) -> NormCall:
+        """Without the address of beta, which no gradient reads: a tape could not say where it comes from."""
+        return self._replace(norm=replace(self.norm, bias=None))
+
     def fields(self) -> tuple[int | float, ...]:
         """Those of Norm in norm.cuh."""
         tensors = (self.x, self.norm.weight, self.norm.bias, *self.statistics)

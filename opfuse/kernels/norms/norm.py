@@ -117,7 +117,7 @@ def _run_backward(launch: Launcher, call: NormCall, tensors: _BackwardTensors, r
     blocks, sums, pitch = parts.shape
     form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
     variant, shared = _backward_variant(form, (dy.dtype, dx.dtype, None if extra is None else extra.dtype), sums, rounding)
-    fields = (*call.fields(), *addresses(*tensors), blocks, pitch)
+    fields = (*call.without_bias().fields(), *addresses(*tensors), blocks, pitch)
     device = call.x.get_device()
     launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD, *fields, device=device)
     if sums:

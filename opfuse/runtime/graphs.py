@@ -1,0 +1,144 @@
+"""A call as CUDA graphs, one for each pass, that leaves states of delayed scaling as it found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.operation import BasicOperation
+from opfuse.core.tracers import all_enrolled
+from opfuse.errors import UnsupportedError, describe
+from opfuse.recipes import Recipe, autocast, in_region
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.runtime.programs import interpreted
+
+WHERE = "opfuse.graphed"
+CALLS = 2
+"""Calls before the one that must not wait: they compile kernels and find products."""
+
+
+def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: Recipe | None = None) -> nn.Module:
+    """``module`` as a module whose forward and backward pass are a CUDA graph each, for inputs that look like ``sample_args``.
+
+    It is ``torch.cuda.make_graphed_callables``, with three differences. Each call enters ``autocast(recipe=recipe)`` itself, so
+    that the update of delayed scaling is a part of the graphs; None enters no region, as models that ``fuse_`` has converted
+    want. What warm-up does to scales, histories, buffers and ``main_grad`` is undone. And a call in which the host waits for the
+    device, or reads tensors on a CPU, whose values graphs would keep for ever, is an UnsupportedError that names the op, before
+    anything is captured.
+
+    Graphs and their memory live as long as the result.
+    """
+    _check(module, sample_args)
+    call = _Call(module, recipe)
+    with _undone(module), torch.random.fork_rng(device_type="cuda"):
+        for _ in range(CALLS):
+            _step(call, sample_args)
+        with interpreted(), _unwaited():
+            _step(call, sample_args)
+        torch.cuda.make_graphed_callables(
+            call, tuple(sample_args), allow_unused_input=True
+        )  # which gives the module a new forward
+    return call
+
+
+class _Call(nn.Module):
+    """A module in a region of its own."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
+        super().__init__()
+        self.module, self.recipe = module, recipe
+        self.train(module.training)
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        region: AbstractContextManager[Any] = nullcontext() if self.recipe is None else autocast(recipe=self.recipe)
+        with region:
+            return self.module(*args)
+
+
+def _check(module: object, sample_args: Sequence[Any]) -> None:
+    if not isinstance(module, nn.Module):
+        raise _refusal("an nn.Module", type(module).__name__, "pass the model, or a module around the function")
+    if in_region():
+        raise _refusal("a call outside of autocast", "an active region", "pass recipe=, which each call of the graph enters")
+    for each in sample_args:
+        if not isinstance(each, torch.Tensor) or not each.is_cuda:
+            got = f"one on {each.device.type}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
+            raise _refusal("CUDA tensors", got, "move it to the GPU: a graph would keep the value that the host reads now")
+
+
+def _refusal(wanted: str, got: str, cure: str, where: str = WHERE) -> UnsupportedError:
+    return UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
+
+
+def _step(call: nn.Module, args: Sequence[torch.Tensor]) -> None:
+    """Forward and, where something wants a gradient, backward, as capture will run them; no gradient arrives anywhere."""
+    outputs = call(*args)
+    outputs = [each for each in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if each.requires_grad]
+    wanted = [each for each in (*args, *call.parameters()) if each.requires_grad]
+    if outputs and wanted and torch.is_grad_enabled():
+        torch.autograd.grad(outputs, wanted, [torch.zeros_like(each) for each in outputs], allow_unused=True)
+
+
+@contextmanager
+def _unwaited() -> Iterator[None]:
+    """UnsupportedError, with the op, where the host waits for a device inside the block."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        cure = "give the values to the host before the call, or leave this op out of the graph"
+        where = f"{WHERE}, {_op_of(error.__traceback__)}"
+        raise _refusal("a call that the host does not wait for", "values read from the device", cure, where) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _op_of(traceback: TracebackType | None) -> str:
+    """The innermost op on the way to an error."""
+    found = "a module of torch"
+    while traceback is not None:
+        for owner in (traceback.tb_frame.f_locals.get(name) for name in ("self", "cast", "made")):
+            op = getattr(owner, "op", owner)  # a cast is made for an op
+            found = op.label if isinstance(op, BasicOperation) else found
+        traceback = traceback.tb_next
+    return found
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """Afterwards states that were used inside, buffers and ``main_grad`` have the values that they had, in the same memory.
+
+    Ops of converted models are no submodules of theirs, so all states of the process are looked at.
+    """
+    held = [*module.buffers(), *(p.main_grad for p in module.parameters() if hasattr(p, "main_grad"))]
+    copies = [tensor.detach().clone() for tensor in held]
+    before = {state: (state.turn, [tensor.clone() for tensor in _tensors(state)]) for state in _states()}
+    yield
+    with torch.no_grad():
+        for tensor, copy in zip(held, copies):
+            tensor.copy_(copy)
+        for state in _states():
+            turn, values = before.get(state, (None, None))
+            if turn == state.turn:
+                continue
+            fresh = _tensors(DelayedScalingState(len(state.amax_history), device=state.scale.device))
+            for tensor, value in zip(_tensors(state), values or fresh):
+                tensor.copy_(value)
+
+
+def _states() -> Iterator[DelayedScalingState]:
+    """Of all ops that are alive, each once."""
+    held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
+    yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
+
+
+def _tensors(state: DelayedScalingState) -> tuple[torch.Tensor, ...]:
+    return state.scale, state.amax_history, state.left_out

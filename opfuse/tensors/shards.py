@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 
 class Ranks(NamedTuple):
-    """The processes that hold the rows of one parameter. agreed: whether what their rows share is known to be equal."""
+    """The processes that hold one parameter. agreed: whether what its rows share is known to be equal.
 
-    group: Any
+    groups: along each dimension of the mesh over which torch has spread it; None: this process alone.
+    """
+
+    groups: tuple[Any, ...]
     agreed: bool
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -35,11 +38,11 @@ class Ranks(NamedTuple):
 
 
 def join(parameter: torch.Tensor) -> None:
-    """Have the shards of a quantized parameter, which torch has sharded along one dimension of its mesh, know their ranks."""
+    """Have the shards of a quantized parameter, which torch has sharded along dimensions of its mesh, know their ranks."""
     shard: Any = getattr(parameter, "_local_tensor", None)
     over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
-    if hasattr(shard, "record") and len(over) == 1:
-        _share(shard, parameter.device_mesh, over[0])  # type: ignore[attr-defined]
+    for dimension in over if hasattr(shard, "record") else ():
+        _share(shard, parameter.device_mesh, dimension)  # type: ignore[attr-defined]
 
 
 def agree(shard: Quantized, mesh: Any) -> bool:
@@ -80,7 +83,7 @@ def is_mirror(shard: Quantized) -> bool:
 def writer(tensor: Quantized) -> Quantizer | None:
     """The quantizer of values that are written into ``tensor``."""
     quantizer = tensor.quantizer
-    return quantizer if quantizer is None or tensor.ranks is None else quantizer.reducing(tensor.ranks.group)
+    return quantizer if quantizer is None or tensor.ranks is None else quantizer.reducing(tensor.ranks.groups)
 
 
 def unsure(ranks: Ranks | None) -> Ranks | None:
@@ -92,18 +95,24 @@ def process_groups(value: object) -> list[object]:
     """The process groups that a quantizer, and those inside it, hold: they can be neither copied nor saved."""
     if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
         return [value]
-    return [group for field in vars(value).values() for group in process_groups(field)] if is_dataclass(value) else []
+    held = vars(value).values() if is_dataclass(value) else value if isinstance(value, tuple) else ()
+    return [group for each in held for group in process_groups(each)]
 
 
 def _share(shard: Quantized, mesh: Any, *dimension: int) -> Ranks | None:
-    """The ranks along a dimension of ``mesh`` that cast their rows alike, from now on; None where they cannot."""
-    if shard.ranks is None and shard.quantizer is not None:
-        together = _is_distributed()
-        group = mesh.get_group(*dimension) if together else None
-        reducing = shard.quantizer.reducing(group)
-        if reducing is not None and (together or reducing == shard.quantizer):
-            shard.ranks = Ranks(group, agreed=False)
+    """The ranks of ``shard``, with those along a dimension of ``mesh``, which cast alike from now on; None where they cannot."""
+    together, known = _is_distributed(), () if shard.ranks is None else shard.ranks.groups
+    group = mesh.get_group(*dimension) if together else None
+    if shard.quantizer is None or _name(group) in map(_name, known):
+        return shard.ranks
+    reducing = shard.quantizer.reducing((*known, group))
+    if reducing is not None and (together or reducing == shard.quantizer):
+        shard.ranks = Ranks((*known, group), agreed=False)
     return shard.ranks
+
+
+def _name(group: Any) -> str | None:
+    return None if group is None else group.group_name
 
 
 def _is_alike(shard: Quantized, ranks: Ranks) -> bool:
@@ -114,7 +123,8 @@ def _is_alike(shard: Quantized, ranks: Ranks) -> bool:
         return mirror
     own = torch.cat([shared[0].new_full((1,), mirror), *shared])
     most = torch.cat([own, ~own])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ranks.group)
+    for group in ranks.groups:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     largest, least = most[: len(own)], ~most[len(own) :]
     return bool(least[0]) and torch.equal(largest, least)
 

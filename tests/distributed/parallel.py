@@ -11,13 +11,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops
 from opfuse.errors import ShapeError
+from opfuse.tensors.masters import stored_in
 from tests.distributed.running import Task
+from tests.distributed.shards import same_on_all
 from tests.distributed.training import RECIPES, Case, optimizer_of, region_of
 
 BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
@@ -26,6 +29,10 @@ BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
 
 DEVICE_BOUND = 2.0**-4
 """On a GPU, where a product of other sizes may take another kernel, which sums in another order: a cast behind it may flip."""
+
+
+AFTER = 2.0**-3
+"""After a step of AdamW, which divides by the size of a gradient: the rounding of a small one may become a whole step."""
 
 
 class Block(NamedTuple):
@@ -91,6 +98,40 @@ def check_parallel(block: Block, rank: int, ranks: int, device: str) -> list[str
     return wrong
 
 
+def check_sharded(block: Block, rank: int, ranks: int, device: str) -> list[str]:
+    """FSDP2 along another dimension of the mesh: two parts of the batch, one rank's the first or the second."""
+    wrong: list[str] = []
+    mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("batch", "features"))
+    one, many = build(block, ranks // 2, device), build(block, ranks // 2, device)
+    parallelize_module(many, mesh["features"], opfuse.TensorParallel())
+    fully_shard(many, mesh=mesh["batch"])
+    optimizers = [optimizer_of(Case(block.recipe, stored=block.stored), model.parameters()) for model in (one, many)]
+    own = mesh["batch"].get_local_rank()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(2, 32, 128, generator=generator).to(device, block.dtype) for _ in range(2))
+        with region_of(block.recipe):
+            results = [one(part) for part in x]
+        torch.autograd.backward(results, list(dy))
+        with region_of(block.recipe):
+            y = many(x[own])
+        y.backward(dy[own])
+        pairs = {f"result {step}": (y.detach(), results[own].detach())}
+        for (name, mine), its in zip(many.named_parameters(), one.parameters(), strict=True):
+            pairs[f"gradient of {name} {step}"] = mine.grad.full_tensor(), its.grad / 2
+        bound = AFTER if step else DEVICE_BOUND if device != "cpu" else BOUNDS[block.dtype]
+        distances = {name: ((got - want).abs().max() / want.abs().max()).item() for name, (got, want) in pairs.items()}
+        wrong += [f"{name}: {distance:.2g}" for name, distance in distances.items() if not distance <= bound]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    many.reshard()
+    held = [stored_in(p).detach() for p in many.parameters()]
+    scales = [held[i].record.rowwise.scale for i in (1, 3) if block.stored and block.recipe == "current"]
+    alike = [same_on_all(scale) for scale in scales]
+    return wrong + ([] if all(alike) else ["scales differ"])
+
+
 def check_fault(model: ops.Sequential, x: torch.Tensor, block: Block) -> list[str]:
     """A call that raises leaves parameters, and all later calls, as they were."""
     parameters = list(model.parameters())
@@ -100,12 +141,17 @@ def check_fault(model: ops.Sequential, x: torch.Tensor, block: Block) -> list[st
     return [] if same and all(isinstance(p, DTensor) for p in model.parameters()) else ["parameters after a call that raised"]
 
 
-TASKS: list[Task] = [(check_parallel, Block(recipe)) for recipe in ("none", "mxfp8", "delayed")]
-TASKS += [(check_parallel, Block("current", stored=True)), (check_parallel, Block("nvfp4", stored=True, sequence=False))]
+TASKS: list[Task] = [
+    *((check_parallel, Block(recipe)) for recipe in ("none", "mxfp8", "delayed")),
+    (check_parallel, Block("current", stored=True)),
+    (check_parallel, Block("nvfp4", stored=True, sequence=False)),
+    (check_sharded, Block("current", stored=True, sequence=False)),
+]
 MORE: list[Task] = [
-    (check_parallel, Block(recipe, stored, sequence))
+    (check, Block(recipe, stored, sequence))
+    for check, sequences in ((check_parallel, (False, True)), (check_sharded, (False,)))
     for recipe in RECIPES
     for stored in (False, True)
-    for sequence in (False, True)
+    for sequence in sequences
     if recipe != "none" or not stored
 ]

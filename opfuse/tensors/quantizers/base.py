@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
 
 _APART = ("identity", "block", "mx")
 """Families of formats whose rows share nothing beyond their blocks."""
+
+AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...] | None"
+"""Processes that find an amax together: None is all of them, a tuple one group after the other."""
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -152,7 +155,7 @@ class Quantizer(ABC):
         """Whether both planes of every cast hold the same values, so that either can be made from the other."""
         return False
 
-    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+    def reducing(self, group: AmaxRanks) -> Quantizer | None:
         """The quantizer of a piece of a tensor whose other rows are on other ranks: what all rows share they find over ``group``.
 
         Itself where rows share nothing beyond their blocks, or amaxes are reduced already; None where pieces cannot be cast so.
@@ -356,7 +359,7 @@ def plane_of(layout: Layout, data: torch.Tensor, scale: torch.Tensor | None = No
     return Plane(layout.usage, layout.format, layout.shape, data, scale, amax, layout.swizzled)
 
 
-def reduce_amax(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:
     """The maximum of ``amax`` over the processes of ``group``; ``amax`` itself outside a distributed run.
 
     Reduced as integer bits, since a floating-point maximum may lose a NaN.
@@ -364,7 +367,8 @@ def reduce_amax(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     if not (dist.is_available() and dist.is_initialized()):
         return amax
     word = amax.view(torch.int32).clone()
-    dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+    for each in group if isinstance(group, tuple) else (group,):
+        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=each)
     return word.view(torch.float32)
 
 

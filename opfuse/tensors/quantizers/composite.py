@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding, WithOriginal
-from opfuse.tensors.quantizers.base import Quantizer, require
+from opfuse.tensors.quantizers.base import AmaxRanks, Quantizer, require
 from opfuse.tensors.storage import Plane
 
 ColumnwiseSource = Literal["original", "rowwise_dequantized"]
@@ -87,7 +86,7 @@ class HybridQuantizer(Quantizer):
     def formats(self) -> tuple[NumberFormat, NumberFormat]:
         return self.rowwise_quantizer.formats[0], self.columnwise_quantizer.formats[1]
 
-    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+    def reducing(self, group: AmaxRanks) -> Quantizer | None:
         rowwise, columnwise = (sub.reducing(group) for sub in (self.rowwise_quantizer, self.columnwise_quantizer))
         if rowwise is None or columnwise is None:
             return None

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from opfuse.formats import Element, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measured, RecordingScale, RowScaled, Ruled
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import AmaxRanks, Float8CastingQuantizer, RuledQuantizer, reduce_amax, require
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +68,7 @@ class Float8CurrentScalingQuantizer(RuledQuantizer):
     fp8_dtype: torch.dtype
     device: torch.device | str | None = field(default=None, compare=False)
     with_amax_reduction: bool = field(default=False, kw_only=True)
-    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
+    amax_reduction_group: AmaxRanks = field(default=None, kw_only=True, compare=False)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
     scale_rule: str = field(default="te", kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
-import torch.distributed as dist
 
 from opfuse.errors import QuantizerError, describe
 from opfuse.formats import COLUMNWISE, NVFP4, Element, NumberFormat, mxfp8
@@ -17,7 +16,7 @@ from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
-from opfuse.tensors.quantizers.base import CastingQuantizer, Quantizer, RuledQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import AmaxRanks, CastingQuantizer, Quantizer, RuledQuantizer, reduce_amax, require
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -72,7 +71,7 @@ class NVFP4Quantizer(CastingQuantizer):
 
     fp4_dtype: str = "e2m1"
     with_amax_reduction: bool = field(default=False, kw_only=True)
-    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True, compare=False)
+    amax_reduction_group: AmaxRanks = field(default=None, kw_only=True, compare=False)
     with_rht: bool = field(default=False, kw_only=True)
     with_post_rht_amax: bool = field(default=False, kw_only=True)
     with_2d_quantization: bool = field(default=False, kw_only=True)
@@ -101,7 +100,7 @@ class NVFP4Quantizer(CastingQuantizer):
     def planes_agree(self) -> bool:
         return self.with_2d_quantization and not (self.stochastic_rounding or self.row_scaled_nvfp4)
 
-    def reducing(self, group: dist.ProcessGroup | None) -> Quantizer | None:
+    def reducing(self, group: AmaxRanks) -> Quantizer | None:
         return None if self.row_scaled_nvfp4 else super().reducing(group)
 
     @cached_property

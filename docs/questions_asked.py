@@ -232,6 +232,27 @@ QUESTIONS = (
     ),
     Question(
         NUMBERS,
+        "Did quantization saturate or underflow, in which op, tensor and step?",
+        "model, x = ops.Sequential(ops.Linear(32, 32)), torch.ones(32, 32)\nx[0], x[1:9] = 4e3, 1e-4\n",
+        "with opfuse.watch(model, every=100), opfuse.autocast(recipe=recipes.DelayedScaling()):\n    model(x)\n",
+        ("0 input in step 1: wants saturated of at most 0.01, got 0.0312",),
+    ),
+    Question(
+        NUMBERS,
+        "How much does each cast lose?",
+        "model, x = mlp(), batch()\n",
+        "with opfuse.watch(model) as watch, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):\n    model(x).sum().backward()\nfor cast in watch.records:\n    print(cast['op'], cast['tensor'], cast['format'], f\"{cast['sqnr']:.0f} dB\" if cast['sqnr'] else 'rotated')\n",
+        ("1 input nvfp4", "dB"),
+    ),
+    Question(
+        NUMBERS,
+        "Which op takes the host the longest?",
+        "model, x = mlp(), batch(128)\n",
+        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(sorted({row.name for row in opfuse.host_times(model, x).rows}))\n",
+        ("norm_quantize", "backward_activation_bias"),
+    ),
+    Question(
+        NUMBERS,
         "Which products are quantized, in which formats, and do they run natively here?",
         "model, x = mlp(), batch().requires_grad_()\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n"

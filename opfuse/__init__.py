@@ -49,6 +49,8 @@ _NAMES = {
     "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
+    "watch": "opfuse.inspect.watch",
+    "host_times": "opfuse.inspect.host",
     "checkpoint": "opfuse.runtime.checkpoint",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",

@@ -33,6 +33,7 @@ from opfuse.train import (
     writable,
     write_plot,
     write_report,
+    write_values,
 )
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.comparison import labels
@@ -68,7 +69,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     else:
         tell(result)
     written = keep(partial(write, result), directory, partial(report_text, result))
-    if len(written) == 1:
+    if not any(path.suffix == ".png" for path in written):
         error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
     if not as_json:
         echo(f"wrote    {', '.join(map(str, written))}")
@@ -100,7 +101,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 def write(result: Comparison, directory: Path) -> list[Path]:
     """Report and plot; no plot without matplotlib."""
-    return [path for path in (write_report(result, directory), write_plot(result, directory)) if path is not None]
+    return [path for make in (write_report, write_values, write_plot) if (path := make(result, directory)) is not None]
 
 
 def tell(result: Comparison) -> None:

@@ -2,7 +2,7 @@
 
 from opfuse.config.findings import Finding, Span
 from opfuse.config.load import Config, load, load_policy, loads
-from opfuse.config.models import PydocTopics, Text, TextFile, Train
+from opfuse.config.models import PydocTopics, Text, TextFile, Train, Watching
 from opfuse.config.operations import PipelineEntry
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Text",
     "TextFile",
     "Train",
+    "Watching",
     "load",
     "load_policy",
     "loads",

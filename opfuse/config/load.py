@@ -16,7 +16,7 @@ from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Span, refuse, shown, similar
-from opfuse.config.models import Text, TextFile, Train
+from opfuse.config.models import Text, TextFile, Train, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
@@ -32,7 +32,7 @@ class Config:
     """A configuration that has no findings.
 
     recipe: None is high precision. dtype: of parameters and activations. rules: the active rule set with the file's changes.
-    data: None if the file names none. places: where the file gives what, by path.
+    data: None if the file names none. watch: None: nobody looks. places: where the file gives what, by path.
     """
 
     path: str
@@ -42,6 +42,7 @@ class Config:
     pipeline: tuple[PipelineEntry, ...]
     data: Text | None
     train: Train
+    watch: Watching | None = None
     places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -127,13 +128,13 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
     places = _places(root, document)
-    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train, places)
+    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train, root.watch, places)
     return config, root, document
 
 
 def _places(root: Root, document: Document) -> dict[str, str]:
     """Where the settings stand that have no sources of their own."""
-    own = [("recipe",), *((name, key) for name in ("pipeline", "data", "train") for key in _keys(document, name))]
+    own = [("recipe",), *((name, key) for name in ("pipeline", "data", "train", "watch") for key in _keys(document, name))]
     disabled = {f"disabled.{change.name}": i for i, change in enumerate(root.fusions.rules) if change.rule is None}
     found = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
     return {".".join(loc): document.source(loc) for loc in own} | found

@@ -64,6 +64,16 @@ DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
 """The model of a data section by its kind."""
 
 
+class Watching(Section):
+    """What casts do to values, looked at in every so many steps of the run under the recipe.
+
+    to: jsonl, values.jsonl beside the report; tensorboard or wandb, by their own writers, which are installed by themselves.
+    """
+
+    every: AtLeastOne = 100
+    to: Literal["jsonl", "tensorboard", "wandb"] = "jsonl"
+
+
 class Train(Section):
     """How to train.
 

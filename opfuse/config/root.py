@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
-from opfuse.config.models import DATA, PydocTopics, Section, TextFile, Train
+from opfuse.config.models import DATA, PydocTopics, Section, TextFile, Train, Watching
 from opfuse.config.trial import trial
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -25,6 +25,7 @@ class Root(Section):
     fusions: rules.Fusions = rules.Fusions()
     data: Annotated[PydocTopics | TextFile, Field(discriminator="kind")] | None = None
     train: Train = Train()
+    watch: Watching | None = None
 
     @model_validator(mode="after")
     def _runs(self) -> Self:
@@ -47,6 +48,7 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("pipeline",): operations.Pipeline,
     ("fusions",): rules.Fusions,
     ("train",): Train,
+    ("watch",): Watching,
     **{("fusions", "rules", tag, "expect"): rules.Expect for tag in ("use", "name")},
     **{(*place, tag): model for place, models in TAGGED.items() for tag, model in models.items()},
 }

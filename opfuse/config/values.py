@@ -49,6 +49,6 @@ def _rules(config: Config) -> Iterator[SettingValue]:
 
 
 def _sections(config: Config) -> Iterator[SettingValue]:
-    for name, section in (("data", config.data), ("train", config.train)):
+    for name, section in (("data", config.data), ("train", config.train), ("watch", config.watch)):
         for field, value in () if section is None else section.model_dump().items():
             yield SettingValue(f"{name}.{field}", value, config.places.get(f"{name}.{field}", DEFAULT))

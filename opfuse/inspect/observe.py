@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -107,6 +107,16 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observa
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
     return Observation(tuple(plans), tuple(values), memory.totals(), held)
+
+
+@contextmanager
+def copied_call(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Iterator[Callable[[], Any]]:
+    """A call of ``model(x, *extras)`` on copies, as :func:`observe` makes it; its backward pass belongs into the block, too."""
+    _check(model, x)
+    inputs = [_copy(each) if isinstance(each, torch.Tensor) else each for each in (x, *extras)]
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with _undone(model):
+        yield lambda: torch.func.functional_call(model, buffers, tuple(inputs))
 
 
 def _check(model: object, x: object) -> None:

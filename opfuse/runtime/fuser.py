@@ -261,6 +261,9 @@ class OperationFuser:
         if recording.trial:
             check_call(self, x, extras)
             rules = self.rules or active_rules()
+            recipe = current_recipe()
+            if recording.alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
+                rules = replace(rules, level=0)
             key = self.named(self.key(x, extras, rules))
             plan = self._compiled(key, rules)
             if key.env.recipe is not None:
@@ -313,7 +316,8 @@ class OperationFuser:
         """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
         if not is_recomputing():
             return self(x, *extras, **given)
-        with recorded_plans(), recorded_saves():
+        first = recording()  # a look at ops one by one has them so again
+        with recorded_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), recorded_saves():
             return self(x, *extras, **given)
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------

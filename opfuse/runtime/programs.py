@@ -22,6 +22,7 @@ from opfuse.environment import variable
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape, Unrecordable
 from opfuse.runtime.kept import Held, held_casts
+from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
@@ -61,6 +62,10 @@ def runner_of(
 ) -> Runner | Recorder | Repeater:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
     held = held_casts(plan, segment, ops)
+    if (observer := current_observer()) is not None:
+        runner = ObservedRunner(plan, segment, ops, kwargs, held)
+        runner.observer = observer
+        return runner
     if tensors is None:
         return Runner(plan, segment, ops, kwargs, held)
     look = look_of(tensors) if _may_repeat(plan, segment, ops, kwargs) else None

@@ -11,10 +11,14 @@ from opfuse.compiler.plan import Plan
 
 
 class RecordedPlans(NamedTuple):
-    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it."""
+    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it.
+
+    alone: without fusions, wherever that changes no bit.
+    """
 
     plans: list[Plan]
     trial: bool
+    alone: bool = False
 
 
 _recording: ContextVar[RecordedPlans | None] = ContextVar("opfuse_recording", default=None)
@@ -26,10 +30,13 @@ def recording() -> RecordedPlans | None:
 
 
 @contextmanager
-def recorded_plans(*, trial: bool = False) -> Iterator[list[Plan]]:
-    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache."""
+def recorded_plans(*, trial: bool = False, alone: bool = False) -> Iterator[list[Plan]]:
+    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache.
+
+    alone: one without fusions, wherever that changes no bit: recipes that round once keep theirs, as do functions of the user's.
+    """
     plans: list[Plan] = []
-    reset = _recording.set(RecordedPlans(plans, trial))
+    reset = _recording.set(RecordedPlans(plans, trial, alone))
     try:
         yield plans
     finally:

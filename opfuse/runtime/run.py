@@ -53,17 +53,20 @@ class Runner:
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
         """The segment's outputs for its inputs, in the segment's order."""
         values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
-        nodes = self.plan.graph.nodes
         for group in self.segment.forward:
-            if group.rule is not None:
-                self._forward_fused(group.rule, group, values)
-            elif group.opaque is not None:
-                self._forward_opaque(group, values)
-            elif nodes[group.nodes[0]].is_cast:
-                self._forward_cast(nodes[group.nodes[0]], values)
-            else:
-                self._forward_op(nodes[group.nodes[0]], values)
+            self._forward_group(group, values)
         return [values[value] for value in self.segment.outputs]
+
+    def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
+        first = self.plan.graph.nodes[group.nodes[0]]
+        if group.rule is not None:
+            self._forward_fused(group.rule, group, values)
+        elif group.opaque is not None:
+            self._forward_opaque(group, values)
+        elif first.is_cast:
+            self._forward_cast(first, values)
+        else:
+            self._forward_op(first, values)
 
     def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
         op: Any = self.plan.casts[node.index] if node.is_cast else self.ops[node.op]

@@ -6,7 +6,7 @@ from opfuse.train.exact import exact_gradients
 from opfuse.train.files import writable
 from opfuse.train.loop import Curve, Interrupted, TrainStep, evaluate, fit
 from opfuse.train.model import ByteModel
-from opfuse.train.report import bits, fused, to_dict, write_plot, write_report
+from opfuse.train.report import bits, fused, to_dict, write_plot, write_report, write_values
 from opfuse.train.study import Study, study_overrides
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "writable",
     "write_plot",
     "write_report",
+    "write_values",
 ]

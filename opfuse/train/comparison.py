@@ -11,13 +11,14 @@ from pathlib import PurePath
 import torch
 from pydantic import ValidationError
 
-from opfuse.config import Config, Text, Train
+from opfuse.config import Config, Text, Train, Watching
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.checkpoints import Checkpoints
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
 from opfuse.train.loop import Curve, TrainStep, fit
 from opfuse.train.model import ByteModel
+from opfuse.train.watching import Found, watched
 
 EVALUATION_SAMPLES = 2048
 """Samples of one evaluation, rounded up to whole batches."""
@@ -30,7 +31,10 @@ HIGH_PRECISION = Support("native", "without a recipe, products are torch's own")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a configuration. baseline: the run without a recipe, None if the configuration has no recipe either."""
+    """What came of a configuration. baseline: the run without a recipe, None if the configuration has no recipe either.
+
+    watched: what its casts did, in the steps that were looked at.
+    """
 
     config: Config
     settings: Train
@@ -38,6 +42,7 @@ class Comparison:
     corpus: Corpus
     run: Curve
     baseline: Curve | None
+    watched: Found = ()
 
     @property
     def name(self) -> str:
@@ -88,24 +93,28 @@ def compare(
         count=-(-EVALUATION_SAMPLES // settings.batch_size),
     )
 
-    def curve(label: str, recipe: Recipe | None) -> Curve:
+    def curve(label: str, recipe: Recipe | None, watching: Watching | None = None) -> tuple[Curve, Found]:
         resumed = None if checkpoints is None else checkpoints.load(label)
         sizes = {"context": data.context, "batch_size": settings.batch_size, "skip": 0 if resumed is None else resumed.step}
-        return fit(
-            copy.deepcopy(initial),
-            random_batches(text.train, **sizes, seed=settings.seed),
-            held_out,
-            settings,
-            recipe=recipe,
-            on_step=lambda step: on_step(label, step),
-            resumed=resumed,
-            keep=None if checkpoints is None else partial(checkpoints.save, label),
-            stop=stop,
-        )
+        model = copy.deepcopy(initial)
+        with watched(model, watching, step=sizes["skip"]) as records:
+            made = fit(
+                model,
+                random_batches(text.train, **sizes, seed=settings.seed),
+                held_out,
+                settings,
+                recipe=recipe,
+                on_step=lambda step: on_step(label, step),
+                resumed=resumed,
+                keep=None if checkpoints is None else partial(checkpoints.save, label),
+                stop=stop,
+            )
+        return made, records()
 
     label, plain = labels(config)
-    run = curve(label, config.recipe)
-    return Comparison(config, settings, place, text, run, None if config.recipe is None else curve(plain, None))
+    run, found = curve(label, config.recipe, config.watch)
+    baseline = None if config.recipe is None else curve(plain, None)[0]
+    return Comparison(config, settings, place, text, run, baseline, found)
 
 
 def labels(config: Config) -> tuple[str, str]:

@@ -97,6 +97,14 @@ def write_report(result: Comparison, directory: Path) -> Path:
     return write(directory / "report.json", report_text(result).encode())
 
 
+def write_values(result: Comparison, directory: Path) -> Path | None:
+    """Write what casts did into ``directory`` as ``values.jsonl``; None where nobody looked."""
+    if not result.watched:
+        return None
+    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in result.watched)
+    return write(directory / "values.jsonl", lines.encode())
+
+
 def report_text(result: Comparison) -> str:
     """What ``report.json`` holds."""
     curves = [{"label": label, "losses": c.losses, "validation": c.validation} for label, c in _named(result).items()]

@@ -1,0 +1,81 @@
+"""Which op takes the host how long, when nothing is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.inspect.observe import copied_call
+from opfuse.runtime.observed import GroupRun, observed
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """A group of nodes of one pass. seconds: of the host, the least of all calls. share: of all groups."""
+
+    pipeline: str
+    side: str
+    name: str
+    nodes: tuple[str, ...]
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """What each group took, the longest first."""
+
+    rows: tuple[HostTime, ...]
+
+    def __str__(self) -> str:
+        head = f"{sum(row.seconds for row in self.rows) * 1e6:.0f} us of the host in {len(self.rows)} groups, interpreted"
+        lines = (
+            f"{row.share:6.1%} {row.seconds * 1e6:8.1f} us  {row.side:<8} {row.name:<26} {' '.join(row.nodes)}"
+            for row in self.rows
+        )
+        return "\n".join((head, *lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"groups": [asdict(row) for row in self.rows]}
+
+
+class _Times:
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str, str, tuple[str, ...]], list[float]] = {}
+
+    def ran(self, run: GroupRun) -> None:
+        self.found.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
+
+
+def host_times(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, calls: int = 5) -> HostTimes:
+    """How long the host is at each group of ``model(x, *extra_inputs)`` and of its backward pass, under the active recipe.
+
+    ``calls`` training calls are interpreted, by the plans that they have; as :func:`opfuse.explain`, that leaves no trace. From
+    the third call of a shape on segments are repeated without Python for each op, so what is told matters before, and where no
+    recording can be made. PipelineError and DtypeError as of ``explain``.
+    """
+    times = _Times()
+    for _ in range(calls):
+        _step(model, x, extra_inputs, times)
+    return _told(times)
+
+
+def _step(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], times: _Times) -> None:
+    with copied_call(model, x, extras) as call, observed(times, fused=True):
+        output = call()
+        outputs = [each for each in (output if isinstance(output, tuple) else (output,)) if each.requires_grad]
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
+
+
+def _told(times: _Times) -> HostTimes:
+    least = {place: min(seconds) for place, seconds in times.found.items()}
+    total = sum(least.values()) or 1.0
+    rows = [HostTime(*place, seconds, seconds / total) for place, seconds in least.items()]
+    return HostTimes(tuple(sorted(rows, key=lambda row: -row.seconds)))

@@ -1,0 +1,163 @@
+"""``opfuse.watch``: what casts do to values while a model trains, looked at in some of its steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from opfuse.core.operation import FusibleOperation
+from opfuse.errors import OpfuseWarning, PipelineError, describe
+from opfuse.inspect.casts import figures
+from opfuse.inspect.writers import sink_of
+from opfuse.runtime.observed import GroupRun, observed
+from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
+
+ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0.5, "sqnr": 8.0}
+"""What is told: shares above these, and a signal-to-noise ratio, in dB, below this."""
+
+CURES = {
+    "nonfinite": "look at the op before it: opfuse.watch tells of every cast, and the first one is the cause",
+    "saturated": "give the scale room: margin of delayed scaling, a rule that rounds scales up, or E5M2 for this tensor",
+    "flushed": "use finer blocks or a wider exponent: MXFP8, E5M2 for gradients, or backward_override='high_precision'",
+    "sqnr": "leave this layer in high precision, or give it more bits: opfuse advise says what was measured",
+}
+"""What to do about each."""
+
+RECORDS = 10_000
+"""The latest records that a watch keeps."""
+
+
+class Watch:
+    """Watches the casts of ``model``; :meth:`close`, or leaving it as a context manager, ends that.
+
+    records: what was found, the latest last: ``step``, ``op`` (its path in the model), ``tensor`` (its role), and the fields of
+    :class:`~opfuse.inspect.casts.CastFigures`.
+    """
+
+    def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
+        self.every = every
+        self.step = 0
+        self.records: list[dict[str, Any]] = []
+        self.alarms = alarms
+        self._write = sink_of(to)
+        self._told: set[tuple[str, str, str]] = set()
+        self._names = _paths(model)
+        self._look: AbstractContextManager[None] | None = None
+        self._hooks = (
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def _before(self, model: nn.Module, inputs: Any) -> None:
+        if not model.training:
+            return
+        self.step += 1
+        if (self.step - 1) % self.every == 0 and self._look is None:
+            self._look = observed(_WatchedStep(self, self.step))
+            self._look.__enter__()
+
+    def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._look is not None:
+            look, self._look = self._look, None
+            look.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def note(self, step: int, run: GroupRun) -> None:
+        """A group of a step that is looked at ran."""
+        made = run.made.record if isinstance(run.made, QuantizedTensor) else run.made
+        if run.role is None or run.given is None or not isinstance(made, QuantizedStorage):
+            return
+        with torch.no_grad():
+            found = figures(run.given, made)
+        if found is None:
+            return
+        record = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role, **found.record()}
+        self.records = [*self.records[-RECORDS + 1 :], record]
+        self._write(record)
+        self._alarm(record)
+
+    def _alarm(self, record: Mapping[str, Any]) -> None:
+        for name, limit in self.alarms.items():
+            value, place = record[name], (record["op"], record["tensor"], name)
+            if value is None or place in self._told or (value >= limit if name == "sqnr" else value <= limit):
+                continue
+            self._told.add(place)
+            where = f"{record['op']} {record['tensor']} in step {record['step']}"
+            wanted = f"{name} {'of at least' if name == 'sqnr' else 'of at most'} {limit}"
+            text = describe(where, wanted=wanted, got=f"{value:.3g} in {record['format']}", cure=CURES[name])
+            warnings.warn(text, OpfuseWarning, stacklevel=2)
+
+    def __str__(self) -> str:
+        """The latest record of each cast."""
+        return "\n".join(_rows(self.records))
+
+
+class _WatchedStep:
+    def __init__(self, watch: Watch, number: int) -> None:
+        self.watch, self.number = watch, number
+
+    def ran(self, run: GroupRun) -> None:
+        self.watch.note(self.number, run)
+
+
+def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapping[str, float] = ALARMS) -> Watch:
+    """Look at every cast in the first and each ``every``-th training call of ``model``, and in its backward pass.
+
+    Found for each: amax, shares that saturated, that became zero and that are not finite, the signal-to-noise ratio, and a
+    histogram of scales. to: where records go besides ``records``, see :func:`~opfuse.inspect.writers.sink_of`. alarms: limits
+    beyond which an OpfuseWarning names op, tensor, step, value and cure, once each.
+
+    A call that is looked at runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it
+    stays fused, and casts that fusions make are not told. Other calls cost one comparison. PipelineError for what has no ops, or
+    an ``every`` below 1.
+    """
+    if type(every) is not int or every < 1:
+        raise PipelineError(describe("watch(every=)", wanted="an integer of at least 1", got=repr(every), cure="pass every=100"))
+    if not isinstance(model, nn.Module) or not _paths(model):
+        cure = "pass a model that is made of opfuse.ops, or that fuse_ has converted"
+        raise PipelineError(describe("watch", wanted="a module with ops of opfuse", got=type(model).__name__, cure=cure))
+    if unknown := set(alarms) - set(ALARMS):
+        got, cure = ", ".join(sorted(unknown)), f"name some of {', '.join(ALARMS)}"
+        raise PipelineError(describe("watch(alarms=)", wanted="figures that are found", got=got, cure=cure))
+    return Watch(model, every, to, alarms)
+
+
+def _paths(model: nn.Module) -> dict[int, str]:
+    """For each basic op the path of the outermost op that it belongs to."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FusibleOperation):
+            for basic in module.basic_ops:
+                found.setdefault(id(basic), path or type(module).__name__)
+    return found
+
+
+HEAD = ("step", "op", "tensor", "format", "amax", "saturated", "flushed", "sqnr")
+
+
+def _rows(records: list[dict[str, Any]]) -> Iterator[str]:
+    latest = {(record["op"], record["tensor"]): record for record in records}
+    rows = [HEAD, *(tuple(map(_cell, (record[name] for name in HEAD))) for record in latest.values())]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

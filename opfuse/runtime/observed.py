@@ -1,0 +1,114 @@
+"""Segments that somebody looks at while they run: interpreted, group by group, with the values between ops.
+
+Nothing of it is met by a call that nobody looks at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
+
+from opfuse.compiler.cover import Group
+from opfuse.compiler.graph import BACKWARD, FORWARD
+from opfuse.core.context import Value
+from opfuse.core.operation import BasicOperation
+from opfuse.recipes.passes import Pass, current_pass
+from opfuse.runtime.gradients import Gradients
+from opfuse.runtime.recording import recorded_plans
+from opfuse.runtime.run import Runner
+
+
+class GroupRun(NamedTuple):
+    """A group of nodes that ran.
+
+    side: forward or backward. name: of the rule that took it, or of its node. ops: those of its nodes. seconds: of the host.
+    given: what a cast that runs alone was given; made: what it, or the last node of a group, left: going backward, the
+    gradient of its first node's input. None where there is none.
+    """
+
+    pipeline: str
+    side: str
+    name: str
+    nodes: tuple[str, ...]
+    ops: tuple[BasicOperation, ...]
+    role: str | None
+    seconds: float
+    given: Value | None
+    made: Value | None
+
+
+class Observer(Protocol):
+    """Who looks."""
+
+    def ran(self, run: GroupRun) -> None:
+        """A group ran."""
+
+
+_observer: ContextVar[Observer | None] = ContextVar("opfuse_observer", default=None)
+
+current_observer = _observer.get
+
+
+@contextmanager
+def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
+    """Calls inside the block, and their backward passes, are told group by group.
+
+    fused: as calls are. Otherwise every op runs by itself wherever that changes no bit, so that each cast is told with the tensor
+    that it is given. Plans are made for it, of which no cache knows.
+    """
+    reset = _observer.set(by)
+    try:
+        with recorded_plans(trial=True, alone=not fused):
+            yield
+    finally:
+        _observer.reset(reset)
+
+
+class ObservedRunner(Runner):
+    """A segment of a call that somebody looks at."""
+
+    observer: Observer
+
+    def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
+        start = time.perf_counter()
+        super()._forward_group(group, values)
+        seconds = time.perf_counter() - start
+        if current_pass() is Pass.AGAIN:  # was told when it ran first
+            return
+        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
+        first, last = nodes[0], nodes[-1]
+        given = None
+        if first.is_cast and not group.claimed:
+            given = self.ops[first.op].parameter(self._role(group) or "") if first.side else values[first.inputs[0]]
+        self._tell(FORWARD, group, seconds, given, values.get(last.outputs[0]) if last.outputs else None)
+
+    def _backward_group(self, group: Group, grads: Gradients) -> None:
+        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
+        if not any(grads.has(node.outputs) for node in nodes):
+            return
+        cast = nodes[-1].is_cast and not group.claimed
+        given = _gradient(grads, nodes[-1].outputs[0]) if cast else None
+        start = time.perf_counter()
+        super()._backward_group(group, grads)
+        seconds = time.perf_counter() - start
+        value = nodes[-1].outputs[0] if cast else nodes[0].inputs[0] if nodes[0].inputs else None
+        self._tell(BACKWARD, group, seconds, given, None if value is None else _gradient(grads, value))
+
+    def _role(self, group: Group) -> str | None:
+        cast = self.plan.casts.get(group.nodes[0]) if len(group.nodes) == 1 else None
+        return None if cast is None else cast.role
+
+    def _tell(self, side: str, group: Group, seconds: float, given: Value | None, made: Value | None) -> None:
+        nodes = [self.plan.graph.nodes[i] for i in group.nodes]
+        names = tuple(node.name for node in nodes)
+        ops = tuple(self.ops[number] for number in dict.fromkeys(node.op for node in nodes))
+        name = group.name if group.claimed else names[0]
+        self.observer.ran(GroupRun(self.plan.name, side, name, names, ops, self._role(group), seconds, given, made))
+
+
+def _gradient(grads: Gradients, value: int) -> Value | None:
+    values: Mapping[int, Value] = grads.values
+    return values.get(grads.graph.gradient_of(value))

@@ -1,0 +1,44 @@
+"""The casts of a run looked at, as its file asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from opfuse.config import Watching
+from opfuse.errors import ConfigError, describe
+from opfuse.inspect.watch import watch
+
+Found = tuple[Mapping[str, Any], ...]
+"""What was found of each cast, in order."""
+
+
+@contextmanager
+def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> Iterator[Callable[[], Found]]:
+    """Look at ``model``, which has made ``step`` steps. ConfigError without the package of the writer."""
+    if watching is None:
+        yield tuple
+        return
+    with watch(model, every=watching.every, to=_writer(watching.to)) as looking:
+        looking.step = step
+        yield lambda: tuple(looking.records)
+
+
+def _writer(to: str) -> Any:
+    """The writer of a package that need not be here; None: records go into a file beside the report."""
+    if to == "jsonl":
+        return None
+    try:
+        if to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            return SummaryWriter()  # type: ignore[no-untyped-call]
+        import wandb
+
+        return wandb.init()
+    except ImportError as error:
+        cure = f"pip install {to}, or write `to: jsonl`"
+        raise ConfigError(describe("watch.to", wanted=f"an installed {to}", got=str(error), cure=cure)) from None

@@ -1,0 +1,232 @@
+"""Values watched: what is told of a cast is what it did, a look changes no bit, and it costs nothing where nobody looks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.cli.app import main
+from opfuse.config import load
+from opfuse.errors import ConfigError, OutputError, PipelineError
+from opfuse.inspect.casts import figures
+from opfuse.runtime.checkpoint import checkpoint
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.train import compare
+
+
+def mlp() -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16()
+
+
+def train(model: Any, recipe: recipes.Recipe, steps: int = 1) -> list[torch.Tensor]:
+    made = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        with opfuse.autocast(recipe=recipe):
+            y = model(x)
+        y.square().sum().backward()
+        made += [y.detach(), x.grad]
+    return made + [p.grad for p in model.parameters()]
+
+
+def test_figures_are_those_of_the_values() -> None:
+    x = torch.zeros(32, 32)
+    x[0, :4] = torch.tensor([448.0, 1e-4, 3.0, -100.0])
+    x[1, 0], x[2, 0] = math.inf, 1.0
+    found = figures(x, MXFP8Quantizer()(x).record)
+    assert found is not None
+    assert (found.format, found.elements, found.amax) == ("mxfp8_e4m3", 1024, 448.0)
+    assert found.nonfinite == pytest.approx(1 / 1024)
+    assert found.saturated == 0.0
+    assert found.flushed == pytest.approx(1 / 5)
+    assert sum(found.scales.values()) == pytest.approx(1.0)
+    assert found.scales[0] == pytest.approx(32 / 1024)  # the block of 448
+
+
+@pytest.mark.parametrize(
+    "quantizer", [MXFP8Quantizer(), Float8CurrentScalingQuantizer(torch.float8_e5m2), NVFP4Quantizer(with_rht=False)]
+)
+def test_sqnr_is_that_of_what_is_decoded(quantizer: Any) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = quantizer(x).record
+    found = figures(x, made)
+    loss = x.double() - made.dequantize(torch.float32).double()
+    assert found is not None
+    assert found.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / loss.square().sum()), abs=1e-3)
+    assert found.saturated == 0.0
+
+
+def test_a_scale_that_is_too_small_saturates() -> None:
+    """Under delayed scaling the scale is of earlier steps: 1 at first, so that what lies above 448 is cut."""
+    model = ops.Sequential(ops.Linear(32, 32, bias=False))
+    x = torch.ones(32, 32)
+    x[0] = 1000.0
+    x[1, :16] = 460.0  # rounds to 448: nothing was cut
+    watch = opfuse.watch(model)
+    with warnings.catch_warnings(record=True) as told, opfuse.autocast(recipe=recipes.DelayedScaling()):
+        warnings.simplefilter("always")
+        model(x)
+    (cast,) = [each for each in watch.records if each["tensor"] == "input"]
+    assert cast["saturated"] == pytest.approx(1 / 32)
+    assert cast["op"] == "0"
+    text = next(str(each.message) for each in told if "saturated" in str(each.message))
+    assert text.startswith(
+        "0 input in step 1: wants saturated of at most 0.01, got 0.0312 in fp8_tensor_e4m3. Cure: give the scale room"
+    )
+
+
+RECIPES = {"mxfp8": recipes.MXFP8BlockScaling, "delayed": recipes.DelayedScaling, "nvfp4": recipes.NVFP4BlockScaling}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_look_changes_no_bit_and_no_cache(kind: str) -> None:
+    plain, watched = mlp(), mlp()
+    wanted = train(plain, RECIPES[kind](), 4)
+    with opfuse.watch(watched, every=2, alarms={}) as watch:
+        got = train(watched, RECIPES[kind](), 4)
+    assert all(map(torch.equal, wanted, got))
+    info = watched.cache_info()
+    assert (info.plans, info.misses) == (1, 1)
+    assert sorted({record["step"] for record in watch.records}) == [1, 3]
+    tensors = {(record["op"], record["tensor"]) for record in watch.records}
+    assert tensors == {(op, tensor) for op in ("1", "3") for tensor in ("input", "weight", "grad_output")}
+    assert "grad_output" in str(watch)
+
+
+def test_recipes_that_round_once_keep_their_fusions() -> None:
+    plain, watched = mlp(), mlp()
+    recipe = recipes.MXFP8BlockScaling(rounding="single")
+    wanted = train(plain, recipe)
+    watch = opfuse.watch(watched, every=1)
+    assert all(map(torch.equal, wanted, train(watched, recipe)))
+    assert {record["tensor"] for record in watch.records} >= {"weight"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_told_once(reentrant: bool) -> None:
+    model = mlp()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (
+                checkpoint(self.inner, x)
+                if not reentrant
+                else torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+            )
+
+    whole = Model()
+    wanted = train(mlp(), recipes.MXFP8BlockScaling())
+    with opfuse.watch(whole, every=1) as watch:
+        assert all(map(torch.equal, wanted, train(whole, recipes.MXFP8BlockScaling())))
+    counted = [(record["op"], record["tensor"]) for record in watch.records]
+    assert len(counted) == len(set(counted)) == 6
+
+
+def test_evaluation_is_not_watched_and_an_error_ends_the_look() -> None:
+    model = mlp()
+    watch = opfuse.watch(model, every=1)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        model.eval()(torch.randn(32, 32).bfloat16())
+        model.train()
+        with pytest.raises(Exception, match="trailing dimensions"):
+            model(torch.randn(32, 31).bfloat16())
+        other = mlp()
+        other(torch.randn(32, 32).bfloat16())
+    assert watch.records == []
+    assert other.cache_info().plans == 1
+
+
+class Writer:
+    """What a SummaryWriter and a run of W&B have."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.told.append((name, step))
+
+
+class Run:
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.told += [(name, step) for name in values]
+
+
+def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    sinks: list[Any] = [tmp_path / "deep" / "values.jsonl", Writer(), Run(), seen.append]
+    for to in sinks:
+        train_one = mlp()
+        opfuse.watch(train_one, to=to)
+        train(train_one, recipes.MXFP8BlockScaling())
+    lines = [json.loads(line) for line in sinks[0].read_text().splitlines()]
+    assert len(lines) == len(seen) == 6
+    assert {**lines[0], "scales": None} == {**seen[0], "scales": None}
+    assert ("1/input/sqnr", 1) in sinks[1].told
+    assert sorted(sinks[1].told) == sorted(sinks[2].told)
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    for given, match in (({"every": 0}, "every"), ({"alarms": {"amx": 1.0}}, "amx")):
+        with pytest.raises(PipelineError, match=match):
+            opfuse.watch(mlp(), **given)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match="ops of opfuse"):
+        opfuse.watch(torch.nn.Linear(3, 3))
+    with pytest.raises(OutputError, match="something to write to"):
+        opfuse.watch(mlp(), to=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="a file to write"):
+        opfuse.watch(mlp(), to=tmp_path / "file" / "x")
+
+
+CONFIG = """version: 1
+recipe: {kind: mxfp8}
+pipeline: {ops: [{op: linear, in_features: 64, out_features: 256}]}
+data: {kind: pydoc_topics, context: 4, embedding: 16}
+train: {steps: 3, batch_size: 32, eval_every: 3}
+watch: {every: 2}
+"""
+
+
+def test_a_file_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "mine.yaml", "--out", "out"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "values.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["tensor"]) for each in lines] == [
+        (s, t) for s in (1, 3) for t in ("input", "weight", "grad_output")
+    ]
+    (tmp_path / "other.yaml").write_text(CONFIG.replace("every: 2", "every: 2, to: wandb"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"watch\.to: wants an installed wandb.*pip install wandb"):
+        compare(load("other.yaml"), steps=1)
+
+
+def test_the_host_time_of_each_group() -> None:
+    model, x = mlp(), torch.randn(32, 32).bfloat16()
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        found = opfuse.host_times(model, x, calls=2)
+    assert {(row.side, row.name) for row in found.rows} >= {("forward", "epilogue"), ("backward", "backward_activation_bias")}
+    assert sum(row.share for row in found.rows) == pytest.approx(1.0)
+    assert found.rows[0].seconds >= found.rows[-1].seconds > 0
+    assert str(found).splitlines()[1].split()[3:5] == [found.rows[0].side, found.rows[0].name]
+    assert found.to_dict()["groups"][0]["side"] == found.rows[0].side
+    assert model.cache_info().misses == 0
+    assert all(p.grad is None for p in model.parameters())

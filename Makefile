@@ -9,7 +9,7 @@ GPU_RANKS ?= build/ranks.json
 ANY_DEVICE ?= tests/tensors tests/compiler tests/runtime tests/inspect tests/fusions tests/ops
 BIN = $(VENV)/bin
 
-.PHONY: demo test check slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
+.PHONY: demo test docs check slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
@@ -17,6 +17,11 @@ demo: install
 # A worker that is done takes half of what another has left: files stay together, and none waits.
 test: install check
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+# The documentation site, in build/site; every warning is an error.
+docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/pytest -m docs tests/test_site.py
 
 check: install
 	$(BIN)/ruff check .

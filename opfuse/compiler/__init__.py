@@ -1,0 +1,1 @@
+"""From a list of ops to a plan: the lowered graph, patterns and rules over it, and which of them compute what."""

@@ -1,0 +1,1 @@
+"""What an op is: its protocol, its spec, its parameters and states, and the casts of its operands."""

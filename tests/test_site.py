@@ -1,0 +1,52 @@
+"""The documentation site: every page is in its menu, it builds without a warning, and the reference has every public name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+import opfuse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pages(menu: object) -> Iterator[str]:
+    """The files that a menu of mkdocs.yml names."""
+    if isinstance(menu, str):
+        yield menu
+    for below in menu if isinstance(menu, list) else menu.values() if isinstance(menu, dict) else ():
+        yield from pages(below)
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = YAML(typ="safe", pure=True).load(ROOT / "mkdocs.yml")["nav"]
+    assert sorted(pages(menu)) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_example_has_a_place() -> None:
+    shown = re.findall(r"^\[`examples/(\w+\.py)`\]", (ROOT / "docs" / "howto.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.docs
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    for name in opfuse._NAMES:
+        assert f">{name}<" in reference, name
+    assert ":func:" not in reference
+    howto = re.sub(r"<[^>]+>", "", (tmp_path / "howto" / "index.html").read_text(encoding="utf-8"))
+    assert "opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())" in howto
+    assert (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2] in (tmp_path / "index.html").read_text(
+        encoding="utf-8"
+    )

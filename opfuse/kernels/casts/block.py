@@ -6,8 +6,8 @@ Other blocks, of a format of a user's own, take the torch definition, on the dev
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from opfuse.errors import ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
 from opfuse.numerics import casts as definition
@@ -22,10 +23,7 @@ from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
 from opfuse.numerics.scalars import FLT_MAX
 
-BLOCKS = "PPPPqqqqffII"
-"""How Blocks in blocks.cuh is packed."""
-
-_PARAMETERS = struct.Struct("P" + BLOCKS)
+BLOCKS, _PARAMETERS = parameter_of("blocks.cuh", "Blocks"), parameter_of("cast_block.cu")
 _BLOCK, _THREADS = 128, 256
 
 
@@ -39,7 +37,14 @@ def cast_block(
     x = x.contiguous()
     variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
     planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
-    launch(variant, "cast_block", grid, _PARAMETERS, x.data_ptr(), *fields, device=x.get_device())
+    launch(
+        variant,
+        "cast_block",
+        grid,
+        _PARAMETERS.layout,
+        *_PARAMETERS(x=x.data_ptr(), blocks=BLOCKS(**fields)),
+        device=x.get_device(),
+    )
     return planes
 
 
@@ -55,7 +60,7 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
     usages = {layout.usage for layout in layouts}
     variant = variant_of(
         "cast_block.cu",
-        _PARAMETERS,
+        _PARAMETERS.layout,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         SQUARE=layouts[0].block[0] != 1,
@@ -68,13 +73,15 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
 
 def new_blocks(
     layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float, pow2: bool
-) -> tuple[list[definition.Encoded], tuple[int | float, ...]]:
+) -> tuple[list[definition.Encoded], dict[str, Any]]:
     """Room for planes of a matrix of ``dtype``, and the fields of Blocks in blocks.cuh."""
     planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
     (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
-    outputs = (row_data, column_data, row_scale, column_scale)
-    rule = (eps, min(torch.finfo(dtype).max, FLT_MAX), pow2, 0)
-    return [planes[layout.usage] for layout in layouts], (*outputs, *layouts[0].shape, row_pitch, column_pitch, *rule)
+    rows, columns = layouts[0].shape
+    addresses = {"rowwise": row_data, "columnwise": column_data, "row_scale": row_scale, "column_scale": column_scale}
+    sizes = {"rows": rows, "columns": columns, "row_pitch": row_pitch, "column_pitch": column_pitch}
+    fields = {**addresses, **sizes, "eps": eps, "inf_value": min(torch.finfo(dtype).max, FLT_MAX), "pow2": pow2}
+    return [planes[layout.usage] for layout in layouts], fields
 
 
 def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:

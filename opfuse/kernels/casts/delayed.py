@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import variant_of
 from opfuse.numerics import delayed as definition
 from opfuse.numerics.delayed import UpdateRule, check_states
 
-_STATE = "PPPifiI"
+_STATE = parameter_of("delayed.cu", "State")
 MOST = 100  # states of a launch, in a parameter of 4000 bytes
 _THREADS = 256
 
@@ -32,9 +33,14 @@ def delayed_update(
     check_states(histories, scales, left_out, rules)
     variant, device = variant_of("delayed.cu", _layout(MOST), MOST=MOST), histories[0].get_device()
     states = [
-        (
-            *(history.data_ptr(), scale.data_ptr(), count.data_ptr()),
-            *(history.numel(), rule.fp8_max, rule.margin, rule.algorithm == "most_recent"),
+        _STATE(
+            history=history.data_ptr(),
+            scale=scale.data_ptr(),
+            left_out=count.data_ptr(),
+            length=history.numel(),
+            fp8_max=rule.fp8_max,
+            margin=rule.margin,
+            most_recent=rule.algorithm == "most_recent",
         )
         for history, scale, count, rule in zip(histories, scales, left_out, rules)
     ]
@@ -46,4 +52,4 @@ def delayed_update(
 @functools.cache
 def _layout(states: int) -> struct.Struct:
     """The parameter as far as ``states`` fill it: what lies behind belongs to blocks that a launch does not have."""
-    return struct.Struct(_STATE * states)
+    return struct.Struct(_STATE.packing * states)

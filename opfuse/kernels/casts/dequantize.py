@@ -6,13 +6,13 @@ their layout says and for formats of a user's own.
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, SCALE_TILE
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics.dequantize import dequantize as definition
@@ -20,8 +20,8 @@ from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.numerics.scalars import fl32
 
-_PARAMETERS = struct.Struct("PPPqqqqiiII")
-_NVFP4 = struct.Struct("PPPqPqqfIII")
+_PARAMETERS = parameter_of("dequantize.cu")
+_NVFP4, _PLANE = parameter_of("dequantize_nvfp4.cu"), parameter_of("nvfp4_plane.cuh", "Plane")
 _THREADS, _WARP, _TILE = 256, 32, 128
 _NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by rows; of a row of a tile by columns
 _WHOLE = 63  # the shift that leaves 0: one scale for all
@@ -72,7 +72,7 @@ def dequantize(
         entry, blocks = "dequantize_rows", ceil_div(warps, _THREADS // _WARP)
     variant = variant_of(
         "dequantize.cu",
-        _PARAMETERS,
+        _PARAMETERS.layout,
         entry=entry,
         ELEMENT=layout.element.name.upper(),
         SCALE=_SCALE_TYPES[layout.format.scale],
@@ -82,8 +82,9 @@ def dequantize(
         ALIGNED=aligned,
     )
     out = torch.empty(layout.shape, dtype=dtype, device=data.device)
-    fields = (data.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, columns, *_scales(layout), 0)
-    launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS, *fields, device=data.get_device())
+    addresses = {"data": data.data_ptr(), "scale": scale.data_ptr(), "out": out.data_ptr()}
+    fields = _PARAMETERS(**addresses, rows=rows, columns=columns, **_scales(layout)._asdict())
+    launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS.layout, *fields, device=data.get_device())
     return out
 
 
@@ -110,7 +111,7 @@ def dequantize_nv(
         entry, blocks = "decode_rows", ceil_div(warps, _THREADS // _WARP)
     variant = variant_of(
         "dequantize_nvfp4.cu",
-        _NVFP4,
+        _NVFP4.layout,
         entry=entry,
         OUT=C_TYPES[dtype],
         ROTATED=bool(fmt.rht),
@@ -118,10 +119,17 @@ def dequantize_nv(
         ALIGNED=whole and on_bytes(data, 8),
     )
     out = torch.empty(layout.shape, dtype=dtype, device=data.device)
-    plane = (data.data_ptr(), scale.data_ptr(), amax.data_ptr(), layout.tiled_shape[1] // SCALE_TILE[1])
-    unit = fl32(1 / (E2M1.max * fmt.encode_max))
-    fields = (*plane, out.data_ptr(), rows, columns, unit, layout.swizzled, fmt.per_row, 0)
-    launch(variant, entry, Grid(blocks, _THREADS), _NVFP4, *fields, device=data.get_device())
+    quads = layout.tiled_shape[1] // SCALE_TILE[1]
+    fields = _NVFP4(
+        plane=_PLANE(codes=data.data_ptr(), scales=scale.data_ptr(), amax=amax.data_ptr(), quads=quads),
+        out=out.data_ptr(),
+        rows=rows,
+        columns=columns,
+        unit=fl32(1 / (E2M1.max * fmt.encode_max)),
+        swizzled=layout.swizzled,
+        per_line=fmt.per_row,
+    )
+    launch(variant, entry, Grid(blocks, _THREADS), _NVFP4.layout, *fields, device=data.get_device())
     return out
 
 

@@ -7,7 +7,6 @@ lines) and those of a format of a user's own take the torch definition, on the d
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from opfuse.kernels.casts.row import line_amaxes
 from opfuse.kernels.casts.tensor import new_encoded, tensor_amax
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
@@ -25,15 +25,14 @@ from opfuse.numerics.checks import check_amaxes, check_array, check_cast
 from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
 
-_PLANE = "PPPq"
-_CAST = struct.Struct(f"P{_PLANE}{_PLANE}PqqfIII")
-_AMAX = struct.Struct("PPPqq")
+_PLANE, _PLANES = parameter_of("nvfp4_plane.cuh", "Plane"), parameter_of("nvfp4.cuh", "Nvfp4")
+_CAST, _AMAX = parameter_of("cast_nvfp4.cu"), parameter_of("amax_nvfp4.cu")
 
 _THREADS, _WARP = 256, 32
 _WARP_ROWS, _WARP_COLUMNS = 4, 512  # cast_rows
 _TILE_ROWS, _TILE_BYTES, _SQUARE_COLUMNS = 128, 256, 128  # cast_tile, whose rows are of so many bytes, and cast_square
 _AMAX_TILE = (128, 64)
-_NO_PLANE = (0, 0, 0, 0)
+_NO_PLANE = _PLANE(codes=0, scales=0, amax=0, quads=0)
 
 
 @kernel("amax_nvfp4.cu", reference=definition.amaxes_nv, tolerance=BITWISE)
@@ -51,13 +50,14 @@ def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> l
     amaxes = {layout.usage: torch.zeros(layout.amax_shape or (), dtype=torch.float32, device=x.device) for layout in layouts}
     variant = variant_of(
         "amax_nvfp4.cu",
-        _AMAX,
+        _AMAX.layout,
         SIGNS=sign_mask(signs),
         ALIGNED=on_bytes(x, 4) and columns % 2 == 0,
     )
     grid = Grid(ceil_div(rows, _AMAX_TILE[0]) * ceil_div(columns, _AMAX_TILE[1]), _THREADS)
-    addresses = (amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES)
-    launch(variant, "amax_nvfp4", grid, _AMAX, x.data_ptr(), *addresses, rows, columns, device=x.get_device())
+    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
+    fields = _AMAX(x=x.data_ptr(), **addresses, rows=rows, columns=columns)
+    launch(variant, "amax_nvfp4", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[layout.usage] for layout in layouts]
 
 
@@ -84,15 +84,16 @@ def cast_nv(
         return [plane for planes in alone for plane in planes]
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
     fields = {layout.usage: _plane(layout, planes[layout.usage], amax) for layout, amax in zip(layouts, amaxes)}
-    launch(
-        *work,
-        _CAST,
-        x.data_ptr(),
-        *(field for usage in USAGES for field in fields.get(usage, _NO_PLANE)),
-        0 if seed is None else _address_of_seed(seed, x),
-        *(*x.shape, layouts[0].format.encode_max, layouts[0].swizzled, layouts[0].format.per_row, 0),
-        device=x.get_device(),
+    made = _PLANES(
+        **{usage: fields.get(usage, _NO_PLANE) for usage in USAGES},
+        seed=0 if seed is None else _address_of_seed(seed, x),
+        rows=x.shape[0],
+        columns=x.shape[1],
+        encode_max=layouts[0].format.encode_max,
+        swizzled=layouts[0].swizzled,
+        per_line=layouts[0].format.per_row,
     )
+    launch(*work, _CAST.layout, *_CAST(x=x.data_ptr(), planes=made), device=x.get_device())
     return [planes[layout.usage] for layout in layouts]
 
 
@@ -131,7 +132,7 @@ def _work(asked: _AskedPlane, on_vectors: bool) -> tuple[Variant, str, Grid] | N
         entry, blocks = "cast_rows", ceil_div(warps, _THREADS // _WARP)
     variant = variant_of(
         "cast_nvfp4.cu",
-        _CAST,
+        _CAST.layout,
         entry=entry,
         IN=C_TYPES[dtype],
         ROUNDING=asked.rounding,
@@ -158,9 +159,10 @@ def _rotation(layouts: Sequence[Layout]) -> tuple[int, ...]:
     return next((layout.format.rht for layout in layouts if layout.format.rht), ())
 
 
-def _plane(layout: Layout, plane: definition.Encoded, amax: torch.Tensor) -> tuple[int, int, int, int]:
-    """The fields of Plane in nvfp4.cuh."""
-    return plane[0].data_ptr(), plane[1].data_ptr(), amax.data_ptr(), layout.tiled_shape[1] // SCALE_TILE[1]
+def _plane(layout: Layout, plane: definition.Encoded, amax: torch.Tensor) -> tuple[int | float, ...]:
+    data, scale = plane
+    quads = layout.tiled_shape[1] // SCALE_TILE[1]
+    return _PLANE(codes=data.data_ptr(), scales=scale.data_ptr(), amax=amax.data_ptr(), quads=quads)
 
 
 def _address_of_seed(seed: torch.Tensor, x: torch.Tensor) -> int:

@@ -6,7 +6,6 @@ Rows alone are read once. Where columns have scales as well, a first kernel find
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,18 +15,20 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
 from opfuse.kernels.engine import rows
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.checks import check_cast, check_lines, check_matrix
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
 
-_AMAX = struct.Struct("PPPqq")
+_AMAX = parameter_of("amax_lines.cu")
 _AMAX_TILE, _AMAX_THREADS = (128, 256), 256
-_ROW = struct.Struct("PPPqqfI")
+_ROW = parameter_of("cast_row.cu")
 _RESIDENT = {True: 4, False: 1}
 """Blocks that share a multiprocessor at least, where vectors are loaded and where elements are, which take more registers."""
-_LINES = struct.Struct("P6PqqfI")
+_LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
+_NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _TILE, _TILE_THREADS = (256, 64), 512
 
 
@@ -39,10 +40,11 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     height, width = x.shape
     sizes = {ROWWISE: height, COLUMNWISE: width}
     amaxes = {usage: torch.zeros(sizes[usage], dtype=torch.float32, device=x.device) for usage in usages}
-    addresses = (amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES)
+    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
-    variant = variant_of("amax_lines.cu", _AMAX, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % 8 == 0)
-    launch(variant, "amax_lines", grid, _AMAX, x.data_ptr(), *addresses, height, width, device=x.get_device())
+    variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % 8 == 0)
+    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width)
+    launch(variant, "amax_lines", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[usage] for usage in usages]
 
 
@@ -60,8 +62,10 @@ def cast_row(
         return cast_lines.run(launch, x, line_amaxes.run(launch, x, usages), layouts, eps=eps, pow2=pow2)
     variant = _row_variant(x.shape[1], x.dtype, on_bytes(x, VECTOR), layouts[0].element.name, bool(pow2))
     ((data, scale),) = planes = [_new_plane(layouts[0], x.device)]
-    fields = (x.data_ptr(), data.data_ptr(), scale.data_ptr(), *x.shape, eps, rows.packs(x.shape[1]))
-    launch(variant, "cast_row", rows.grid(*x.shape), _ROW, *fields, device=x.get_device())
+    height, width = x.shape
+    addresses = {"x": x.data_ptr(), "codes": data.data_ptr(), "scale": scale.data_ptr()}
+    fields = _ROW(**addresses, rows=height, columns=width, eps=eps, packs=rows.packs(width))
+    launch(variant, "cast_row", rows.grid(height, width), _ROW.layout, *fields, device=x.get_device())
     return planes
 
 
@@ -71,7 +75,7 @@ def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: st
     is_aligned = on_vectors and columns % 8 == 0
     shared = rows.defines(columns, rows.held(columns, dtype.itemsize), is_aligned=is_aligned)
     own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned]}
-    return variant_of("cast_row.cu", _ROW, IN=C_TYPES[dtype], **own, **shared)
+    return variant_of("cast_row.cu", _ROW.layout, IN=C_TYPES[dtype], **own, **shared)
 
 
 @kernel("cast_lines.cu", reference=definition.cast_lines, tolerance=BITWISE)
@@ -92,11 +96,12 @@ def cast_lines(
     check_lines(amaxes, layouts, x.device, where="cast_lines")
     planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
     known = {layout.usage: amax for layout, amax in zip(layouts, amaxes)}
-    lines = (
-        (planes[u][0].data_ptr(), known[u].data_ptr(), planes[u][1].data_ptr()) if u in planes else (0, 0, 0) for u in USAGES
+    row, column = (
+        _LINE(codes=planes[u][0].data_ptr(), amax=known[u].data_ptr(), scale=planes[u][1].data_ptr()) if u in planes else _NO_LINE
+        for u in USAGES
     )
-    fields = (x.data_ptr(), *(address for each in lines for address in each), *x.shape, eps, 0)
-    launch(variant, "cast_lines", grid, _LINES, *fields, device=x.get_device())
+    fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=x.shape[0], columns=x.shape[1], eps=eps)
+    launch(variant, "cast_lines", grid, _LINES.layout, *fields, device=x.get_device())
     return [planes[layout.usage] for layout in layouts]
 
 
@@ -109,7 +114,7 @@ def _lines_work(
     (height, width), usages = shape, {layout.usage for layout in layouts}
     variant = variant_of(
         "cast_lines.cu",
-        _LINES,
+        _LINES.layout,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in usages,

@@ -8,7 +8,6 @@ definition, on the device too.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
@@ -23,16 +23,14 @@ from opfuse.numerics.checks import check_cast, check_choice, check_dtype, check_
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
 from opfuse.numerics.scales import ScaleRounding
 
-_AMAX = struct.Struct("PPq")
+_AMAX = parameter_of("amax.cu")
 _AMAX_BLOCK = 8192  # elements
 
-TENSOR_SCALE = "3PfI"
-"""How TensorScale in tensor_scale.cuh is packed: addresses of the scale, of amax and of the decode scale; eps, pow2."""
-_CAST_TENSOR = struct.Struct(f"3P{TENSOR_SCALE}2q")
+TENSOR_SCALE, _CAST_TENSOR = parameter_of("tensor_scale.cuh", "TensorScale"), parameter_of("cast_tensor.cu")
 _ROWS_BLOCK = 4096  # elements
 _TILE = (256, 64)
 
-_CAST_MX = struct.Struct("PPPPPqqI0q")
+_CAST_MX = parameter_of("cast_mx.cu")
 _MX_BLOCK = 32
 _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
@@ -50,23 +48,15 @@ def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
     grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
-    launch(
-        _amax_variant(x.dtype, on_bytes(x, VECTOR)),
-        "amax",
-        grid,
-        _AMAX,
-        x.data_ptr(),
-        out.data_ptr(),
-        x.numel(),
-        device=x.get_device(),
-    )
+    fields = _AMAX(x=x.data_ptr(), amax=out.data_ptr(), size=x.numel())
+    launch(_amax_variant(x.dtype, on_bytes(x, VECTOR)), "amax", grid, _AMAX.layout, *fields, device=x.get_device())
     return out
 
 
 @functools.cache
 def _amax_variant(dtype: torch.dtype, on_vectors: bool) -> Variant:
     check_dtype(dtype, where="tensor_amax")
-    return variant_of("amax.cu", _AMAX, IN=C_TYPES[dtype], ALIGNED=on_vectors)
+    return variant_of("amax.cu", _AMAX.layout, IN=C_TYPES[dtype], ALIGNED=on_vectors)
 
 
 @kernel("cast_tensor.cu", reference=definition.cast_current, tolerance=BITWISE)
@@ -103,9 +93,11 @@ def _cast_tensor(
     work = _tensor_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), scaling[0] != 0)
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
-    out = [data[usage].data_ptr() if usage in data else 0 for usage in USAGES]
-    fields = (x.data_ptr(), *out, *scaling, decode_scale.data_ptr(), *rule, *layouts[0].shape)
-    launch(*work, _CAST_TENSOR, *fields, device=x.get_device())
+    out = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
+    (scale, amax), (eps, pow2), (rows, columns) = scaling, rule, layouts[0].shape
+    scaled = TENSOR_SCALE(scale=scale, amax=amax, decode_scale=decode_scale.data_ptr(), eps=eps, pow2=pow2)
+    fields = _CAST_TENSOR(x=x.data_ptr(), **out, scale=scaled, rows=rows, columns=columns)
+    launch(*work, _CAST_TENSOR.layout, *fields, device=x.get_device())
     return [data[layout.usage] for layout in layouts], decode_scale
 
 
@@ -124,7 +116,7 @@ def _tensor_work(
     }
     variant = variant_of(
         "cast_tensor.cu",
-        _CAST_TENSOR,
+        _CAST_TENSOR.layout,
         entry=entry,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
@@ -145,7 +137,7 @@ def cast_mx(
     x = x.contiguous()
     work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
     planes, fields = new_mx(layouts, x, rounding)
-    launch(*work, _CAST_MX, x.data_ptr(), *fields, device=x.get_device())
+    launch(*work, _CAST_MX.layout, *_CAST_MX(x=x.data_ptr(), **fields), device=x.get_device())
     return planes
 
 
@@ -160,7 +152,7 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
     entry = "cast_tile" if tiled else "cast_rows"
     variant = variant_of(
         "cast_mx.cu",
-        _CAST_MX,
+        _CAST_MX.layout,
         entry=entry,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
@@ -179,12 +171,14 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
 
 def new_mx(
     layouts: Sequence[Layout], x: torch.Tensor, rounding: ScaleRounding
-) -> tuple[list[definition.Encoded], tuple[int, ...]]:
+) -> tuple[list[definition.Encoded], dict[str, int]]:
     """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
     bias = mx_bias(rounding)
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
-    addresses = (address for usage in USAGES for address in _addresses(planes.get(usage)))
-    return [planes[layout.usage] for layout in layouts], (*addresses, *layouts[0].shape, bias)
+    fields = {"rows": layouts[0].shape[0], "columns": layouts[0].shape[1], "bias": bias}
+    for usage, name in zip(USAGES, ("row_scale", "column_scale")):
+        fields[usage], fields[name] = _addresses(planes.get(usage))
+    return [planes[layout.usage] for layout in layouts], fields
 
 
 def mx_bias(rounding: ScaleRounding) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import on_bytes, variant_of
 from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.layouts import transposed as definition
 
-_PARAMETERS = struct.Struct("PP2q")
+_PARAMETERS = parameter_of("transpose.cu")
 _ROWS, _COLUMNS, _THREADS = 256, 64, 512
 
 
@@ -23,8 +22,9 @@ def transposed(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
         return definition(x)
     x, (rows, columns) = x.contiguous(), x.shape
     aligned = on_bytes(x, 8) and columns % 8 == 0 and rows % 16 == 0
-    variant = variant_of("transpose.cu", _PARAMETERS, ALIGNED=aligned)
+    variant = variant_of("transpose.cu", _PARAMETERS.layout, ALIGNED=aligned)
     turned = torch.empty((columns, rows), dtype=torch.uint8, device=x.device)
     grid = Grid(ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS), _THREADS)
-    launch(variant, "transpose", grid, _PARAMETERS, x.data_ptr(), turned.data_ptr(), rows, columns, device=x.get_device())
+    fields = _PARAMETERS(x=x.data_ptr(), turned=turned.data_ptr(), rows=rows, columns=columns)
+    launch(variant, "transpose", grid, _PARAMETERS.layout, *fields, device=x.get_device())
     return turned

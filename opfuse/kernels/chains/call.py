@@ -15,6 +15,7 @@ from torch import Tensor
 from opfuse.kernels.chains.structure import VECTOR, ChainCode, StageCode
 from opfuse.kernels.engine import variants
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import is_dense
 from opfuse.kernels.engine.variants import WIDEST
 from opfuse.numerics.chain import Rounding, Stage, boundary_dtype, operand_shape
@@ -54,13 +55,20 @@ class Tiling(NamedTuple):
         return Grid(self.tiles_down * self.tiles_across, self.threads)
 
     @property
-    def fields(self) -> tuple[int, ...]:
-        """As Cut in chain.cuh is packed."""
-        across = self.tiles_across
-        return (self.rows, self.columns, self.log_across, self.groups, across, *divisor(across), self.steps)
+    def fields(self) -> tuple[int | float, ...]:
+        """Those of Cut in chain.cuh."""
+        across, (multiplier, shift) = self.tiles_across, divisor(self.tiles_across)
+        own = {
+            "rows": self.rows,
+            "columns": self.columns,
+            "log_across": self.log_across,
+            "groups": self.groups,
+            "steps": self.steps,
+        }
+        return _CUT(**own, tiles_across=across, multiplier=multiplier, shift=shift)
 
 
-CUT = "qqIIIIII"
+_CUT = parameter_of("chain.cuh", "Cut")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -108,7 +108,7 @@ def _run_cast(launch: Launcher, call: ChainCall, encode: Encoding) -> list[Encod
         return None
     tile, defines = fit
     planes, fields = kind.outputs(call, encode)
-    run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra=kind.packing, fields=fields)
+    run(launch, "chain_tile", call, tile.cut(call), defines=defines, rest=fields, encode=kind.encode)
     return planes
 
 

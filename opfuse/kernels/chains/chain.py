@@ -8,20 +8,20 @@ What a kernel cannot take goes to the torch definition, which runs it or says wh
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.chains.call import CUT, THREADS, ChainCall, Tensors, Tiling, backward_call, forward_call
+from opfuse.kernels.chains.call import THREADS, ChainCall, Tensors, Tiling, backward_call, forward_call
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.text import text_of
 from opfuse.kernels.chains.tiles import plain_tile
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
 from opfuse.numerics import chain as definition
 from opfuse.numerics.chain import Rounding, Stage
@@ -29,13 +29,15 @@ from opfuse.numerics.layouts import ceil_div
 
 _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64  # of one part of a sum
 _ADDERS = 32  # sums of a block that adds up parts
+_AMAX = parameter_of("encode_amax.cuh", "Encode")
 
 
 class ChainProgram(NamedTuple):
-    """A compiled structure: the variant, and how the one parameter of its kernels is packed."""
+    """A compiled structure: the variant, and the one parameter of its kernels, with the chain in it."""
 
     variant: Variant
-    layout: struct.Struct
+    parameter: CStruct
+    chain: CStruct
 
 
 @kernel("chain_forward.cu", reference=definition.forward_chain, tolerance=Tolerance(ulp=1))
@@ -147,38 +149,56 @@ def _has_kernel(call: ChainCall) -> bool:
 
 def _run_plain(launch: Launcher, name: str, call: ChainCall, amax: Tensor | None = None) -> None:
     """A chain whose result is not cast; ``amax`` is raised to its largest magnitude. Sums are made in tiles."""
-    fields = (0 if amax is None else amax.data_ptr(),)
+    fields = {"amax": 0 if amax is None else amax.data_ptr()}
     if call.code.has_sums and (tile := plain_tile(call)) is not None:
         defines = (*tile.defines, f"CAST={'NOTHING' if amax is None else 'AMAX'}")
-        run(launch, "chain_tile", call, tile.cut(call), defines=defines, extra="P", fields=fields)
+        run(launch, "chain_tile", call, tile.cut(call), defines=defines, rest=fields, encode=_AMAX)
     else:
-        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}", "RESIDENT=0"), extra="P", fields=fields)
+        run(launch, name, call, call.cut(), defines=(f"AMAX={int(amax is not None)}", "RESIDENT=0"), rest=fields)
 
 
 def run(
-    launch: Launcher, name: str, call: ChainCall, cut: Tiling, *, defines: tuple[str, ...], extra: str, fields: Sequence[float]
+    launch: Launcher,
+    name: str,
+    call: ChainCall,
+    cut: Tiling,
+    *,
+    defines: tuple[str, ...],
+    rest: Mapping[str, Any],
+    encode: CStruct | None = None,
 ) -> None:
     """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
 
-    defines, extra, fields: definitions, the packing and the values of what follows the chain in the parameter.
+    rest: what follows the chain in the parameter. encode: Encode of the header for the cast; then ``rest`` is what it has.
     """
     code, device = call.code, call.tensors[0].get_device()
     pieces, groups, sums = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS), {}
     if code.has_sums:
         sums = {"row_sums": (pieces, len(code.row_sums) * cut.columns), "column_sums": (groups, len(code.column_sums) * cut.rows)}
     parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
-    program = _program(name, code, len(call.tensors), (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), extra)
-    addresses = [t.data_ptr() for t in call.tensors]
-    addresses += [0 if part is None else part.data_ptr() for part in parts] or (0, 0)
-    packed = (*addresses, pieces, groups, *cut.fields, *call.constants, *fields)
-    launch(program.variant, name, cut.grid, program.layout, *packed, device=device)
+    program = _program(name, code, (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), encode)
+    row_parts, column_parts = [0 if part is None else part.data_ptr() for part in parts] or (0, 0)
+    names = (field for field, _ in program.chain.fields)
+    chain = program.chain(
+        **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},  # the first fields, in the order of the text
+        **{f"c{i}_{constant}": value for (i, constant), value in zip(code.constants, call.constants, strict=True)},
+        **{"row_parts": row_parts, "column_parts": column_parts, "row_pieces": pieces, "column_pieces": groups},
+        cut=cut.fields,
+    )
+    packed = program.parameter(chain=chain, **(rest if encode is None else {"encode": encode(**rest)}))
+    launch(program.variant, name, cut.grid, program.parameter.layout, *packed, device=device)
     for entry, (_, size) in sums.items():
         if size:
-            launch(program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), program.layout, *packed, device=device)
+            launch(
+                program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), program.parameter.layout, *packed, device=device
+            )
 
 
 @functools.cache
-def _program(name: str, code: ChainCode, tensors: int, defines: tuple[str, ...], extra: str) -> ChainProgram:
+def _program(name: str, code: ChainCode, defines: tuple[str, ...], encode: CStruct | None) -> ChainProgram:
     """The variant for a structure, whose text is written once."""
-    layout = struct.Struct(f"{tensors + 2}P2q{CUT}{len(code.constants)}f0q{extra}0q")
-    return ChainProgram(Variant(f"{name}.cu", (f"PARAMETER_BYTES={layout.size}", *defines), text_of(code)), layout)
+    text, types = text_of(code), () if encode is None else (("Encode", encode),)
+    parameter = parameter_of(f"{name}.cu", generated=text, types=types)
+    chain = dict(parameter.fields)["chain"]
+    variant = Variant(f"{name}.cu", (f"PARAMETER_BYTES={parameter.layout.size}", *defines), text)
+    return ChainProgram(variant, parameter, cast(CStruct, chain))

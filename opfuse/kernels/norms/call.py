@@ -11,12 +11,12 @@ from torch import Tensor
 
 from opfuse.kernels.engine import rows
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import is_dense
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes
 from opfuse.numerics.norm import EIGHT, THREADS, Norm, NormKind, Statistics, team
 
-NORM = "PPPPPqqffI"
-"""How Norm in norm.cuh is packed."""
+_NORM = parameter_of("norm.cuh", "Norm")
 
 _KINDS = {"rms_norm": "RMS_NORM", "layer_norm": "LAYER_NORM", "l2_normalization": "L2_NORM"}
 
@@ -112,13 +112,14 @@ class NormCall(NamedTuple):
 
     def fields(self) -> tuple[int | float, ...]:
         """Those of Norm in norm.cuh."""
-        tensors = (self.x, self.norm.weight, self.norm.bias, *self.statistics)
-        return (*addresses(*tensors), self.rows, self.columns, float(self.columns), self.norm.eps, rows.packs(self.columns))
+        norm, size = self.norm, {"rows": self.rows, "columns": self.columns, "packs": rows.packs(self.columns)}
+        tensors = addresses(x=self.x, weight=norm.weight, bias=norm.bias, rstd=self.statistics.rstd, mean=self.statistics.mean)
+        return _NORM(**tensors, **size, size=float(self.columns), eps=norm.eps)
 
 
-def addresses(*tensors: Tensor | None) -> list[int]:
-    """Of tensors; 0 for those that are not there."""
-    return [0 if t is None else t.data_ptr() for t in tensors]
+def addresses(**tensors: Tensor | None) -> dict[str, int]:
+    """Of tensors by name; 0 for those that are not there."""
+    return {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
 
 
 def call_of(

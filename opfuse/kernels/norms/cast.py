@@ -10,8 +10,7 @@ kernel that casts it by rows, and read by one that casts it in another way.
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ from opfuse.kernels.casts.tensor import mx_bias, new_scale
 from opfuse.kernels.chains.cast import forward_chain_cast
 from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
-from opfuse.kernels.norms.call import NORM, NormCall, NormVariant, addresses, call_of
+from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
 from opfuse.numerics.checks import check_cast, check_number
@@ -44,7 +44,7 @@ from opfuse.numerics.norm import Norm, NormKind, Statistics
 from opfuse.numerics.pointwise import OperandKind, Pointwise
 from opfuse.numerics.scalars import FLT_MAX
 
-Target = tuple[Sequence[float], Tensor]
+Target = tuple[dict[str, int | float], Tensor]
 """The fields of the target of a cast by rows, and the decode scale that the kernel stores."""
 
 
@@ -122,20 +122,20 @@ def _by_rows(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dt
     form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
     parameters, variant = _variant(form, type(encode), layout, dtype, pow2=pow2, stores=y is not None)
     target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
-    fields = (*call.fields(), *addresses(data, y), *target)
-    launch(variant, "norm_cast", call.grid, parameters, *fields, device=call.x.get_device())
+    fields = parameters(norm=call.fields(), **addresses(codes=data, y=y), target=_TARGETS[type(encode)].target(**target))
+    launch(variant, "norm_cast", call.grid, parameters.layout, *fields, device=call.x.get_device())
     return [(data, scale)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _variant(
     form: NormVariant, encoding: type, layout: Layout, made: torch.dtype, *, pow2: bool, stores: bool
-) -> tuple[struct.Struct, Variant]:
+) -> tuple[CStruct, Variant]:
     check_cast(layout.shape, made, [layout], family=_TARGETS[encoding].family, where="norm_cast")
-    parameters = struct.Struct(f"{NORM}PP{_TARGETS[encoding].packing}0q")
+    parameters = parameter_of("norm_cast.cu", types=(("CAST::Target", _TARGETS[encoding].target),))
     variant = variant_of(
         "norm_cast.cu",
-        parameters,
+        parameters.layout,
         **form.defines(form.held()),
         IO=C_TYPES[made],
         OUT=layout.element.name.upper(),
@@ -150,44 +150,49 @@ def _variant(
 
 def _recording(encode: RecordingScale, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
-    scaling = (check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax))
-    return (*scaling, decode_scale.data_ptr()), decode_scale
+    scaling = [check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax)]
+    scale, amax = scaling
+    return {"scale": scale, "amax": amax, "decode_scale": decode_scale.data_ptr()}, decode_scale
 
 
 def _row_scaled(encode: RowScaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
-    return (scale.data_ptr(), encode.eps, 0), scale
+    return {"scale": scale.data_ptr(), "eps": encode.eps}, scale
 
 
 def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
     inf_value = min(torch.finfo(dtype).max, FLT_MAX)
-    return (scale.data_ptr(), scale.shape[1], encode.eps, inf_value), scale
+    return {"scale": scale.data_ptr(), "pitch": scale.shape[1], "eps": encode.eps, "inf_value": inf_value}, scale
 
 
 def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
     scale = new_scale(layout, data.device)
-    return (scale.data_ptr(), mx_bias(encode.rounding), 0), scale
+    return {"scale": scale.data_ptr(), "bias": mx_bias(encode.rounding)}, scale
 
 
 class _RowCast(NamedTuple):
-    """What norm_cast.cu calls it, the family of its formats, how its target is packed, and how its fields are made.
+    """What norm_cast.cu calls it, the family of its formats, and how the fields of its Target are made.
 
     twice: whether values are made twice, first for the amax of the row.
     """
 
     name: str
     family: str
-    packing: str
     fields: Callable[..., Target]
     twice: bool = False
 
+    @property
+    def target(self) -> CStruct:
+        """Its Target."""
+        return parameter_of("norm_cast.cu", f"{self.name}::Target")
+
 
 _TARGETS: Mapping[type, _RowCast] = {
-    RecordingScale: _RowCast("Recording", "tensor", "PPP", _recording),
-    RowScaled: _RowCast("RowScaled", "row", "PfI", _row_scaled, twice=True),
-    Blocks: _RowCast("Blocks", "block", "Pqff", _blocks),
-    Microscaled: _RowCast("Microscaled", "mx", "PII", _microscaled),
+    RecordingScale: _RowCast("Recording", "tensor", _recording),
+    RowScaled: _RowCast("RowScaled", "row", _row_scaled, twice=True),
+    Blocks: _RowCast("Blocks", "block", _blocks),
+    Microscaled: _RowCast("Microscaled", "mx", _microscaled),
 }
 """The casts by rows, by the type of the encoding."""
 

@@ -7,7 +7,6 @@ definition, which runs it or says what is wrong: other dtypes than fp32, bf16, f
 from __future__ import annotations
 
 import functools
-import struct
 from typing import NamedTuple
 
 import torch
@@ -15,16 +14,16 @@ from torch import Tensor
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
-from opfuse.kernels.norms.call import NORM, NormCall, NormVariant, addresses, call_of
+from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import ceil_div, round_up
 from opfuse.numerics.norm import BLOCKS, EIGHT, THREADS, Norm, NormGradients, Statistics
 
-_FORWARD = struct.Struct(NORM + "PP")
-_BACKWARD = struct.Struct(NORM + "6PII")
+_FORWARD, _BACKWARD = parameter_of("norm_forward.cu"), parameter_of("norm_backward.cu")
 
 _ADDERS = 32  # sums of a block that adds up parts
 _SUM_BYTES = 8192  # of shared memory for the sums of an eight of columns of every thread
@@ -52,8 +51,8 @@ def run_forward(
     """
     form = call.form() if y is None else call.form(y)
     variant = _forward_variant(form, dtype if y is None else y.dtype, y is not None, amax is not None)
-    fields = (*call.fields(), *addresses(y, amax))
-    launch(variant, "norm_forward", call.grid, _FORWARD, *fields, device=call.x.get_device())
+    fields = _FORWARD(norm=call.fields(), **addresses(y=y, amax=amax))
+    launch(variant, "norm_forward", call.grid, _FORWARD.layout, *fields, device=call.x.get_device())
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def _forward_variant(form: NormVariant, made: torch.dtype | None, stores: bool, 
     dtypes = [] if made is None else [made]
     return variant_of(
         "norm_forward.cu",
-        _FORWARD,
+        _FORWARD.layout,
         **form.defines(form.held(*dtypes)),
         IO=C_TYPES[made or form.x],
         STORES=stores,
@@ -81,8 +80,8 @@ class _BackwardTensors(NamedTuple):
     extra: Tensor | None
     dx: Tensor
     parts: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
 
 
 @kernel("norm_backward.cu", reference=definition.norm_backward, tolerance=BITWISE)
@@ -117,11 +116,11 @@ def _run_backward(launch: Launcher, call: NormCall, tensors: _BackwardTensors, r
     blocks, sums, pitch = parts.shape
     form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
     variant, shared = _backward_variant(form, (dy.dtype, dx.dtype, None if extra is None else extra.dtype), sums, rounding)
-    fields = (*call.without_bias().fields(), *addresses(*tensors), blocks, pitch)
+    fields = _BACKWARD(norm=call.without_bias().fields(), **addresses(**tensors._asdict()), blocks=blocks, pitch=pitch)
     device = call.x.get_device()
-    launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD, *fields, device=device)
+    launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD.layout, *fields, device=device)
     if sums:
-        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD, *fields, device=device)
+        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD.layout, *fields, device=device)
 
 
 @functools.cache
@@ -132,7 +131,7 @@ def _backward_variant(form: NormVariant, types: _Dtypes, sums: int, rounding: Ro
     held = form.held(*dtypes) if sums * form.packs * _SUM_BYTES <= _MOST_SHARED else 0
     variant = variant_of(
         "norm_backward.cu",
-        _BACKWARD,
+        _BACKWARD.layout,
         **form.defines(held),
         GRAD=C_TYPES[dy],
         EXTRA=C_TYPES[extra or dx],

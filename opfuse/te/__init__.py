@@ -4,9 +4,8 @@
 is refused, by name and with what to write instead; nothing is ignored. New code writes ``opfuse.ops`` and ``opfuse.autocast``.
 """
 
-from opfuse import recipes as recipe
 from opfuse.recipes import quantized_model_init
-from opfuse.te import ops
+from opfuse.te import factories, ops, recipe
 from opfuse.te.regions import autocast, fp8_autocast, fp8_model_init
 
-__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "ops", "quantized_model_init", "recipe"]
+__all__ = ["autocast", "factories", "fp8_autocast", "fp8_model_init", "ops", "quantized_model_init", "recipe"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from opfuse import ops
 from opfuse.core.spec import check_keywords
-from opfuse.errors import UnsupportedError, describe
+from opfuse.te.keywords import Keywords, without
 
 if TYPE_CHECKING:
     from opfuse.core.operation import FusibleOperation
@@ -22,7 +22,7 @@ _PARALLEL = {
 }
 _MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
 
-KEYWORDS: Mapping[str, Mapping[str, tuple[object, str]]] = {
+KEYWORDS: Mapping[str, Keywords] = {
     "Linear": _PARALLEL,
     "BasicLinear": _PARALLEL,
     "AllReduce": {"reduce_in_backward": (True, "leave it out: gradients are equal on all ranks, as there")},
@@ -33,7 +33,7 @@ KEYWORDS: Mapping[str, Mapping[str, tuple[object, str]]] = {
 """By op: keywords of te.ops that opfuse has not, their defaults, and what to do instead of another value."""
 
 
-def _taking(name: str, extra: Mapping[str, tuple[object, str]]) -> type[FusibleOperation]:
+def _taking(name: str, extra: Keywords) -> type[FusibleOperation]:
     """The op of that name, which takes ``extra`` at their defaults. UnsupportedError for other values."""
     base: type[FusibleOperation] = getattr(ops, name)
 
@@ -46,13 +46,8 @@ def _taking(name: str, extra: Mapping[str, tuple[object, str]]) -> type[FusibleO
     return type(name, (base,), {"__init__": __init__, "__new__": __new__, "__module__": __name__, "__doc__": base.__doc__})
 
 
-def _without(base: type, extra: Mapping[str, tuple[object, str]], given: Mapping[str, Any]) -> dict[str, Any]:
-    for keyword in extra.keys() & given.keys():
-        default, cure = extra[keyword]
-        if given[keyword] is not default and given[keyword] != default:
-            got = repr(given[keyword])
-            raise UnsupportedError(describe(f"te.ops.{base.__name__}", wanted=f"{keyword}={default!r}", got=got, cure=cure))
-    known = {keyword: value for keyword, value in given.items() if keyword not in extra}
+def _without(base: type, extra: Keywords, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = without(f"te.ops.{base.__name__}", extra, given)
     check_keywords(base, known)
     return known
 

@@ -58,7 +58,27 @@ def test_the_page_on_coming_from_there_is_true():
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(block, "migrate.md", "exec"), space)
     assert space["model"][1].weight.grad.abs().sum() > 0
-    assert all(f"`{keyword}=" in page or f"{keyword}=" in page for taken in te.ops.KEYWORDS.values() for keyword in taken)
+    keywords = [each for table in (te.ops.KEYWORDS, te.recipe.KEYWORDS) for taken in table.values() for each in taken]
+    assert [keyword for keyword in keywords if f"{keyword}=" not in page] == []
+    named = {
+        name for line in page.splitlines() if line.startswith("| `te.ops.") for name in re.findall(r"\w+", line.split("|")[1])
+    }
+    absent = {"ScaledTanhSReLU", "AdaptiveLayerNorm"}
+    assert named >= absent
+    ours = {
+        name for name in dir(ops) if isinstance(getattr(ops, name), type) and issubclass(getattr(ops, name), ops.FusibleOperation)
+    }
+    shared = ours - {
+        "Activation",
+        "GatedActivation",
+        "PointwiseOperation",
+        "GEGLUErf",
+        "GELUErf",
+        "TokenCombine",
+        "TokenDispatch",
+    }
+    assert shared <= named
+    assert not any(hasattr(te.ops, name) for name in absent)
 
 
 def test_disabled_regions_are_of_high_precision():
@@ -106,3 +126,58 @@ def test_a_region_is_told_of_what_is_no_switch(given):
     for region in (opfuse.autocast, te.autocast, te.fp8_autocast):
         with pytest.raises(RecipeError, match=r"autocast: wants enabled to be True or False.*recipe="):
             region(given)
+
+
+@pytest.mark.parametrize("name", te.recipe.KEYWORDS)
+def test_recipes_take_the_peer_s_keywords_at_their_defaults_and_are_opfuse_s_own(name):
+    needed = {"qfactory": te.factories.mxfp8_factory} if name == "CustomRecipe" else {}
+    theirs, ours = getattr(te.recipe, name), getattr(opfuse.recipes, name)
+    taken = {keyword: default for keyword, (default, _) in te.recipe.KEYWORDS[name].items()}
+    made = theirs(**needed, **taken)
+    assert made == ours(**needed)
+    assert type(made) is ours
+    assert isinstance(made, theirs)
+    assert not isinstance(made, te.recipe.DelayedScaling) or name == "DelayedScaling"
+    for keyword, (default, cure) in te.recipe.KEYWORDS[name].items():
+        wanted = re.escape(f"te.recipe.{name}: wants {keyword}={default!r}, got 'other'. Cure: {cure}")
+        with pytest.raises(UnsupportedError, match=wanted):
+            theirs(**needed, **{keyword: "other"})
+    with pytest.raises(opfuse.recipes.UnknownFieldError):
+        theirs(**needed, fp8_dpaa=False)
+
+    class Mine(theirs):
+        pass
+
+    assert type(Mine(**needed)) is Mine
+    assert isinstance(Mine(**needed), ours)
+
+
+def test_values_as_the_peer_spells_them():
+    made = te.recipe.NVFP4BlockScaling(nvfp4_4over6="none", nvfp4_4over6_e4m3_use_256="none", fp4_format="E2M1")
+    assert made == opfuse.recipes.NVFP4BlockScaling(nvfp4_4over6_e4m3_use_256=None)
+    assert te.recipe.Format is opfuse.recipes.Format
+    assert {"MXFP8BlockScaling", "Format"} <= {*dir(te.recipe)}
+
+
+BASES = {
+    "high_precision_factory": None,
+    "delayed_scaling_factory": opfuse.recipes.DelayedScaling(),
+    "current_scaling_factory": opfuse.recipes.Float8CurrentScaling(),
+    "float8_block_scaling_factory": opfuse.recipes.Float8BlockScaling(),
+    "mxfp8_factory": opfuse.recipes.MXFP8BlockScaling(),
+    "nvfp4_factory": opfuse.recipes.NVFP4BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_factories_by_the_peer_s_names_are_its_recipes(name):
+    x, recipe = torch.randn(32, 64, dtype=BF16), te.recipe.CustomRecipe(qfactory=getattr(te.factories, name))
+    model = mlp()
+    other = copy.deepcopy(model)
+    regions = [opfuse.autocast(enabled=used is not None, recipe=used) for used in (recipe, BASES[name])]
+    results = []
+    for module, region in zip((model, other), regions):
+        torch.manual_seed(0)
+        results.append(step(module, x, region))
+    assert all(map(torch.equal, *results))
+    assert {*te.factories.__all__} == {each for each in dir(te.factories) if each.endswith("_factory")}

@@ -1,0 +1,22 @@
+"""Keywords of TransformerEngine that opfuse has not: taken at their defaults, refused at other values, with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opfuse.errors import UnsupportedError, describe
+
+Keywords = Mapping[str, tuple[object, str]]
+"""By keyword: the value that it may have, and what to do instead of another."""
+
+
+def without(where: str, extra: Keywords, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` without the keywords ``extra``. UnsupportedError, which speaks of ``where``, for one at another value."""
+    for keyword in extra.keys() & given.keys():
+        default, cure = extra[keyword]
+        value = getattr(given[keyword], "name", given[keyword])  # of an enum
+        if value is not default and value != default:
+            got = repr(given[keyword])
+            raise UnsupportedError(describe(where, wanted=f"{keyword}={default!r}", got=got, cure=cure))
+    return {keyword: value for keyword, value in given.items() if keyword not in extra}

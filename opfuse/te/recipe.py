@@ -1,0 +1,85 @@
+"""The recipes of :mod:`opfuse.recipes` with the constructors of ``transformer_engine.common.recipe``.
+
+What they make are opfuse's own recipes: ``te.recipe.MXFP8BlockScaling() == opfuse.recipes.MXFP8BlockScaling()``.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Mapping
+from typing import Any
+
+from opfuse import recipes
+from opfuse.recipes import Recipe
+from opfuse.te.keywords import Keywords, without
+
+_ATTENTION: Keywords = {
+    "fp8_dpa": (False, "leave it out: attention is not quantized here"),
+    "fp8_mha": (False, "leave it out: attention is not quantized here"),
+}
+
+KEYWORDS: Mapping[str, Keywords] = {
+    "DelayedScaling": {
+        **_ATTENTION,
+        "scaling_factor_compute_algo": (None, "leave it out: scales follow from amaxes by one rule"),
+        "override_linear_precision": ((False, False, False), "write backward_override, of another recipe"),
+        "interval": (1, "leave it out: scales are updated at every step"),
+    },
+    "Float8CurrentScaling": _ATTENTION,
+    "Float8BlockScaling": _ATTENTION,
+    "MXFP8BlockScaling": {**_ATTENTION, "margin": (0, "leave it out: scales of blocks have no margin")},
+    "NVFP4BlockScaling": {
+        **_ATTENTION,
+        "fp4_format": ("E2M1", "leave it out: there is no other"),
+        "fp8_format": ("E4M3", "leave it out: scales of blocks are E4M3"),
+    },
+    "CustomRecipe": {**_ATTENTION, "quantization_alignment": (128, "leave it out: ops.GroupedLinear has pad_splits=True")},
+}
+"""By recipe: keywords of TransformerEngine that opfuse has not, their defaults, and what to do instead of another value."""
+
+_SPELLED: Mapping[str, Mapping[object, object]] = {
+    "nvfp4_4over6": {"none": None},
+    "nvfp4_4over6_e4m3_use_256": {"none": None},
+}
+"""Values that TransformerEngine writes differently."""
+
+
+class _Taking(ABCMeta):
+    """Makes opfuse's own recipe of the same name, and takes it for an instance; classes derived from it are as any recipe's."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        base = _BASES.get(cls)
+        if base is None:
+            return super().__call__(*args, **given)
+        known = without(f"te.recipe.{cls.__name__}", KEYWORDS[cls.__name__], given)
+        return base(*args, **{name: _spelled(name, value) for name, value in known.items()})
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _BASES[cls]) if cls in _BASES else super().__instancecheck__(instance)
+
+
+def _spelled(name: str, value: Any) -> Any:
+    spellings = _SPELLED.get(name)
+    return value if spellings is None or not isinstance(value, str) else spellings.get(value, value)
+
+
+_BASES: dict[Any, type[Recipe]] = {}
+
+
+def _taking(name: str) -> Any:
+    base = getattr(recipes, name)
+    made = _Taking(name, (base,), {"__module__": __name__, "__doc__": base.__doc__})
+    _BASES[made] = base
+    return made
+
+
+_ADAPTED = {name: _taking(name) for name in KEYWORDS}
+
+
+def __getattr__(name: str) -> Any:
+    """A recipe, or another name of :mod:`opfuse.recipes`."""
+    return _ADAPTED[name] if name in _ADAPTED else getattr(recipes, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*dir(recipes), *_ADAPTED})

@@ -12,7 +12,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, USAGES, NumberFormat
-from opfuse.kernels.products.native import BACKENDS, layout_refusal, machine
+from opfuse.kernels.products.native import BACKENDS, OWN, layout_refusal, machine
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
@@ -119,9 +119,11 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         return How("emulated", product.clash.partition(". Cure")[0])
     what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
     widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
-    layouts = (
+    left, right = (
         layout_of(fmt, plane, widths[role])
         for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
     )
-    reason = layout_refusal(*layouts, env.autocast or torch.bfloat16, machine(env.arch))
-    return How("emulated", reason) if reason else How("native", BACKENDS[product.left.family].name)
+    asked = left, right, env.autocast or torch.bfloat16, machine(env.arch)
+    if not (reason := layout_refusal(*asked)):
+        return How("native", BACKENDS[product.left.family].name)
+    return How("emulated", reason) if layout_refusal(*asked, own=True) else How("native", OWN[product.left.family].name)

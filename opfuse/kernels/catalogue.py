@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opfuse.kernels.cases import chain_casts, chains, delayed, matrices, norms, nvfp4, planes
+from opfuse.kernels.cases import chain_casts, chains, delayed, matrices, norms, nvfp4, planes, products
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
@@ -21,6 +21,7 @@ from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, for
 from opfuse.kernels.engine.registry import Arguments, Case, Kernel
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.kernels.products.hopper import grouped_product
 
 _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
     tensor_amax: matrices.MATRICES,
@@ -46,6 +47,7 @@ _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
     norm_forward: norms.FORWARD,
     norm_backward: norms.BACKWARD,
     norm_cast: norms.CAST,
+    grouped_product: products.PRODUCTS,
 }
 
 

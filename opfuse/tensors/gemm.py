@@ -10,6 +10,7 @@ precision, so is the product, and the other one is dequantized to its dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,8 @@ import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
-from opfuse.kernels.products.native import Stored, multiply
+from opfuse.kernels.products.native import multiply, multiply_groups
+from opfuse.kernels.products.stored import Stored
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 Operand = torch.Tensor | QuantizedStorage
@@ -81,6 +83,30 @@ def gemm(
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
+def gemm_of_groups(
+    name: str,
+    lefts: Sequence[Operand],
+    rights: Sequence[Operand],
+    lines: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+    mixed: bool = False,
+    fast: bool = False,
+) -> torch.Tensor | None:
+    """The products ``name`` of groups in one launch, one below the other; None where they are to be made one by one.
+
+    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are.
+    """
+    if len(lefts) < 2 or lefts[0].device.type != "cuda":
+        return None
+    pairs = [planes for left, right in zip(lefts, rights, strict=True) if (planes := _planes(name, left, right)) is not None]
+    formats = {tuple(plane.format for plane in pair) for pair in pairs}
+    if len(pairs) < len(lefts) or len(formats) > 1 or clash(name, *formats.pop()) is not None:
+        return None
+    stored_left, stored_right = ([_stored(plane) for plane in side] for side in zip(*pairs, strict=True))
+    return multiply_groups(stored_left, stored_right, lines, out_dtype=out_dtype, fast=fast)
+
+
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
@@ -130,8 +156,11 @@ def _length(fmt: NumberFormat) -> int:
 
 
 def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, *, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
-    stored = (Stored(p.data, cast(torch.Tensor, p.scale), p.amax, p.layout) for p in (left, right))
-    return multiply(*stored, out_dtype=out_dtype, fast=fast, out=out)
+    return multiply(_stored(left), _stored(right), out_dtype=out_dtype, fast=fast, out=out)
+
+
+def _stored(plane: Plane) -> Stored:
+    return Stored(plane.data, cast(torch.Tensor, plane.scale), plane.amax, plane.layout)
 
 
 def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:

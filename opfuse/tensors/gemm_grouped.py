@@ -1,7 +1,7 @@
 """The three products of a grouped linear layer: those of a linear layer, for each group of rows with a weight of its own.
 
-Groups are multiplied one after another, each as large as its rows; or all in one launch of torch's grouped product, in high
-precision, where only the device knows their sizes or where that is faster.
+Groups are multiplied one after another, each as large as its rows; or all in one launch: in high precision of torch's grouped
+product, where only the device knows their sizes or where that is faster, and in FP8 where the package has a product of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
-from opfuse.tensors.gemm import Operand, gemm
+from opfuse.tensors.gemm import Operand, gemm, gemm_of_groups
 from opfuse.tensors.groups import Sizes, groups_of
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -67,9 +67,10 @@ def grouped_rows(
     if groups.sizes is None or faster:
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
         return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
-    rows = torch.empty(sum(groups.sizes), width, dtype=out_dtype or dtype, device=left.device)
-    for piece, weight, out in zip(_split(left, groups.sizes), weights, rows.split(groups.sizes)):
-        if out.shape[0]:  # of len() torch.compile would make a constant
+    there = [group for group in zip(_split(left, groups.sizes), weights, groups.sizes) if group[2]]
+    if (rows := _quantized(name, there, out_dtype=out_dtype or dtype, **options)) is None:
+        rows = torch.empty(sum(groups.sizes), width, dtype=out_dtype or dtype, device=left.device)
+        for (piece, weight, _), out in zip(there, rows.split([size for *_, size in there])):
             gemm(name, piece, weight, dtype=dtype, out_dtype=out_dtype, out=out, **options)
     return rows.reshape(*leading, width)
 
@@ -94,11 +95,20 @@ def grouped_wgrad(
         values = cast(torch.Tensor, x)
         return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
     shape = dy.shape[-1], x.shape[-1]
-    grads: list[torch.Tensor | None] = []
-    for i, (left, right, size) in enumerate(zip(_split(dy, groups.sizes), _split(x, groups.sizes), groups.sizes)):
-        grad = gemm("wgrad", left, right, dtype=dtype, out_dtype=out_dtype, **options) if size and i in wanted else None
-        grads.append(torch.zeros(shape, dtype=out_dtype or dtype, device=dy.device) if grad is None and i in wanted else grad)
-    return grads
+    pairs = [*zip(_split(dy, groups.sizes), _split(x, groups.sizes))]
+    there = [i for i, size in enumerate(groups.sizes) if size and i in wanted]
+    made = _quantized("wgrad", [(*pairs[i], shape[0]) for i in there], out_dtype=out_dtype or dtype, **options)
+    if made is not None and len(there) == len(pairs):
+        return made.view(-1, *shape)
+    alone = (gemm("wgrad", *pairs[i], dtype=dtype, out_dtype=out_dtype, **options) for i in there)
+    products = dict(zip(there, alone if made is None else made.view(-1, *shape)))
+    empty = {i: torch.zeros(shape, dtype=out_dtype or dtype, device=dy.device) for i in wanted if i not in products}
+    return [products.get(i, empty.get(i)) for i in range(len(pairs))]
+
+
+def _quantized(name: str, groups: Sequence[tuple[Operand, Operand, int]], **options: Any) -> torch.Tensor | None:
+    """The products of groups of (left, right, rows of the result), if they are made in one launch."""
+    return gemm_of_groups(name, *zip(*groups), **options) if groups else None
 
 
 def _plain(operands: Sequence[Operand]) -> TypeGuard[Sequence[torch.Tensor]]:

@@ -37,6 +37,7 @@ MOST_REGISTERS = {
     "norm_backward.cu": {"norm_backward": 255, "norm_sums": 40},
     "norm_cast.cu": {"norm_cast": 168},
     "norm_forward.cu": {"norm_forward": 168},
+    "product.cu": {"product": 168},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""
 
@@ -44,6 +45,7 @@ TYPES = ({"IN=bf16", "OUT=E4M3"}, {"IN=float", "OUT=E5M2"})
 QUICK = {
     "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
     "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
+    "product.cu": ({"OUT=bf16"},),
 }
 """Types that are compiled at every run, by source, ``TYPES`` of all others; what is left differs in conversions alone."""
 
@@ -57,8 +59,8 @@ def is_quick(variant):
 
 
 def meetings(variant):
-    """What can go wrong in it: two definitions that meet, an op. How many bytes its parameters have follows from the rest."""
-    defines = sorted(define for define in variant.defines if not define.startswith("PARAMETER_BYTES="))
+    """What can go wrong in it: two definitions that meet, an op. How many bytes it has of anything follows from the rest."""
+    defines = sorted(define for define in variant.defines if not define.startswith(("PARAMETER_BYTES=", "SHARED=")))
     pairs = itertools.combinations(defines, 2)
     return {(variant.source, each) for each in (*pairs, *defines, *OPS.findall(variant.generated))} or {variant.source}
 

@@ -9,6 +9,7 @@ import torch
 
 from opfuse.kernels.products import native as gemm_native
 from opfuse.kernels.products.emulated import operand
+from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
@@ -89,6 +90,45 @@ def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
 def test_r10_the_reason_names_wanted_and_got(kinds, sizes, reason):
     m, n, k = sizes
     assert refused(stored(kinds[0], m, k), stored(kinds[1], n, k)) == reason
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "own"),
+    [
+        (("1x128", "128x128"), (130, 64, 256), ""),
+        (("1x128", "1x128"), (3, 16, 16), ""),
+        (("tensor e5m2", "tensor"), (5, 48, 272), ""),
+        (
+            ("128x128", "1x128"),
+            (64, 64, 256),
+            "blocks: wants 1x128 on the left, 1x128 or 128x128 on the right, got ((128, 128), (1, 128))",
+        ),
+        (("row", "row"), (64, 64, 256), "no native product of row formats"),
+        (("tensor", "tensor"), (64, 72, 64), "right lines: wants a positive multiple of 16, got 72"),
+    ],
+)
+def test_r10_what_the_own_product_takes(kinds, sizes, own):
+    """Lines with scales of their own in any number, but results of 16 bits alone."""
+    m, n, k = sizes
+    operands = stored(kinds[0], m, k), stored(kinds[1], n, k)
+    assert refusal(*operands, BF16, HOPPER, own=True) == own
+    assert own or refusal(*operands, torch.float32, HOPPER, own=True) == "result: wants bf16 or fp16, got torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "fast", "faster"),
+    [
+        (("tensor", "tensor"), (1024, 512, 256), True, True),
+        (("tensor", "tensor"), (1024, 512, 256), False, False),
+        (("tensor", "tensor"), (1024, 512, 8208), True, False),
+        (("1x128", "128x128"), (1024, 2048, 128), False, True),
+        (("1x128", "1x128"), (1024, 2048, 128), False, False),
+        (("1x128", "128x128"), (128, 8192, 128), False, False),
+    ],
+)
+def test_the_faster_of_two_products_of_the_same_bits_is_made(kinds, sizes, fast, faster):
+    m, n, k = sizes
+    assert is_faster(stored(kinds[0], m, k), stored(kinds[1], n, k), fast=fast) is faster
 
 
 def test_r10_odd_left_lines_need_no_scale_of_their_own():

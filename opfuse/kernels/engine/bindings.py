@@ -1,8 +1,12 @@
-"""CuPy's bindings of NVRTC, the driver and the runtime, loaded at their first use. No other module imports CuPy."""
+"""CuPy's bindings of NVRTC, the driver and the runtime, and the driver itself, loaded at their first use.
+
+No other module imports CuPy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -90,3 +94,9 @@ def driver() -> Any:
 def runtime() -> Any:
     """The runtime."""
     return _import("cupy_backends.cuda.api.runtime")
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The driver's library, for what CuPy has no binding of."""
+    return ctypes.CDLL("libcuda.so.1")

@@ -145,11 +145,15 @@ def bind(device: int) -> None:
         runtime().setDevice(device)
 
 
+MOST_PARAMETERS = 32764
+"""Bytes of a kernel's parameters, from CUDA 12.1 and compute capability 7.0 on."""
+
+
 class _Parameters(threading.local):
     """A thread's own buffer: the driver copies parameters during the call, which another thread must not overwrite."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(4096)
+        self.buffer = ctypes.create_string_buffer(MOST_PARAMETERS)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self.pointers)
         self.listener: Listener | None = None

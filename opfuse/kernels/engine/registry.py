@@ -124,11 +124,11 @@ class Kernel(Generic[P, R]):
 
 
 def leading(args: Sequence[Any]) -> torch.Tensor | None:
-    """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence of them, if any."""
+    """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence, if any."""
     first = args[0]
     if isinstance(first, torch.Tensor):
         return first
-    return leading(first) if isinstance(first, Sequence) and first and isinstance(first[0], torch.Tensor) else None
+    return leading(first) if isinstance(first, (list, tuple)) and first else None
 
 
 _DENSE = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -13,13 +13,14 @@ other first, and then the sum of their block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from opfuse.formats import E2M1, NumberFormat
 from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
 from opfuse.numerics.scalars import decode
 
@@ -49,6 +50,25 @@ def multiply(left: Lines, right: Lines) -> torch.Tensor:
         for factor in balanced(left.factor, right.factor.t()):
             result = result * factor  # a checkpoint may keep the sums, so nothing writes to them
     return result
+
+
+def grouped_product(
+    lefts: Sequence[Stored],
+    rights: Sequence[Stored],
+    lines: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The products of groups one below the other, each rounded once to ``out_dtype``: (sum of ``lines``, lines of a right).
+
+    lines: how many of each left count; those after them fill its last block. fast: whether sums may have fewer bits than fp32,
+    which those of this definition do not. out: a contiguous matrix on 16 bytes to write the result into.
+    """
+    pairs = ([operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair] for pair in zip(lefts, rights, strict=True))
+    result = torch.cat([multiply(*pair)[:count].to(out_dtype) for pair, count in zip(pairs, lines, strict=True)])
+    return result if out is None else out.copy_(result)
 
 
 def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """Products of two quantized planes by cuBLASLt, through torch's scaled_mm, where the device takes them; else emulated.
 
+Those of groups are made in one launch by a kernel of the package's own, where it takes all of them.
+
 A back end multiplies one family of formats on some devices. Its rules are those of the device, which torch's CPU product does
 not enforce: they are asked here, of the arrays as they are stored, whatever device these are on.
 
@@ -14,7 +16,7 @@ The two scales are multiplied first, in fp32, whatever the sum: where their prod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from opfuse.formats import E4M3, E5M2
 from opfuse.kernels.engine.registry import runs_kernels
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
+from opfuse.kernels.products.hopper import grouped_product, is_faster
+from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, are_known
 
 Version = tuple[int, int]
@@ -38,21 +42,6 @@ _SCALING = {
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
 }
-
-
-class Stored(NamedTuple):
-    """The arrays of a plane, and where its bytes lie in them."""
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    amax: torch.Tensor | None
-    layout: Layout
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the arrays are what the layout says, contiguous, on 16 bytes (a scale for all or for each row: on any)."""
-        arrays = (self.data, self.layout.data_shape, 16), (self.scale, self.layout.scale_shape, 16 if self.scale.ndim > 1 else 4)
-        return all(x.shape == shape and x.is_contiguous() and on_bytes(x, start) for x, shape, start in arrays)
 
 
 class Machine(NamedTuple):
@@ -134,16 +123,35 @@ BACKENDS: Mapping[str, Backend] = {
 }
 """Native products by family of formats, where they have been checked; a family without one is emulated."""
 
+_TILED_RIGHT = Rule(
+    "blocks",
+    "1x128 on the left, 1x128 or 128x128 on the right",
+    lambda left, right: (left.block, right.block),
+    lambda blocks: blocks[0] == (1, 128),
+)
 
-def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machine) -> str:
-    """Why the product of two planes of one family is emulated on ``machine``; an empty string if it is native."""
-    return layout_refusal(left.layout, right.layout, out_dtype, machine) or ("" if left.in_place and right.in_place else _ARRAYS)
+OWN: Mapping[str, Backend] = {
+    "tensor": Backend("product.cu, per tensor", **_CUBLAS_12_9, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
+    "block": Backend("product.cu, 1x128 and 128x128 blocks of E4M3", **_CUBLAS_12_9, rules=(*_SHAPES, _ALL_E4M3, _TILED_RIGHT)),
+}
+"""Products of the package's own (hopper.py), of groups above all; their bits are those of the back ends above."""
+
+OWN_OUTPUTS = (torch.bfloat16, torch.float16)
+
+
+def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machine, *, own: bool = False) -> str:
+    """Why the product of two planes of one family is emulated on ``machine``; an empty string if it is native.
+
+    own: why it is not one of :data:`OWN`.
+    """
+    why = layout_refusal(left.layout, right.layout, out_dtype, machine, own=own)
+    return why or ("" if left.in_place and right.in_place else _ARRAYS)
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
+def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine, *, own: bool = False) -> str:
     """:func:`refusal` of planes in these layouts whose arrays lie as the device wants them."""
-    backend = BACKENDS.get(left.format.family)
+    backend = (OWN if own else BACKENDS).get(left.format.family)
     if backend is None:
         return f"no native product of {left.format.family} formats"
     if not are_known((left, right)):
@@ -152,8 +160,8 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
         return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
     if machine.cuda < backend.cuda:
         return f"CUDA: wants >= {_dotted(backend.cuda)}, got {_dotted(machine.cuda)}"
-    if out_dtype not in OUTPUTS:
-        return f"result: wants fp32, bf16 or fp16, got {out_dtype}"
+    if out_dtype not in (OWN_OUTPUTS if own else OUTPUTS):
+        return f"result: wants {'' if own else 'fp32, '}bf16 or fp16, got {out_dtype}"
     return next((miss for rule in backend.rules if (miss := rule.miss(left, right))), "")
 
 
@@ -165,9 +173,39 @@ def multiply(
     fast: whether sums may stay in the matrix unit, where the back end can do so. out: where a back end may put the result.
     Queued, without waiting for the device.
     """
-    if left.data.is_cuda and runs_kernels(left.data) and not refusal(left, right, out_dtype, _machine(left.data.get_device())):
-        return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
+    if left.data.is_cuda and runs_kernels(left.data):
+        device = _machine(left.data.get_device())
+        own = not refusal(left, right, out_dtype, device, own=True)
+        if own and is_faster(left, right, fast=fast):
+            return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
+        if not refusal(left, right, out_dtype, device):
+            return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
+        if own:
+            return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply(*(emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right))).to(out_dtype)
+
+
+def _own(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """The product by the package's own kernel."""
+    lines, columns = left.layout.lines[0], right.layout.lines[0]
+    fits = out is not None and tuple(out.shape) == (lines, columns) and out.is_contiguous() and on_bytes(out, 16)
+    return grouped_product([left], [right], [lines], out_dtype=out_dtype, fast=fast, out=out if fits else None)
+
+
+def multiply_groups(
+    lefts: Sequence[Stored], rights: Sequence[Stored], lines: Sequence[int], *, out_dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor | None:
+    """The products of groups in one launch, one below the other: (sum of ``lines``, lines of a right); None if one is refused.
+
+    lines: how many of each left count, at least one. Rights have one number of lines, and operands of a side one format.
+    """
+    first = lefts[0].data
+    if not first.is_cuda or not runs_kernels(first):
+        return None
+    device = _machine(first.get_device())
+    if any(refusal(left, right, out_dtype, device, own=True) for left, right in zip(lefts, rights, strict=True)):
+        return None
+    return grouped_product(lefts, rights, lines, out_dtype=out_dtype, fast=fast)
 
 
 def _scaled_mm(

@@ -1,0 +1,81 @@
+"""The calls that grouped products are compared with their definition on.
+
+Codes are -1, 0 and 1, and scales of blocks powers of two, so that every sum is exact in the 13 fraction bits of the unit, and in
+fp32: the order of sums shows nowhere, and results are equal. Random values are compared with cuBLASLt, in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_tensor
+from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.products.stored import Stored
+from opfuse.numerics.layouts import Layout
+from opfuse.numerics.scalars import encode
+
+_FORMATS: dict[str, tuple[NumberFormat, NumberFormat]] = {
+    "tensors": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
+    "tensors, e5m2": (fp8_tensor(E5M2), fp8_tensor(E4M3)),
+    "tensors, e5m2 on the right": (fp8_tensor(E4M3), fp8_tensor(E5M2)),
+    "1x128, 128x128": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
+    "1x128, 1x128": (fp8_block(E4M3, 1), fp8_block(E4M3, 1)),
+}
+
+_SIZES: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
+    "whole tiles": (128, ((256, 128), (512, 256))),
+    "parts of tiles": (336, ((257, 272), (64, 272), (130, 272))),
+    "more stages than a block has": (128, ((128, 1040), (300, 1040))),
+    "lengths of their own": (208, ((144, 16), (144, 400), (144, 32), (144, 128), (144, 912))),
+    "more tiles than blocks": (1168, tuple((lines, 144) for lines in (1100, 3, 400, 900, 1, 260, 640, 700))),
+    "a line": (16, ((1, 16),)),
+    "more groups than some launches": (16, tuple((1 + i % 70, 32) for i in range(9))),
+    "more groups than a launch": (16, tuple((1 + i % 70, 32) for i in range(131))),
+}
+"""Lines of the rights, and of each group its lines and their length."""
+
+_NUMBERS = ("a line", "more groups than some launches", "more groups than a launch")
+"""Sizes that differ from the others in the number of groups alone: one way of scaling meets them."""
+
+
+def _stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generator, device: torch.device) -> Stored:
+    layout = Layout(fmt, ROWWISE, (lines, length))
+    values = torch.randint(-1, 2, (lines, length), generator=generator).float()
+    scale = torch.full(layout.scale_shape, 0.75)
+    if fmt.family == "block":
+        scale = torch.exp2(torch.randint(-3, 4, layout.scale_shape, generator=generator).float())
+    return Stored(encode(values, layout.element).to(device), scale.to(device), None, layout)
+
+
+def _case(kind: str, sizes: str, out_dtype: torch.dtype, fast: bool, device: torch.device) -> Arguments:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {sizes}".encode()))
+    columns, groups = _SIZES[sizes]
+    left, right = _FORMATS[kind]
+    lefts = [_stored(left, lines, length, generator, device) for lines, length in groups]
+    rights = [_stored(right, columns, length, generator, device) for _, length in groups]
+    counts = [max(1, lines - i % 2) for i, (lines, _) in enumerate(groups)]  # the last line of each second one only fills a block
+    return Arguments((lefts, rights, counts), {"out_dtype": out_dtype, "fast": fast})
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
+    """Whether there is such a case: types of elements and results decide nothing but conversions."""
+    if fast and not kind.startswith("tensors"):
+        return False
+    if "e5m2" in kind:
+        return sizes == "lengths of their own" and dtype == "bf16"
+    return (kind == "tensors" or sizes not in _NUMBERS) and (dtype == "bf16" or sizes == "parts of tiles")
+
+
+PRODUCTS: dict[str, Case] = {
+    f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, _DTYPES[dtype], fast)
+    for kind, sizes, dtype, fast in itertools.product(_FORMATS, _SIZES, _DTYPES, (False, True))
+    if _meet(kind, sizes, dtype, fast)
+}

@@ -1,0 +1,163 @@
+"""FP8 products of the package's own for compute capability 9.0: groups of lines in one launch (kernels/cuda/product.cu).
+
+The sums are those of cuBLASLt's products, in its order, so their bits are the same: which one multiplies changes nothing but
+time. Lines of the left that have scales of their own need not be a multiple of 4 here.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.engine.windows import BLANK, WORDS, window
+from opfuse.kernels.products import emulated as definition
+from opfuse.kernels.products.stored import Stored
+from opfuse.numerics.layouts import ceil_div
+
+TENSORS, TILES, LINES = range(3)
+SCALING = {(None, None): TENSORS, ((1, 128), (128, 128)): TILES, ((1, 128), (1, 128)): LINES}
+"""How the sums are scaled, by the blocks of both operands."""
+
+
+class Reach(NamedTuple):
+    """Products of one form for which this kernel is at least as fast as the library: tiles of the result, length of the sum."""
+
+    tiles: int
+    length: int
+
+
+FASTER = {
+    (TENSORS, True): Reach(32, 8192),
+    (TENSORS, False): Reach(112, 1 << 31),
+    (TILES, False): Reach(64, 1 << 31),
+}
+"""By scaling and fast sums, as measured on an H200 for 256 to 16384 lines. Scales of lines on both sides cost it 2 %."""
+
+_LEAST_LINES = 256  # fewer were not measured
+
+CAPACITIES = (1, 8, 32, 128)
+"""Groups of a launch that are compiled for."""
+
+_THREADS = 3 * 128
+_BOX, _STORED = (128, 128), (64, 64)
+_MAP, _GROUP, _END = f"{WORDS}Q", "PPPPPIIIIII", "IIIf48x"
+_NO_GROUP = (0,) * len(_GROUP)
+_PROCESSORS = 132  # of an H100 and an H200, where no device is asked
+
+
+_Pair = tuple[Stored, Stored, int]
+"""Left, right, and how many lines of the left count."""
+
+
+class _Form(NamedTuple):
+    """What a launch is compiled for, but for the number of groups."""
+
+    scaling: int
+    fast: bool
+    left: str
+    right: str
+    out_dtype: torch.dtype
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a block: stages of both operands, the result on its way, scales, barriers."""
+        stages, boxes = (6, 2) if self.fast else (4, 3)
+        return stages * (boxes * 128 * 128 + (512 if self.scaling == LINES else 0) + 16) + 4 * 64 * 128
+
+
+@kernel("product.cu", reference=definition.grouped_product, tolerance=BITWISE)
+def grouped_product(
+    launch: Launcher,
+    lefts: Sequence[Stored],
+    rights: Sequence[Stored],
+    lines: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """For planes of one format on each side, with lines, and arrays in place; rights of one number of lines."""
+    columns, device = rights[0].layout.lines[0], lefts[0].data.device
+    form = _form(lefts[0], rights[0], out_dtype, fast)
+    result = torch.empty(sum(lines), columns, dtype=out_dtype, device=device) if out is None else out
+    most = CAPACITIES[-1]
+    for start in range(0, len(lefts), most):
+        part = slice(start, start + most)
+        groups = [*zip(lefts[part], rights[part], lines[part])]
+        _launch(launch, form, groups, result, sum(lines[:start]))
+    return result
+
+
+def is_faster(left: Stored, right: Stored, *, fast: bool) -> bool:
+    """Whether a product that both this kernel and the library take is made here, for its speed."""
+    scaling = SCALING[left.layout.format.block, right.layout.format.block]
+    reach = FASTER.get((scaling, fast and scaling == TENSORS))
+    if reach is None:
+        return False
+    (lines, length), (columns, _) = left.layout.lines, right.layout.lines
+    tall, wide = _tile(fast=fast and scaling == TENSORS)
+    tiles = ceil_div(lines, tall) * ceil_div(columns, wide)
+    return lines >= _LEAST_LINES and tiles >= reach.tiles and length <= reach.length
+
+
+def _tile(*, fast: bool) -> tuple[int, int]:
+    """Lines and columns of the results that a block makes at once."""
+    return (128, 128) if fast else (256, 128)
+
+
+def _launch(launch: Launcher, form: _Form, groups: Sequence[_Pair], result: torch.Tensor, done: int) -> None:
+    """Queue the products of these groups, whose results lie one below the other in ``result``, after ``done`` lines of others."""
+    columns, device = result.shape[1], result.get_device()
+    tall, wide = _tile(fast=form.fast)
+    firsts = [*accumulate((ceil_div(count, tall) * ceil_div(columns, wide) for *_, count in groups), initial=0)]
+    starts = accumulate((count for *_, count in groups), initial=done)
+    capacity = next(most for most in CAPACITIES if most >= len(groups))
+    pitches = [left.layout.lines[1] for left, *_ in groups]
+    pitches = pitches[:1] if len(set(pitches)) == 1 else pitches + pitches[:1] * (capacity - len(pitches))
+    variant, layout = _compiled(form, capacity, len(pitches))
+    maps = [_window(form.out_dtype, columns * form.out_dtype.itemsize, _STORED, device)]
+    maps += [_window(torch.uint8, pitch, _BOX, device) for pitch in pitches]
+    fields: list[int | float] = [word for words in maps for word in words]
+    row = columns * form.out_dtype.itemsize
+    for (left, right, count), first, start in zip(groups, firsts, starts):
+        arrays = left.data, right.data, result, left.scale, right.scale
+        length = left.layout.lines[1]
+        left_at, right_at, result_at, *scales = (array.data_ptr() for array in arrays)
+        fields += [left_at, right_at, result_at + start * row, *scales]
+        fields += [count, length, first, length, left.scale.shape[-1], right.scale.shape[-1]]
+    fields += _NO_GROUP * (capacity - len(groups))
+    grid = Grid(min(firsts[-1], _processors(device)), _THREADS, form.shared)
+    launch(variant, "product", grid, layout, *fields, len(groups), firsts[-1], columns, 1.0, device=device)
+
+
+def _form(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> _Form:
+    scaling = SCALING[left.layout.format.block, right.layout.format.block]
+    one, other = (plane.layout.element.name.upper() for plane in (left, right))
+    return _Form(scaling, fast and scaling == TENSORS, one, other, out_dtype)
+
+
+@functools.cache
+def _compiled(form: _Form, groups: int, maps: int) -> tuple[Variant, struct.Struct]:
+    """What multiplies in this form, and how its parameter is packed."""
+    layout = struct.Struct(_MAP * (1 + maps) + _GROUP * groups + _END)
+    defines = {"SCALING": form.scaling, "FAST": form.fast, "LEFT": form.left, "RIGHT": form.right, "OUT": C_TYPES[form.out_dtype]}
+    return variant_of("product.cu", layout, **defines, GROUPS=groups, MAPS=maps, SHARED=form.shared), layout
+
+
+def _window(dtype: torch.dtype, pitch: int, box: tuple[int, int], device: int) -> tuple[int, ...]:
+    return window(dtype, pitch, box) if device >= 0 else BLANK
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else _PROCESSORS

@@ -1,0 +1,25 @@
+"""An operand of a product as it is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from opfuse.kernels.engine.variants import on_bytes
+from opfuse.numerics.layouts import Layout
+
+
+class Stored(NamedTuple):
+    """The arrays of a plane, and where its bytes lie in them."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+    layout: Layout
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the arrays are what the layout says, contiguous, on 16 bytes (a scale for all or for each row: on any)."""
+        arrays = (self.data, self.layout.data_shape, 16), (self.scale, self.layout.scale_shape, 16 if self.scale.ndim > 1 else 4)
+        return all(x.shape == shape and x.is_contiguous() and on_bytes(x, start) for x, shape, start in arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
+import opfuse
 from opfuse.config.examples import examples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +44,11 @@ def test_what_stands_at_the_top_is_in_the_source_distribution() -> None:
         assert f"graft {name}\n" in manifest
     for name in ("AGENTS.md", "Makefile", "constraints.txt"):
         assert name in manifest
+
+
+def test_the_version_is_said_once() -> None:
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [PROJECT["project"]["version"], opfuse.__version__] == cited * 2
 
 
 def test_torch_is_bounded_to_what_was_tried() -> None:

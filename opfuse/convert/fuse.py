@@ -15,7 +15,7 @@ from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
-from opfuse.convert.report import Conversion, Report
+from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
@@ -235,7 +235,6 @@ class _Walk:
         self.entries.append(Conversion(path, type(module).__name__, status, **fields))
 
 
-NONE = "none is needed"
 OTHER = "give it another recipe in the policy, or other sizes"
 
 

@@ -15,6 +15,12 @@ from opfuse.errors import describe
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
 
+COLUMNS = ("module", "class", "recipe", "becomes")
+"""Of the table. What may be long comes last."""
+
+NONE = "none is needed"
+"""The cure of what is as it should be."""
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -42,6 +48,12 @@ class Conversion:
     def why(self) -> str:
         """Why it is not fused, in one sentence; empty where it is."""
         return "" if self.became else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
+
+    @property
+    def told(self) -> str:
+        """What a table says of it where it is not fused; :attr:`why` says all."""
+        parts = ("" if self.status == "parts" else self.got), ("" if self.cure == NONE else self.cure)
+        return f"{self.status}: {'; '.join(part for part in parts if part)}"
 
 
 @dataclass(frozen=True)
@@ -86,14 +98,14 @@ class Report:
         return next(entry for entry in self.entries if entry.path == path)
 
     def __str__(self) -> str:
-        rows = [("module", "class", "becomes", "recipe"), *self._rows()]
+        rows = [COLUMNS, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n".join((*lines, self._summary()))
 
     def _repr_html_(self) -> str:
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows())
-        head = "".join(f"<th>{name}</th>" for name in ("module", "class", "becomes", "recipe"))
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         summary = html.escape(self._summary()).replace("\n", "<br>")
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
 
@@ -110,7 +122,6 @@ class Report:
         found: Counter[tuple[str, str, str, str]] = Counter()
         for entry in self.entries:
             path = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.path)
-            told = entry.became or f"{entry.status}: {entry.got}; {entry.cure}"
-            found[path or "(model)", entry.kind, told, entry.recipe] += 1
-        for (path, kind, told, recipe), count in found.items():
-            yield (f"{path} ×{count}" if count > 1 else path), kind, told, recipe
+            found[path or "(model)", entry.kind, entry.recipe, entry.became or entry.told] += 1
+        for (path, kind, recipe, told), count in found.items():
+            yield (f"{path} ×{count}" if count > 1 else path), kind, recipe, told

@@ -171,3 +171,5 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         assert torch.equal(stock(words).logits, opfuse.unfuse_(space["model"])(words).logits)
     else:
         assert space["report"].counts == {"Linear×3": 2, "Linear": 2, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}
+        (table,) = re.findall(r"```\n(module .*?)```", text, re.DOTALL)
+        assert set(table.splitlines()) <= set(str(space["report"]).splitlines())

@@ -20,7 +20,7 @@ from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.counting import count_backward, count_forward, touch_backward, touch_forward
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.recipes.passes import current_pass, is_trained
+from opfuse.recipes.passes import current_pass, is_recomputing, is_trained
 from opfuse.recipes.pending import LastUse
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -141,9 +141,9 @@ class Cast:
         recipe, backward = self._delayed_scaling, self.role == GRADIENT
         counts = self.counts or is_trained()
         state.to(device)
-        if backward:
+        if backward and not is_recomputing():
             touch_backward(state, recipe, group=self.group, name=self.where)
-        elif counts:
+        elif counts and not backward:
             touch_forward(state, recipe, name=self.where)
         wanted = cast(Float8Quantizer, self.quantizer)
         return state.quantizer(

@@ -26,6 +26,7 @@ from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
+from opfuse.runtime.rehearsal import RehearsedRunner
 from opfuse.runtime.run import Kept, Kwargs, Runner
 from opfuse.tensors.groups import Sizes, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
@@ -66,10 +67,8 @@ def runner_of(
         runner = ObservedRunner(plan, segment, ops, kwargs, held)
         runner.observer = observer
         return runner
-    if tensors is None:
-        return Runner(plan, segment, ops, kwargs, held)
-    look = look_of(tensors) if _may_repeat(plan, segment, ops, kwargs) else None
-    if look is None:
+    look = look_of(tensors) if tensors is not None and _may_repeat(plan, segment, ops, kwargs) else None
+    if tensors is None or look is None:
         return Runner(plan, segment, ops, kwargs, held)
     if held:
         tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
@@ -83,10 +82,11 @@ def runner_of(
     found = programs.get(look)
     if isinstance(found, Recorded):
         return Repeater(found, plan, segment, tensors)
-    if found is REFUSED or (found is None and BEFORE):
-        if found is None:
-            programs.note(look, SEEN)
+    if found is REFUSED:
         return Runner(plan, segment, ops, kwargs, held)
+    if found is None and BEFORE:
+        programs.note(look, SEEN)
+        return RehearsedRunner(plan, segment, ops, kwargs, held)
     return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
 
 

@@ -6,10 +6,14 @@ since CuPy's own compilation always flushes subnormals, which E8M0 scales need. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,6 +154,25 @@ def cubin(variant: Variant, arch: str, cache: CubinCache) -> bytes:
     return _made(variant, arch, cache, CUBIN)
 
 
+def is_compiled(variant: Variant, arch: str, cache: CubinCache) -> bool:
+    """Whether the cache has the variant's cubin."""
+    return cache.find(_key(variant, arch), CUBIN) is not None
+
+
+def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) -> None:
+    """Compile those that the cache does not have, each in a thread: NVRTC runs without Python's lock.
+
+    One that does not compile is told of when it is used.
+    """
+    missing = [variant for variant in dict.fromkeys(variants) if not is_compiled(variant, arch, cache)]
+    if not missing:
+        return
+    with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0)))) as pool:
+        for made in [pool.submit(cubin, variant, arch, cache) for variant in missing]:
+            with contextlib.suppress(KernelError):
+                made.result()
+
+
 def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resources]:
     """What each kernel of the variant uses, by entry; compiled if the cache does not know."""
     found = json.loads(_made(variant, arch, cache, FACTS))
@@ -161,8 +184,12 @@ def cache_key(*parts: str) -> str:
     return hashlib.sha256("\0".join([*parts, *FLAGS, *map(str, nvrtc().getVersion())]).encode()).hexdigest()
 
 
+def _key(variant: Variant, arch: str) -> str:
+    return cache_key(assemble(variant), arch, *map(" ".join, rungs(variant.defines)))
+
+
 def _made(variant: Variant, arch: str, cache: CubinCache, kind: str) -> bytes:
-    key = cache_key(assemble(variant), arch, *map(" ".join, rungs(variant.defines)))
+    key = _key(variant, arch)
     found = cache.find(key, kind)
     if found is not None:
         return found

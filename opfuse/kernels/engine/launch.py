@@ -7,14 +7,14 @@ import ctypes
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.kernels.engine.bindings import driver, require_same_cuda, runtime
-from opfuse.kernels.engine.compiling import Resources, Variant, architecture, cubin, resources
+from opfuse.kernels.engine.compiling import Resources, Variant, architecture, compile_together, cubin, is_compiled, resources
 from opfuse.kernels.engine.cubins import cubin_cache, location
 
 
@@ -36,6 +36,9 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
     Its one parameter is a struct passed by value: ``fields`` packed by ``layout``, tensors by their ``data_ptr()``. Only the
     first launch on a device loads the kernel, and compiles it if it must; PlanMissError if a stream is then being captured.
     """
+    if _parameters.noted is not None:
+        _parameters.noted.append(variant)
+        return
     if torch._C._cuda_getDevice() != device:  # torch.cuda.current_device() without its checks
         with torch.cuda.device(device):
             return launch(variant, entry, grid, layout, *fields, device=device)
@@ -55,6 +58,9 @@ def load(variant: Variant, entry: str, device: int) -> int:
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
     require_same_cuda()
     arch, cache = architecture(device), cubin_cache(location())
+    if (coming := _parameters.coming) is not None and not is_compiled(variant, arch, cache):
+        _parameters.coming = None
+        compile_together([variant, *coming()], arch, cache)
     image = cubin(variant, arch, cache)
     tell_of_spills(variant, arch, resources(variant, arch, cache))
     bind(device)
@@ -122,6 +128,26 @@ def listener() -> Listener | None:
     return _parameters.listener
 
 
+@contextlib.contextmanager
+def compiled_ahead(coming: Callable[[], Iterable[Variant]]) -> Iterator[None]:
+    """Inside the block, the first kernel of this thread that must be compiled has those of ``coming`` compiled beside it."""
+    before, _parameters.coming = _parameters.coming, coming
+    try:
+        yield
+    finally:
+        _parameters.coming = before
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Variant]]:
+    """Inside the block, kernels of this thread are noted in place of being launched: what they would write has any values."""
+    before, _parameters.noted = _parameters.noted, []
+    try:
+        yield _parameters.noted
+    finally:
+        _parameters.noted = before
+
+
 def is_current(device: int) -> bool:
     """Whether this thread would launch on ``device``, and has its context."""
     return torch._C._cuda_getDevice() == device and driver().ctxGetCurrent() != 0
@@ -157,6 +183,8 @@ class _Parameters(threading.local):
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self.pointers)
         self.listener: Listener | None = None
+        self.noted: list[Variant] | None = None
+        self.coming: Callable[[], Iterable[Variant]] | None = None
 
 
 _parameters = _Parameters()

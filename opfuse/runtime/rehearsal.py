@@ -1,0 +1,82 @@
+"""Which kernels a segment is going to launch, found by a run that launches none, so that they are compiled together.
+
+Without it each is compiled where it is launched first, one after another, those of the backward pass in the backward pass. A
+rehearsal takes place only where a kernel is missing on disk. It computes with whatever is in memory, so it uses no value as an
+index, writes to no tensor that came in, moves no state and no random numbers; what would ends it, with what was found so far.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opfuse.core.context import Value, plain
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import compiled_ahead, noting
+from opfuse.recipes.passes import Pass, running
+from opfuse.runtime.run import Runner
+
+_log = logging.getLogger("opfuse.programs")
+
+_INDEXING = ("index", "gather", "scatter", "embedding", "take", "put", "masked_scatter", "masked_select", "one_hot", "bincount")
+"""How names of ops begin that read values as places."""
+
+_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class _Stop(Exception):
+    """What a rehearsal must not do. Never leaves the module."""
+
+
+class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends a rehearsal at an op whose values matter, or that writes to memory of ``given``."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):
+            raise _Stop(f"{name} reads values")
+        if func._schema.is_mutable:
+            written = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if any(each.untyped_storage().data_ptr() in self._memory for each in written):
+                raise _Stop(f"{name} may write what came in")
+        return func(*args, **(kwargs or {}))
+
+
+class RehearsedRunner(Runner):
+    """The interpreter at the first call of a look: kernels that must be compiled are compiled together."""
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        with compiled_ahead(lambda: self._rehearsed(tensors)):
+            return super().forward(tensors)
+
+    def _rehearsed(self, tensors: Sequence[torch.Tensor]) -> list[Variant]:
+        """The kernels of a forward and a backward pass, as far as they can be found."""
+        parameters = [value for i in self.segment.ops for value in self.ops[i].parameter_values() if value is not None]
+        given, devices = [*tensors, *parameters], sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+        if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in given):
+            return []
+        twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
+        with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
+            try:
+                with _Harmless(given):
+                    self._run(twin, tensors)
+            except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
+                _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)
+            return noted
+
+    def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:
+        values = twin.forward(tensors)
+        if self.segment.requires_grad:
+            saved = twin.released()
+            outputs = zip(self.segment.outputs, values)
+            grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}
+            twin.gradients(grads, iter(saved))

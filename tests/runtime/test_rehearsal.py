@@ -1,0 +1,150 @@
+"""Kernels that a first call must compile are found by a rehearsal, which leaves no trace, and compiled together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.kernels.engine import compiling, cubins
+from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import noting
+from opfuse.kernels.engine.registry import Kernel
+from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
+
+pytestmark = pytest.mark.cpu
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
+    """What the rehearsals find of a device that is the CPU, whose kernels must all be compiled."""
+    noted: list[Variant] = []
+
+    def call(self, *args, **kwargs):
+        local = launching._parameters
+        if local.noted is not None:
+            self.run(launching.launch, *args, **kwargs)
+        elif (coming := local.coming) is not None:
+            local.coming = None
+            noted.extend(coming())
+        return self.reference(*args, **kwargs)
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    return noted
+
+
+def model_of() -> ops.Sequential:
+    torch.manual_seed(0)
+    return to(ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 256), ops.SwiGLU(), ops.Dropout(0.5), ops.Linear(128, 64)), BF16)
+
+
+def steps(model, recipe, *, train: bool = True) -> list[torch.Tensor]:
+    seen = []
+    torch.manual_seed(1)
+    for call in range(2):
+        x = randn(32, 64, seed=call).requires_grad_(train)
+        with torch.set_grad_enabled(train), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        seen.append(y.detach())
+        if train:
+            y.backward(gradient(y, call))
+            seen.append(x.grad)
+    return [*seen, *(p.grad for p in model.parameters() if p.grad is not None), *delayed_state(model).values()]
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_a_rehearsal_finds_the_kernels_of_both_passes_and_leaves_no_trace(name, found):
+    recipe, model = recipe_for(name), model_of()
+    other = copy.deepcopy(model)
+    with opfuse.interpreted():
+        wanted = steps(other, recipe)
+        forward = len(found)
+    assert forward == 0  # a debugger's run is what it seems
+    got = steps(model, recipe)
+    assert all(map(torch.equal, got, wanted))
+    both = len(found)
+    steps(model, recipe, train=False)
+    assert 0 < len(found) - both < both  # inference has its own rehearsal, of a forward pass alone
+    assert len({variant.source for variant in found}) > 1
+
+
+@pytest.mark.parametrize("what", ["in place", "indices"])
+def test_what_would_write_or_read_values_ends_a_rehearsal(what, found, caplog):
+    if what == "in place":
+        model = to(ops.Sequential(ops.GELU(), ops.Linear(64, 64, bias=False), ops.AddExtraInput(in_place=True)), BF16)
+    else:
+        model = to(ops.Sequential(ops.TokenDispatch(2, 64)), BF16)
+    x, extra = randn(32, 64), randn(32, 64, seed=1)
+    before = extra.clone()
+    extras = [extra] if what == "in place" else []
+    with torch.no_grad(), opfuse.interpreted():
+        wanted = model(x, *[each.clone() for each in extras])
+    with torch.no_grad(), caplog.at_level(logging.DEBUG, "opfuse.programs"):
+        got = model(x, *extras)
+    first = got if what == "in place" else got[0]
+    assert torch.equal(first, wanted if what == "in place" else wanted[0])
+    assert not torch.equal(extra, before) or what == "indices"
+    if found:
+        assert "rehearsed in part" in caplog.text
+
+
+def test_noted_kernels_are_not_launched_and_blocks_end():
+    with noting() as outer:
+        launching.launch(Variant("a.cu"), "a", launching.Grid(1, 1), None, device=0)
+        with noting() as inner:
+            launching.launch(Variant("b.cu"), "b", launching.Grid(1, 1), None, device=0)
+    assert (outer, inner) == ([Variant("a.cu")], [Variant("b.cu")])
+    assert launching._parameters.noted is None
+
+
+def test_variants_are_compiled_in_threads_each_once_and_one_that_fails_is_left(tmp_path, monkeypatch):
+    (tmp_path / "good.cu").write_text('extern "C" __global__ void good(float* x) { x[0] = N; }')
+    (tmp_path / "bad.cu").write_text("nonsense")
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    monkeypatch.setattr(compiling, "SOURCES", tmp_path)
+    compiling.assemble.cache_clear()
+    cache = cubins.CubinCache(tmp_path / "kernels")
+    good = [Variant("good.cu", (f"N={i}",)) for i in range(3)]
+    compile_text, threads = compiling.compile_text, []
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return compile_text(*args)
+
+    monkeypatch.setattr(compiling, "compile_text", noted)
+    compiling.cubin(good[0], "sm_90a", cache)
+    compiling.compile_together([*good, Variant("bad.cu"), good[1]], "sm_90a", cache)
+    assert all(compiling.is_compiled(variant, "sm_90a", cache) for variant in good)
+    assert not compiling.is_compiled(Variant("bad.cu"), "sm_90a", cache)
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads[1:]
+    compiling.compile_together(good, "sm_90a", cache)
+    assert len(threads) == 4
+    compiling.assemble.cache_clear()
+
+
+def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
+    told: list[list[Variant]] = []
+    compiled = {Variant("known.cu")}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name, value in {
+        "require_same_cuda": lambda: None,
+        "architecture": lambda device: "sm_90a",
+        "is_compiled": lambda variant, *_: variant in compiled,
+        "compile_together": lambda variants, *_: told.append(list(variants)),
+        "cubin": lambda *_: (_ for _ in ()).throw(RuntimeError("no device")),
+    }.items():
+        monkeypatch.setattr(launching, name, value)
+    with launching.compiled_ahead(lambda: [Variant("next.cu")]):
+        for source in ("known.cu", "new.cu", "other.cu"):
+            with pytest.raises(RuntimeError, match="no device"):
+                launching.load(Variant(source), "entry", 0)
+    assert told == [[Variant("new.cu"), Variant("next.cu")]]

@@ -79,6 +79,6 @@ def _check(reduced: torch.Tensor, own: torch.Tensor, names: tuple[str, ...]) -> 
         return
     place = next((i for i, differs_here in zip(count(), words[2:]) if differs_here), NAMES)
     mine = f"{names[place]!r} as number {place + 1}" if place < min(len(names), NAMES) else f"{len(names)} casts"
-    cure = "give autocast an amax_reduction_group of ranks that hold the same layers, or set reduce_amax=False"
+    cure = "give autocast an amax_reduction_group of ranks with the same layers, all new or all loaded, or set reduce_amax=False"
     wanted, got = "the same casts in the same order on every rank of the group", f"{mine} here, and another rank has others"
     raise RecipeError(describe("delayed scaling, shared amaxes", wanted=wanted, got=got, cure=cure))

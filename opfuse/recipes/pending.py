@@ -93,4 +93,9 @@ def _reduce(uses: Mapping[DelayedScalingState, LastUse]) -> None:
         return
     shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.shared}
     for (group, _), states in _grouped(shared):
-        reduce_amaxes([state.amax for state in states], [uses[state].name for state in states], group)
+        reduce_amaxes([state.amax for state in states], [_told(state, uses[state]) for state in states], group)
+
+
+def _told(state: DelayedScalingState, use: LastUse) -> str:
+    """What ranks must agree on: a state that only some of them loaded has another scale there, for all that amaxes are shared."""
+    return use.name if state.rule is None else f"{use.name}, used before"

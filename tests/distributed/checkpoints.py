@@ -15,22 +15,32 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 import opfuse
+from opfuse.errors import RecipeError
 from tests.distributed.running import Task, failed, say
 from tests.distributed.training import RECIPES, WRAPS, Case, build, data, loss_of, optimizer_of, region_of, whole
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def trainer(case: Case, wrap: str | None, ranks: int, device: str, *, scale: float = 1.0) -> Trainer:
-    """A model and its optimizer, spread as ``wrap`` says, or one that each rank has whole. scale: of its first values."""
+def trainer(case: Case, wrap: str | None, ranks: int, device: str, *, scale: float = 1.0, prepared: bool = True) -> Trainer:
+    """A model and its optimizer, spread as ``wrap`` says, or one that each rank has whole.
+
+    scale: of its first values. prepared: it shows the keys of its delayed scaling before it has run.
+    """
     model = build(case, ranks, device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-    if case.recipe == "delayed":
+    if case.recipe == "delayed" and prepared:
         opfuse.prepare_delayed(model, RECIPES[case.recipe]())
     spread = model if wrap is None else WRAPS[wrap](model, case, ranks, device)
     return spread, optimizer_of(case, spread.parameters())
@@ -102,6 +112,22 @@ def check_checkpoint(case: Case, rank: int, ranks: int, device: str) -> list[str
     return wrong
 
 
+def check_broadcast(prepared: bool, rank: int, ranks: int, device: str) -> list[str]:
+    """One rank reads a checkpoint and tells the others. Where these do not know that there are states, only one has them."""
+    case = Case("delayed")
+    batches = [data(case, step, 0, rank, ranks).to(device) for step in range(2)]
+    first, other = trainer(case, "fsdp", ranks, device), trainer(case, "fsdp", ranks, device, scale=3.0, prepared=prepared)
+    train(case, first, batches[0])
+    full = get_model_state_dict(first[0], options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other[0], full if rank == 0 else {}, options=options)
+    if prepared:
+        return [] if torch.equal(train(case, other, batches[1]), train(case, first, batches[1])) else ["another loss"]
+    with pytest.raises(RecipeError, match="the same casts in the same order on every rank"):
+        train(case, other, batches[1])
+    return []
+
+
 KILLED = Case("current", stored=True)
 
 
@@ -151,6 +177,8 @@ TASKS: list[Task] = [
     (check_checkpoint, Case("delayed")),
     (check_checkpoint, Case("current", stored=True)),
     (check_checkpoint, Case("mxfp8", stored=True)),
+    (check_broadcast, True),
+    (check_broadcast, False),
 ]
 MORE: list[Task] = [
     (check_checkpoint, Case(recipe, stored=stored, wrap=wrap))

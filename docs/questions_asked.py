@@ -77,6 +77,21 @@ for source, spills in (("amax.cu", 0), ("cast_row.cu", 48)):  # as if they had b
     kept.store_source(key, assemble(Variant(source)))
 """
 
+TWO_RUNS = '''from opfuse.config import load
+from opfuse.train import compare, write_report
+for name, recipe in (("one", "%s"), ("two", "%s")):  # opfuse run one.yaml --out one
+    Path(name).mkdir()
+    text = ("""version: 1
+recipe: {kind: RECIPE}
+pipeline: {dtype: bfloat16, ops: [{op: linear, in_features: 64, out_features: 64}, {op: gelu}, {op: linear, in_features: 64, out_features: 256}]}
+data: {kind: pydoc_topics, context: 4, embedding: 16}
+train: {steps: 3, batch_size: 32, eval_every: 3}
+""").replace("RECIPE", recipe)
+    for path in (f"{name}.yaml", f"{name}/config.yaml"):
+        Path(path).write_text(text)
+    write_report(compare(load(f"{name}.yaml")), Path(name))
+'''
+
 QUESTIONS = (
     Question(
         KEYS,
@@ -312,6 +327,43 @@ QUESTIONS = (
         KERNELS + "for path in location().glob('*.cu'):\n    path.write_text(path.read_text().replace('blockIdx', 'block'))\n",
         "opfuse cache prune",
         ("removed 2 keys",),
+    ),
+    Question(
+        FILES,
+        "What changed between two runs, and when did their losses part?",
+        TWO_RUNS % ("mxfp8", "mxfp8, backward_override: dequantized"),
+        "opfuse diff one two",
+        ("recipe.backward_override: None -> 'dequantized'", "losses differ from step 2 on"),
+    ),
+    Question(
+        FILES,
+        "Which op was the first whose values differ?",
+        TWO_RUNS % ("mxfp8", "mxfp8, backward_override: dequantized"),
+        "opfuse diff one two --localize",
+        ("values differ first in step 2",),
+    ),
+    Question(
+        FILES,
+        "Is a result reproducible?",
+        TWO_RUNS % ("nvfp4", "nvfp4"),
+        "opfuse diff one two",
+        ("3 losses are equal bit for bit", "no differences"),
+    ),
+    Question(
+        FILES,
+        "What do two files not share?",
+        config("  rules: []")
+        + 'Path("yours.yaml").write_text(Path("mine.yaml").read_text().replace("mxfp8", "fp8_block").replace("O1", "O2"))\n',
+        "opfuse diff mine.yaml yours.yaml",
+        ("recipe: 'mxfp8' -> 'fp8_block'", "fusions.level: 'O1' -> 'O2'"),
+    ),
+    Question(
+        FILES,
+        "Which layers had better stay in bf16?",
+        "model = torch.nn.ModuleDict({name: torch.nn.Linear(4096, size, device='meta') for name, size in "
+        "(('up', 14336), ('gate', 64), ('lm_head', 32000), ('small', 32))})\n",
+        "print(opfuse.advise(model))",
+        ("up", "fp8_current", "a router", "the output head"),
     ),
     Question(
         FILES,

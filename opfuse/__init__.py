@@ -52,6 +52,7 @@ _NAMES = {
     "watch": "opfuse.inspect.watch",
     "host_times": "opfuse.inspect.host",
     "checkpoint": "opfuse.runtime.checkpoint",
+    "advise": "opfuse.convert.advise",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
     "export_weights": "opfuse.convert.foreign",

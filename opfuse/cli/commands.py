@@ -234,6 +234,40 @@ def cache_prune(
     prune(days=days, everything=everything, as_json=as_json)
 
 
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A directory of opfuse run, a trace, or a configuration.", show_default=False)
+]
+
+
+def diff(
+    old: RunPath,
+    new: RunPath,
+    *,
+    localize: Annotated[bool, typer.Option("--localize", help="Run the step where losses part again, op by op.")] = False,
+    bound: Annotated[float, typer.Option(min=0, help="What values may differ by, in parts of the largest.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Tell what changed between two runs, from which step on losses differ, and the first op whose values do."""
+    from opfuse.cli.diff import diff
+
+    diff(old, new, localize=localize, bound=bound, as_json=as_json)
+
+
+def advise(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A configuration, or a config.json of transformers.", show_default=False)
+    ],
+    *,
+    kind: Annotated[str, typer.Option(help="The kind of recipe.")] = "fp8_current",
+    rows: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
+    as_json: Json = False,
+) -> None:
+    """Advise low precision or bf16 for each layer, by what was measured on an H200."""
+    from opfuse.cli.advise import advise
+
+    advise(model, kind=kind, rows=rows, as_json=as_json)
+
+
 GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
     "cache": (
         "What plans and compiled kernels are kept, why they were made, and what may go.",
@@ -242,5 +276,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (run, generate, study, explain, check, parity, schema, kernels, doctor)
+COMMANDS = (run, generate, study, explain, check, parity, schema, kernels, doctor, diff, advise)
 """In the order in which they are listed."""

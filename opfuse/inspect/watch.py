@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.inspect.casts import figures
 from opfuse.inspect.writers import sink_of
-from opfuse.runtime.observed import GroupRun, observed
+from opfuse.runtime.observed import GroupRun, Observer, observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -33,21 +33,15 @@ RECORDS = 10_000
 """The latest records that a watch keeps."""
 
 
-class Watch:
-    """Watches the casts of ``model``; :meth:`close`, or leaving it as a context manager, ends that.
+class LookedAt:
+    """Training calls of ``model``, some of which are looked at: those for whose number ``due`` has an observer.
 
-    records: what was found, the latest last: ``step``, ``op`` (its path in the model), ``tensor`` (its role), and the fields of
-    :class:`~opfuse.inspect.casts.CastFigures`.
+    step: their number so far.
     """
 
-    def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
-        self.every = every
+    def __init__(self, model: nn.Module, due: Callable[[int], Observer | None]) -> None:
         self.step = 0
-        self.records: list[dict[str, Any]] = []
-        self.alarms = alarms
-        self._write = sink_of(to)
-        self._told: set[tuple[str, str, str]] = set()
-        self._names = _paths(model)
+        self.due = due
         self._look: AbstractContextManager[None] | None = None
         self._hooks = (
             model.register_forward_pre_hook(self._before),
@@ -58,8 +52,8 @@ class Watch:
         if not model.training:
             return
         self.step += 1
-        if (self.step - 1) % self.every == 0 and self._look is None:
-            self._look = observed(_WatchedStep(self, self.step))
+        if self._look is None and (observer := self.due(self.step)) is not None:
+            self._look = observed(observer)
             self._look.__enter__()
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -68,9 +62,42 @@ class Watch:
             look.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Look no longer."""
         for hook in self._hooks:
             hook.remove()
+
+
+class Watch:
+    """Watches the casts of ``model``; :meth:`close`, or leaving it as a context manager, ends that.
+
+    records: what was found, the latest last: ``step``, ``op`` (its path in the model), ``tensor`` (its role), and the fields of
+    :class:`~opfuse.inspect.casts.CastFigures`.
+    """
+
+    def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
+        self.every = every
+        self.records: list[dict[str, Any]] = []
+        self.alarms = alarms
+        self._write = sink_of(to)
+        self._told: set[tuple[str, str, str]] = set()
+        self._names = _paths(model)
+        self._calls = LookedAt(model, self._due)
+
+    @property
+    def step(self) -> int:
+        """Training calls so far."""
+        return self._calls.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._calls.step = number
+
+    def _due(self, step: int) -> Observer | None:
+        return _WatchedStep(self, step) if (step - 1) % self.every == 0 else None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._calls.close()
 
     def __enter__(self) -> Self:
         return self

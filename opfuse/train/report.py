@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 import opfuse
+from opfuse.compiler.plan import Plan
+from opfuse.keys import leaves, plain
+from opfuse.runtime.trace import key_id, process
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
 from opfuse.train.files import write
@@ -62,7 +65,15 @@ def to_dict(result: Comparison) -> dict[str, Any]:
         "seconds": run.seconds + (0.0 if base is None else base.seconds),
         "data": _data(result.corpus),
         "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "process": {name: value for name, value in process().items() if name in ("environment", "settings")},
+        "plans": [_plan(plan) for plan in run.plans],
     }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    """A plan by its key, value by value with sources, and what fused."""
+    own = [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in leaves(plan.key)]
+    return {"key": key_id(leaves(plan.key)), "leaves": own, "fusions": list(plan.fusions)}
 
 
 FIGURES: dict[str, Callable[[Curve], float]] = {

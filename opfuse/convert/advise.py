@@ -1,0 +1,130 @@
+"""Layer by layer: low precision or bf16, by what products and casts were measured to take on one GPU.
+
+A training step multiplies three times and casts the input, the weight and the gradient once each. Times follow from measured
+rates of large products and of memory (``benchmarks/results/h200.json``); a product that is too small for its casts gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from opfuse.convert.policy import HEADS
+from opfuse.core.operation import BasicOperation
+from opfuse.errors import ConversionError, describe, nearest
+
+RECORD = "benchmarks/results/h200.json"
+
+BF16 = 800e12
+RATES: Mapping[str, float] = {"fp8_current": 1440e12, "fp8_block": 1155e12, "mxfp8": 670e12, "nvfp4": 490e12}
+"""FLOP/s of products in bf16 and by kind of recipe: means over the three products and both sizes of the record."""
+
+BANDWIDTH = 4.1e12
+"""Bytes/s that a copy moves, which casts reach to about nine tenths."""
+
+CAST_BYTES = 6
+"""Of each element: read for the amax, read and written in both directions by the cast."""
+
+WORTH = 1.05
+"""The least gain for which low precision is advised."""
+
+MULTIPLE = 16
+"""What both sizes of a native product are multiples of."""
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """What is advised for one layer. gain: of a training step of it, how many times as fast; None where there is no product."""
+
+    path: str
+    sizes: tuple[int, int]
+    advice: str
+    gain: float | None
+    why: str
+
+    def __str__(self) -> str:
+        gain = "" if self.gain is None else f"x {self.gain:.2f}"
+        return f"{self.path:<40} {self.sizes[0]:>6} x {self.sizes[1]:<6} {self.advice:<12} {gain:<8} {self.why}".rstrip()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What is advised for a model, layer by layer. rows: the tokens that were reckoned with."""
+
+    rows: int
+    layers: tuple[LayerAdvice, ...]
+
+    @property
+    def policy(self) -> dict[str, None]:
+        """The layers that had better stay in high precision, as a policy of :func:`opfuse.fuse_`."""
+        return {layer.path: None for layer in self.layers if layer.advice == "bf16"}
+
+    @property
+    def gain(self) -> float:
+        """Of a training step of all these layers, if they are as advised."""
+        before = sum(_flops(layer.sizes, self.rows) for layer in self.layers)
+        after = sum(_flops(x.sizes, self.rows) / (1 if x.advice == "bf16" or x.gain is None else x.gain) for x in self.layers)
+        return before / after if after else 1.0
+
+    def __str__(self) -> str:
+        total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
+        return "\n".join((*map(str, self.layers), total))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"rows": self.rows, "gain": self.gain, "layers": [asdict(layer) for layer in self.layers]}
+
+
+def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192) -> Advice:
+    """For each linear layer of ``model``: the recipe ``kind`` or bf16, with what a training step of it would gain.
+
+    rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing.
+    The model may lie on the meta device. ConversionError for a kind that was not measured.
+    """
+    if kind not in RATES:
+        got, cure = f"{kind!r}{nearest(kind, RATES)}", f"name one of {', '.join(RATES)}"
+        raise ConversionError(describe("advise(kind=)", wanted="a kind of recipe that was measured", got=got, cure=cure))
+    return Advice(rows, tuple(_layer(path, sizes, kind, rows) for path, sizes in _layers(model)))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if id(module) in inside or not all(isinstance(size, int) for size in sizes):
+            continue
+        if isinstance(module, (nn.Linear, BasicOperation)) or hasattr(module, "basic_ops"):
+            inside |= {id(part) for part in module.modules()}
+            yield path or "model", sizes  # type: ignore[misc]
+
+
+def _layer(path: str, sizes: tuple[int, int], kind: str, rows: int) -> LayerAdvice:
+    if (what := HEADS.get(path.rpartition(".")[2])) is not None:
+        return LayerAdvice(
+            path, sizes, "bf16", None, f"{what}: its errors are those of {'routing' if 'router' in what else 'the loss'}"
+        )
+    if any(size % MULTIPLE for size in (*sizes, rows)):
+        return LayerAdvice(path, sizes, "bf16", None, f"sizes and rows must be multiples of {MULTIPLE} for native products")
+    gain = _gain(sizes, kind, rows)
+    if gain >= WORTH:
+        return LayerAdvice(path, sizes, kind, gain, "")
+    slower = RATES[kind] < BF16
+    why = (
+        "products of this recipe are emulated on an H200"
+        if slower
+        else "casts take what products gain: too small, or too few rows"
+    )
+    return LayerAdvice(path, sizes, "bf16", gain, why)
+
+
+def _flops(sizes: tuple[int, int], rows: int) -> float:
+    return 6.0 * rows * sizes[0] * sizes[1]
+
+
+def _gain(sizes: tuple[int, int], kind: str, rows: int) -> float:
+    out, into = sizes
+    casts = CAST_BYTES * (rows * into + out * into + rows * out) / BANDWIDTH
+    return (_flops(sizes, rows) / BF16) / (_flops(sizes, rows) / RATES[kind] + casts)

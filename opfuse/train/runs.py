@@ -1,0 +1,137 @@
+"""Runs beside each other: what differs of two reports, traces or configurations, and from which step on their losses do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opfuse.config import load
+from opfuse.config.values import values_of
+from opfuse.errors import TraceError, describe
+from opfuse.inspect.trace import SUFFIX, Trace, read
+from opfuse.keys import plain
+
+REPORT = "report.json"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value of a run, and where it came from, if that is known."""
+
+    value: Any
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What is known of a run. facts: by dotted name, in order. losses: of the steps of the run under its recipe."""
+
+    path: Path
+    facts: dict[str, Fact]
+    losses: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class FactDifference:
+    """A fact that two runs do not share."""
+
+    name: str
+    old: Fact
+    new: Fact
+
+    def __str__(self) -> str:
+        told = [f"{each.source}" for each in (self.old, self.new) if each.source]
+        same = self.old.source == self.new.source
+        return f"{self.name}: {self.old.value!r} -> {self.new.value!r}" + ("" if same or not told else f" ({' -> '.join(told)})")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first step, from 1, in which two losses are not equal bit for bit. relative: by how much, of the first."""
+
+    step: int
+    old: float
+    new: float
+
+    @property
+    def relative(self) -> float:
+        return self.new / self.old - 1
+
+    def __str__(self) -> str:
+        return f"losses differ from step {self.step} on: {self.old!r} and {self.new!r}, {self.relative:+.2e}"
+
+
+NOTHING = Fact("nothing")
+
+
+def known_run(path: str | Path) -> KnownRun:
+    """What ``opfuse run`` left in a directory, a report, a trace or a directory of them, or a configuration. TraceError for
+    anything else.
+    """
+    place = Path(path)
+    report = place / REPORT if place.is_dir() else place
+    if report.name == REPORT and report.exists():
+        return _of_report(report)
+    if place.suffix == SUFFIX or (place.is_dir() and any(place.glob(f"*{SUFFIX}"))):
+        return KnownRun(place, dict(_of_trace(read(place)[0])))
+    if place.suffix in (".yaml", ".yml") or not place.exists():
+        config = load(path)
+        return KnownRun(Path(config.path), {each.path: Fact(plain(each.value), each.source) for each in values_of(config)})
+    cure = "name a directory of `opfuse run`, a trace of OPFUSE_TRACE, or a configuration"
+    raise TraceError(describe(str(path), wanted="a run", got="something else", cure=cure))
+
+
+def _of_report(path: Path) -> KnownRun:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        facts = dict(_report_facts(told))
+        return KnownRun(path.parent, facts, tuple(told["curves"][0]["losses"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        got, cure = f"{type(error).__name__}: {error}", "write it anew: opfuse run CONFIG"
+        raise TraceError(describe(str(path), wanted="a report of opfuse run", got=got, cure=cure)) from None
+
+
+def _report_facts(told: dict[str, Any]) -> Iterator[tuple[str, Fact]]:
+    for name in ("recipe", "dtype", "device", "backend", "steps", "seed"):
+        yield name, Fact(told[name])
+    for section, name in (("recipe", "recipe_fields"), ("train", "settings"), ("data", "data"), ("versions", "versions")):
+        yield from ((f"{section}.{key}", Fact(value)) for key, value in told[name].items())
+    for section in ("environment", "settings"):
+        yield from ((f"{section}.{key}", Fact(value)) for key, value in told.get("process", {}).get(section, {}).items())
+    for row in told["fusion_counts"]:
+        yield f"fusions.{row['direction']}.{row['rule']}", Fact(row["count"])
+    for number, plan in enumerate(told.get("plans", ()), 1):
+        yield from ((f"plan {number}.{leaf['path']}", Fact(leaf["value"], leaf["source"])) for leaf in plan["leaves"])
+
+
+def _of_trace(trace: Trace) -> Iterator[tuple[str, Fact]]:
+    process = trace.process
+    yield "device", Fact(process.device)
+    for section in ("versions", "environment", "settings"):
+        yield from ((f"{section}.{key}", Fact(value)) for key, value in getattr(process, section).items())
+    for number, plan in enumerate(trace.plans, 1):
+        fused = [each["rule"] for each in plan.outcomes if each["status"] == "fused"]
+        yield f"plan {number}.fusions", Fact(fused)
+        yield from ((f"plan {number}.{leaf.path}", Fact(leaf.value, leaf.source)) for leaf in plan.leaves)
+
+
+def differences(old: KnownRun, new: KnownRun) -> list[FactDifference]:
+    """The facts that two runs do not share, in order; where one value is in several plans, in the first of them alone."""
+    found: list[FactDifference] = []
+    seen: set[str] = set()
+    for name in {**old.facts, **new.facts}:
+        left, right = old.facts.get(name, NOTHING), new.facts.get(name, NOTHING)
+        what = name.partition(".")[2] if name.startswith("plan ") else name
+        if left.value != right.value and what not in seen:
+            seen.add(what)
+            found.append(FactDifference(name, left, right))
+    return found
+
+
+def divergence(old: KnownRun, new: KnownRun) -> Divergence | None:
+    """Where losses part; None if they are equal as far as both go."""
+    pairs = enumerate(zip(old.losses, new.losses), 1)
+    return next((Divergence(step, left, right) for step, (left, right) in pairs if left != right), None)

@@ -1,0 +1,80 @@
+"""Advice follows from what was measured, and is a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops
+from opfuse.cli.app import main
+from opfuse.convert.advise import BANDWIDTH, BF16, RATES, RECORD
+from opfuse.errors import ConversionError
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {"bf16": "bf16", "fp8_current": "fp8 per tensor", "fp8_block": "fp8 blocks", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+
+
+def test_rates_are_those_of_the_record() -> None:
+    """Within 5 %: they are rounded, and a new record moves them a little."""
+    rows = [
+        row for row in json.loads((ROOT / RECORD).read_text())["results"] if row["script"] == "gemm" and row["unit"] == "TFLOP/s"
+    ]
+    for kind, name in NAMES.items():
+        values = [row["value"] * 1e12 for row in rows if row["name"].rpartition(" ")[0].rpartition(" ")[0] == name]
+        assert len(values) == 6
+        assert (BF16 if kind == "bf16" else RATES[kind]) == pytest.approx(sum(values) / 6, rel=0.05)
+    assert 3e12 < BANDWIDTH < 5e12
+
+
+def model() -> nn.ModuleDict:
+    with torch.device("meta"):
+        return nn.ModuleDict(
+            {
+                "large": nn.Linear(4096, 14336),
+                "small": nn.Linear(64, 64),
+                "odd": nn.Linear(4096, 1001),
+                "gate": nn.Linear(4096, 8192),
+                "mlp": ops.Sequential(ops.Linear(4096, 4096), ops.GELU()),
+                "lm_head": nn.Linear(4096, 32000),
+            }
+        )
+
+
+def test_large_layers_gain_small_ones_do_not_heads_and_routers_stay() -> None:
+    found = opfuse.advise(model())
+    told = {layer.path: layer for layer in found.layers}
+    assert list(told) == ["large", "small", "odd", "gate", "mlp.0", "lm_head"]
+    assert {path for path, layer in told.items() if layer.advice == "fp8_current"} == {"large", "mlp.0"}
+    assert told["large"].gain is not None
+    assert 1.4 < told["large"].gain < RATES["fp8_current"] / BF16
+    for path, why in {"small": "too small", "odd": "multiples of 16", "gate": "routing", "lm_head": "the loss"}.items():
+        assert why in told[path].why
+    assert set(found.policy) == {"small", "odd", "gate", "lm_head"}
+    assert 1 < found.gain < told["large"].gain
+    assert "x 1." in str(found)
+    assert all(layer.advice == "bf16" for layer in opfuse.advise(model(), kind="nvfp4").layers)
+    with pytest.raises(ConversionError, match="did you mean 'mxfp8'"):
+        opfuse.advise(model(), kind="mxfp")
+
+
+def test_the_command_reads_configurations_and_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "quickstart", "--json"]) == 0
+    assert {layer["advice"] for layer in json.loads(capsys.readouterr().out)["layers"]} == {"bf16"}
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["advise", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "model.layers.0.mlp.gate_proj" in text
+    assert "lm_head" in text

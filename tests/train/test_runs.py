@@ -1,0 +1,77 @@
+"""Runs compared: what differs is told with its source, losses part at a step, and the first op whose values differ is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opfuse.cli.app import main
+from opfuse.config import load
+from opfuse.errors import TraceError
+from opfuse.train import compare, write_report
+from opfuse.train.runs import differences, divergence, known_run
+
+CONFIG = """version: 1
+recipe: {kind: mxfp8}
+pipeline:
+  ops:
+    - {op: linear, in_features: 64, out_features: 64}
+    - {op: gelu}
+    - {op: linear, in_features: 64, out_features: 256}
+data: {kind: pydoc_topics, context: 4, embedding: 16}
+train: {steps: 4, batch_size: 32, eval_every: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of one file, and one with another override, which changes gradients and not the first loss."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, text in (
+        ("one", CONFIG),
+        ("two", CONFIG),
+        ("other", CONFIG.replace("mxfp8}", "mxfp8, backward_override: dequantized}")),
+    ):
+        (place / name).mkdir()
+        for path in (place / f"{name}.yaml", place / name / "config.yaml"):
+            path.write_text(text)
+        write_report(compare(load(place / f"{name}.yaml")), place / name)
+    return place
+
+
+def test_equal_runs_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (known_run(runs / name) for name in ("one", "two"))
+    assert [each.name for each in differences(one, two)] == []
+    assert divergence(one, two) is None
+    assert len(one.losses) == 4
+    assert main(["diff", str(runs / "one"), str(runs / "two"), "--localize"]) == 0
+    text = capsys.readouterr().out
+    assert "4 losses are equal bit for bit" in text
+    assert "no value differs" in text
+
+
+def test_what_changed_is_told_and_localized(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(runs / "one"), str(runs / "other"), "--localize", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    names = {each["name"] for each in found["differences"]}
+    assert {"recipe.backward_override", "plan 1.env.recipe.backward_override", "fusions.backward.backward_elementwise"} <= names
+    assert found["divergence"]["step"] == 2
+    assert (found["first_value"]["side"], found["first_value"]["name"]) == ("forward", "1:quantize[weight]")
+    assert main(["diff", str(runs / "one"), str(runs / "other")]) == 1
+    text = capsys.readouterr().out
+    assert "recipe.backward_override: None -> 'dequantized'" in text
+    assert f"(default -> {runs}/other.yaml:2:" in text
+    assert "losses differ from step 2 on" in text
+
+
+def test_configurations_and_traces_are_compared_too(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(runs / "one.yaml"), str(runs / "other.yaml")]) == 1
+    assert "recipe.backward_override: None -> 'dequantized' (default -> " in capsys.readouterr().out
+    with pytest.raises(TraceError, match="a run"):
+        known_run(Path(__file__).parent)
+    (runs / "report.json").write_text("{}")
+    with pytest.raises(TraceError, match="a report of opfuse run"):
+        known_run(runs / "report.json")
+    assert main(["diff", str(runs), str(runs / "one")]) == 1

@@ -64,14 +64,14 @@ def test_a_product_of_many_blocks_is_rehearsed_without_its_sums(monkeypatch):
 @pytest.mark.parametrize(("groups", "made"), [(512, 2), (3, 2), (1, 1)])
 def test_few_groups_stand_for_all(groups, made, monkeypatch):
     built = []
-    build = trial.Entry.build
+    build = trial.PipelineEntry.build
 
     def watched(entry, **options):
         built.append(entry.groups)
         return build(entry, **options)
 
     trial._rehearse.cache_clear()
-    monkeypatch.setattr(trial.Entry, "build", watched)
+    monkeypatch.setattr(trial.PipelineEntry, "build", watched)
     config = load(LINEAR(64, 64), dispatch(groups, min(groups, 2)), *experts(groups, groups)[1:], recipe="mxfp8")
     assert config.pipeline[2].groups == groups
     assert built.count(made) >= 2

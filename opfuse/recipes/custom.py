@@ -15,7 +15,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe, ScaleHistory
 from opfuse.recipes.settings import setting
 from opfuse.recipes.zoo import PRESETS
-from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.quantizers import ForeignQuantizer, GroupedQuantizer, Quantizer
 from opfuse.tensors.quantizers.composite import QuantizerRequest
 
 
@@ -44,6 +44,12 @@ _AskedFactory = Callable[[QuantizerRole], Answer | None]
 def _is_answer(made: object) -> TypeGuard[Answer]:
     """Whether a factory may answer this: ops themselves make quantizers of groups, of one for each."""
     return isinstance(made, Answer) and not isinstance(made, GroupedQuantizer)
+
+
+def _adapted(made: Any) -> Any:
+    """An answer as it is; a quantizer of a plain class, an instance with ``quantize``, in the form that ops take."""
+    plain = not isinstance(made, (Quantizer, type)) and callable(getattr(made, "quantize", None))
+    return ForeignQuantizer(made) if plain else made
 
 
 def _factory(value: Any) -> QFactory:
@@ -81,9 +87,9 @@ def _shown(asked: _AskedFactory, number: int) -> dict[str, Any]:
 class CustomRecipe(Recipe):
     """Asks ``qfactory(role)`` for each quantizer.
 
-    qfactory: a function of a :class:`QuantizerRole` (module type, tensor type, the name of the op) that returns a quantizer, or
-    a :class:`DelayedScalingRequest`; or the name of a preset of :mod:`opfuse.recipes.zoo`. A recipe that is pickled needs
-    one that another process can import.
+    qfactory: a function of a :class:`QuantizerRole` (module type, tensor type, the name of the op) that returns a quantizer,
+    also one of a plain class with ``quantize(x)`` (:class:`ForeignQuantizer`), or a :class:`DelayedScalingRequest`; or the name
+    of a preset of :mod:`opfuse.recipes.zoo`. A recipe that is pickled needs one that another process can import.
 
     The function's identity, and what it answers at construction for the nameless linear roles of TENSOR_TYPES, are part of the
     recipe's; a role that it refuses there has no part in it. Recipes that are equal share the answers, so that under equal
@@ -130,7 +136,7 @@ class CustomRecipe(Recipe):
 
     def _probed(self, role: QuantizerRole) -> Answer | None:
         try:
-            made = self.qfactory(role)
+            made = _adapted(self.qfactory(role))
         except Exception:
             return None
         return made if _is_answer(made) else None
@@ -144,7 +150,7 @@ class CustomRecipe(Recipe):
     def _answer(self, role: QuantizerRole) -> Answer:
         if (known := self._answers.get(role)) is not None:
             return known
-        made = self.qfactory(role)
+        made = _adapted(self.qfactory(role))
         if not _is_answer(made):
             cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
             wanted = "a Quantizer or a DelayedScalingRequest"

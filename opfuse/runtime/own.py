@@ -84,6 +84,6 @@ def is_own_quantizer(quantizer: Any) -> bool:
     """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
     if not is_dataclass(quantizer):
         return True
-    if getattr(quantizer, "with_amax_reduction", False):
+    if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
         return False
     return _is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))

@@ -6,6 +6,18 @@ is refused, by name and with what to write instead; nothing is ignored. New code
 
 from opfuse.recipes import quantized_model_init
 from opfuse.te import factories, ops, recipe
+from opfuse.te.quantizer import PlainQuantizer as Quantizer
+from opfuse.te.quantizer import QuantizedTensorStorage
 from opfuse.te.regions import autocast, fp8_autocast, fp8_model_init
 
-__all__ = ["autocast", "factories", "fp8_autocast", "fp8_model_init", "ops", "quantized_model_init", "recipe"]
+__all__ = [
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "autocast",
+    "factories",
+    "fp8_autocast",
+    "fp8_model_init",
+    "ops",
+    "quantized_model_init",
+    "recipe",
+]

@@ -29,7 +29,7 @@ _MARK = b'{"opfuse": '
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _FAMILIES = get_args(get_type_hints(NumberFormat)["family"])
-_QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name != Quantizer.__name__]
+_QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name not in ("Quantizer", "ForeignQuantizer")]
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls for cls in (QuantizedStorage, Plane, GroupedPlane, NumberFormat, Element, *_QUANTIZERS)
 }

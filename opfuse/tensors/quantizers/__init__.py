@@ -2,6 +2,7 @@
 
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.quantizers.composite import HybridQuantizer, IdentityQuantizer
+from opfuse.tensors.quantizers.foreign import ForeignQuantizer
 from opfuse.tensors.quantizers.fp8 import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer, Float8RowQuantizer
 from opfuse.tensors.quantizers.grouped import GroupedQuantizer
 from opfuse.tensors.quantizers.microscaled import MXFP8Quantizer, NVFP4Quantizer
@@ -11,6 +12,7 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8RowQuantizer",
+    "ForeignQuantizer",
     "GroupedQuantizer",
     "HybridQuantizer",
     "IdentityQuantizer",

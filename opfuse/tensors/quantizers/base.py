@@ -54,6 +54,9 @@ class Quantizer(ABC):
     columnwise: bool = True
     optimize_for_gemm: bool = False
 
+    runs_code_of_others: ClassVar[bool] = False
+    """Whether a cast runs what opfuse does not know, so that no recording repeats it."""
+
     wrap: ClassVar[Callable[[torch.Tensor, Quantizer], Any]] = staticmethod(lambda x, quantizer: quantizer.quantize(x))
     """What calling a quantizer does. The tensor room sets it, once, at import, to a cast with a gradient and a wrapper."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import textwrap
@@ -36,7 +37,7 @@ from opfuse.train import (
     write_values,
 )
 from opfuse.train.checkpoints import CONFIGURATION
-from opfuse.train.comparison import labels
+from opfuse.train.comparison import labels, overridden
 from opfuse.train.files import write as put
 from opfuse.train.report import report_text
 
@@ -53,7 +54,8 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     chosen = load(config)
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     text = Path(chosen.path).read_text(encoding="utf-8")
-    same = {"configuration": text, "steps": str(steps), "seed": str(seed), "device": place.type}
+    settings = overridden(chosen.train, steps=steps, seed=seed)
+    same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
     checkpoints = Checkpoints(directory, same, resume)
     if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
         error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
@@ -86,7 +88,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
     def handler(number: int, frame: object) -> None:
         asked.set()
-        error("stopping after this step; once more stops at once")
+        os.write(2, b"stopping after this step; once more stops at once\n")  # no stream: one may be in use just now
         for each, old in before.items():
             signal.signal(each, old)
 

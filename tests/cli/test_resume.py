@@ -120,8 +120,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys
     assert "is of an earlier run and will be replaced" in capsys.readouterr().err
     path = out / "checkpoints" / "bfloat16.pt"
     for changed, wanted in (
-        (["--seed", "3"], "bfloat16.pt seed: wants None, got 3"),
-        (["--steps", "7"], "bfloat16.pt steps: wants None, got 7"),
+        (["--seed", "3"], "bfloat16.pt seed: wants 0, got 3"),
+        (["--steps", "7"], "bfloat16.pt steps: wants 6, got 7"),
     ):
         assert main([*run, str(out), "--resume", *changed]) == 1
         assert wanted in capsys.readouterr().err

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from opfuse.kernels.products import emulated
 from opfuse.kernels.products import native as gemm_native
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
+from opfuse.program.tape import Tape
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (
@@ -245,3 +249,33 @@ def test_u_gemm_asks_for_the_result_type_that_it_returns():
     x = QUANTIZERS["tensor"].quantize(torch.randn(32, 64))
     assert gemm("fprop", x, x, dtype=BF16).dtype == BF16
     assert gemm("fprop", x, x, dtype=BF16, out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_an_emulated_product_has_one_result_in_fp32_unless_somebody_may_hold_the_sums():
+    """Of 8192 x 14336 values a second one is 448 MiB. A recording is no such holder: its tensors end with it."""
+    lines = [emulated.Lines(torch.randn(16, 32), factor=torch.full((1, 1), 0.3 + i)) for i in range(2)]
+    wanted = lines[0].values @ lines[1].values.t()
+    for factor in emulated.balanced(lines[0].factor, lines[1].factor.t()):
+        wanted = wanted * factor
+
+    class Holder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                held.append((made, made.clone()))
+            return made
+
+    with Holder():
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        assert torch.equal(emulated.multiply(*lines), wanted)
+    ((now, then),) = held
+    assert torch.equal(now, then)
+    sums: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated, "_sums", lambda a, b: sums.append(a @ b.t()) or sums[-1])
+        for recorded in (False, True):
+            tape = Tape([])
+            with tape.recording() if recorded else contextlib.nullcontext():
+                made = emulated.multiply(*lines)
+            assert made.data_ptr() == sums[-1].data_ptr()
+            assert torch.equal(made, wanted)

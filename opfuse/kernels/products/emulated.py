@@ -20,6 +20,7 @@ import torch
 
 from opfuse.formats import E2M1, NumberFormat
 from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
 from opfuse.numerics.scalars import decode
@@ -47,9 +48,15 @@ def multiply(left: Lines, right: Lines) -> torch.Tensor:
         return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
     result = _sums(left.values, right.values)
     if left.factor is not None and right.factor is not None:
+        alone = _is_alone()
         for factor in balanced(left.factor, right.factor.t()):
-            result = result * factor  # a checkpoint may keep the sums, so nothing writes to them
+            result = result.mul_(factor) if alone else result * factor  # in fp32, of which a second one is the peak of a step
     return result
+
+
+def _is_alone() -> bool:
+    """Whether nobody holds what an op here has made: a mode may, as that of a selective checkpoint; a recording does not."""
+    return torch._C._len_torch_dispatch_stack() <= (listener() is not None)
 
 
 def grouped_product(

@@ -146,6 +146,7 @@ def _part(op: Linear, dim: int, mesh: Any, gated: GatedActivation | None) -> Lin
     sizes[dim] //= mesh.size()
     made = Linear(sizes[1], sizes[0], op.bias is not None, device="meta", dtype=op.weight.dtype).train(op.training)
     made.name = op.name
+    made._product.__dict__["stored"] = op._product.stored
     made._product.__dict__["cut_over"] = dict.fromkeys(("weight", "input" if dim else "grad_output"), mesh.get_group())
     made.weight = _spread(op.weight, Shard(dim), mesh)
     if op.bias is not None:

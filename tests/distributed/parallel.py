@@ -6,6 +6,7 @@ input and of the norm, are sums over ranks, which round once more.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import ShapeError
+from opfuse.errors import OpfuseWarning, ShapeError
+from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
 from tests.distributed.running import Task
 from tests.distributed.shards import same_on_all
@@ -113,9 +115,16 @@ def check_sharded(block: Block, rank: int, ranks: int, device: str) -> list[str]
         with region_of(block.recipe):
             results = [one(part) for part in x]
         torch.autograd.backward(results, list(dy))
-        with region_of(block.recipe):
+        with warnings.catch_warnings(record=True) as told, region_of(block.recipe):
+            warnings.simplefilter("always", OpfuseWarning)
             y = many(x[own])
         y.backward(dy[own])
+        many.reshard()
+        held = [stored_in(many[i].weight).detach() for i in (1, 3)]
+        plain = block.stored and not all(isinstance(each, QuantizedTensor) for each in held)
+        said = any("lives quantized, as it was made" in str(each.message) for each in told)
+        if said != (plain and step == 0):
+            wrong.append("told of a weight that is quantized" if said else "not told of a plain weight")
         pairs = {f"result {step}": (y.detach(), results[own].detach())}
         for (name, mine), its in zip(many.named_parameters(), one.parameters(), strict=True):
             pairs[f"gradient of {name} {step}"] = mine.grad.full_tensor(), its.grad / 2
@@ -125,9 +134,7 @@ def check_sharded(block: Block, rank: int, ranks: int, device: str) -> list[str]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    many.reshard()
-    held = [stored_in(p).detach() for p in many.parameters()]
-    scales = [held[i].record.rowwise.scale for i in (1, 3) if block.stored and block.recipe == "current"]
+    scales = [each.record.rowwise.scale for each in held if block.stored and block.recipe == "current"]
     alike = [same_on_all(scale) for scale in scales]
     return wrong + ([] if all(alike) else ["scales differ"])
 
@@ -145,7 +152,7 @@ TASKS: list[Task] = [
     *((check_parallel, Block(recipe)) for recipe in ("none", "mxfp8", "delayed")),
     (check_parallel, Block("current", stored=True)),
     (check_parallel, Block("nvfp4", stored=True, sequence=False)),
-    (check_sharded, Block("current", stored=True, sequence=False)),
+    *((check_sharded, Block(recipe, stored=True, sequence=False)) for recipe in ("current", "block")),
 ]
 MORE: list[Task] = [
     (check, Block(recipe, stored, sequence))

@@ -21,6 +21,7 @@ from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, clash
+from opfuse.tensors.quantizers import HybridQuantizer
 from opfuse.tensors.quantizers.base import RuledQuantizer
 
 Arch = tuple[int, int]
@@ -125,7 +126,8 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     kind = recipe.kind if isinstance(recipe, Recipe) else recipe
     arch = device_arch() if arch is None else arch
     if isinstance(recipe, CustomRecipe):
-        return _custom(recipe, arch)
+        found, told = _custom(recipe, arch), _casts(recipe)
+        return Support(found.status, f"{found.reason}; {told}") if told else found
     if kind == "custom":
         return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
     if kind not in GATES:
@@ -134,20 +136,33 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     casts = f"; {told}" if isinstance(recipe, Recipe) and (told := _casts(recipe)) else ""
     if closed := GATES[kind].miss(arch, _cuda_version()):
         return Support("emulated", closed + casts)
-    found = next((gemm for gemm in NATIVE_GEMMS if gemm.kind == kind and gemm.since <= arch < gemm.below), None)
-    if found is None:
+    native = next((gemm for gemm in NATIVE_GEMMS if gemm.kind == kind and gemm.since <= arch < gemm.below), None)
+    if native is None:
         missing = f"compute capability {_dotted(arch)} has the product, this package does not call it yet"
         return Support("emulated", missing + casts)
-    return Support("native", found.name + casts)
+    return Support("native", native.name + casts)
 
 
 def _casts(recipe: Recipe) -> str | None:
     """Which casts of a recipe run in torch on every device; None if there are kernels for all."""
-    if not hasattr(recipe, "scale_rule"):
+    if isinstance(recipe, CustomRecipe):
+        made = {role: recipe.key_extras[f"{role}_quantizer"] for role in TENSOR_TYPES}
+    elif hasattr(recipe, "scale_rule"):
+        made = {role: recipe.quantizer(QuantizerRole(tensor_type=role)) for role in TENSOR_TYPES}
+    else:
         return None
-    made = {role: recipe.quantizer(QuantizerRole(tensor_type=role)) for role in TENSOR_TYPES}
-    slow = [role for role, quantizer in made.items() if isinstance(quantizer, RuledQuantizer) and quantizer.runs_in_torch]
-    return f"no kernel casts by scale_rule={recipe.scale_rule!r}: torch casts {', '.join(slow)}" if slow else None
+    slow = {role: [part.scale_rule for part in _parts(each) if part.runs_in_torch] for role, each in made.items()}
+    rules = dict.fromkeys(rule for found in slow.values() for rule in found)
+    roles = ", ".join(role for role, found in slow.items() if found)
+    return f"no kernel casts by scale_rule={' or '.join(map(repr, rules))}: torch casts {roles}" if rules else None
+
+
+def _parts(quantizer: object) -> list[RuledQuantizer]:
+    """The quantizers with a scale rule that one is made of."""
+    subs = (
+        (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer) if isinstance(quantizer, HybridQuantizer) else (quantizer,)
+    )
+    return [each for each in subs if isinstance(each, RuledQuantizer)]
 
 
 def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
@@ -155,6 +170,9 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
 
     Refused if calls are: for formats that cannot meet, or for delayed scaling under an override.
     """
+    own = [role for role in TENSOR_TYPES if getattr(recipe.key_extras[f"{role}_quantizer"], "runs_code_of_others", False)]
+    if own:
+        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(own)}")
     try:
         formats = {role: _formats(recipe, role) for role in TENSOR_TYPES}
     except RecipeError as error:

@@ -12,7 +12,7 @@ import opfuse
 from opfuse import ops, te
 from opfuse.errors import QuantizerError
 from opfuse.recipes import CustomRecipe
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, ForeignQuantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Float8RowQuantizer, ForeignQuantizer, HybridQuantizer
 
 
 @dataclass
@@ -145,3 +145,17 @@ def test_the_base_class_is_as_the_peer_s():
     other.set_usage(rowwise=False, columnwise=True)
     assert (quantizer.columnwise_usage, other.rowwise_usage, other.columnwise_usage) == (False, False, True)
     assert isinstance(other(torch.randn(4, 4)), Kept)
+
+
+def test_support_says_that_it_is_emulated_and_what_torch_casts():
+    told = opfuse.support(CustomRecipe(qfactory=reference), (9, 0))
+    assert str(told) == "emulated: products read the dequantized values of a quantizer of one's own: input, weight, grad_output"
+
+    def slow_weights(role):
+        rows = Float8RowQuantizer(torch.float8_e4m3fn)
+        exact = Float8RowQuantizer(torch.float8_e4m3fn, scale_rule="compressed_tensors")
+        return HybridQuantizer(exact, rows) if role.tensor_type == "weight" else rows
+
+    told = opfuse.support(CustomRecipe(qfactory=slow_weights), (9, 0))
+    assert told.status == "native"
+    assert told.reason.endswith("; no kernel casts by scale_rule='compressed_tensors': torch casts weight")

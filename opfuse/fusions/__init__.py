@@ -8,6 +8,7 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_ADD,
     BACKWARD_LINEAR_SCALE,
 )
+from opfuse.fusions.chain import ELEMENTWISE
 from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD, NORM_QUANTIZE
 
 RULES = RuleSet(
@@ -16,6 +17,7 @@ RULES = RuleSet(
         LINEAR_ADD,
         NORM_QUANTIZE,
         EPILOGUE,
+        ELEMENTWISE,
         BACKWARD_LINEAR_ADD,
         BACKWARD_LINEAR_SCALE,
         BACKWARD_ADD_RMS_NORM,

@@ -1,4 +1,4 @@
-"""A run of elementwise ops without a producer, forward: what a declared rule may emit as ``chain``."""
+"""A run of elementwise ops without a producer, forward; also what a declared rule may emit as ``chain``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opfuse.compiler.rules import fusion, maybe, run
 from opfuse.core.context import Context
 from opfuse.ops.chains import run_chain, run_chain_cast
 
@@ -17,3 +18,11 @@ def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context 
     made = run_chain(x, chain, **flow) if quantize is None else run_chain_cast(x, chain, quantize.op, **flow)
     chain[0].input_dtype = x.dtype
     return made
+
+
+ELEMENTWISE = fusion(
+    "elementwise",
+    {"chain": run("elementwise", low=1), "quantize": maybe("quantize")},
+    forward=elementwise,
+    doc=elementwise.__doc__ or "",
+)

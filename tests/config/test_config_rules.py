@@ -357,13 +357,13 @@ def names(*rules, direction="forward"):
 
 
 def test_a_rule_claims_before_or_after_another():
-    built_in = ["linear_scale_add", "linear_add", "norm_quantize", "epilogue"]
-    assert names("{use: epilogue, before: norm_quantize}") == [*built_in[:2], "epilogue", "norm_quantize"]
+    built_in = ["linear_scale_add", "linear_add", "norm_quantize", "epilogue", "elementwise"]
+    assert names("{use: epilogue, before: norm_quantize}") == [*built_in[:2], "epilogue", "norm_quantize", "elementwise"]
     assert names("{use: linear_scale_add, after: linear_add}")[:2] == ["linear_add", "linear_scale_add"]
     mine = "name: mine, pattern: [grouped_linear, gelu]"
-    assert names(f"{{{mine}, after: norm_quantize}}") == [*built_in[:3], "mine", "epilogue"]
+    assert names(f"{{{mine}, after: norm_quantize}}") == [*built_in[:3], "mine", *built_in[3:]]
     assert names(f"{{{mine}, after: norm_quantize}}", "{use: norm_quantize, priority: 2}") == [
-        *("norm_quantize", "mine", "linear_scale_add", "linear_add", "epilogue")
+        *("norm_quantize", "mine", "linear_scale_add", "linear_add", "epilogue", "elementwise")
     ]
     later = "{name: later, pattern: [grouped_linear, silu], before: linear_add}"
     assert names(f"{{{mine}, before: later}}", later)[1:4] == ["mine", "later", "linear_add"]
@@ -504,4 +504,4 @@ def test_a_hundred_rules_are_no_trouble():
         return f"{{name: r{i}, pattern: 'linear bias? gelu|silu|relu quantize?', {guard}, before: {after[i]}}}"
 
     after = [*(f"r{i}" for i in range(1, 100)), "epilogue"]
-    assert names(*map(rule, range(100)))[-101:] == [f"r{i}" for i in range(100)] + ["epilogue"]
+    assert names(*map(rule, range(100)))[-102:] == [f"r{i}" for i in range(100)] + ["epilogue", "elementwise"]

@@ -58,6 +58,12 @@ PLACES = {
         ("linear", "bias", "swiglu", "dropout", "add_extra_input"),
         extras=1,
     ),
+    "elementwise": Place(
+        lambda: ops.Sequential(ops.AddExtraInput(), ops.SwiGLU(), ops.Linear(WIDTH // 2, WIDTH)),
+        ("add_extra_input", "swiglu", "quantize"),
+        ("add_extra_input", "swiglu"),
+        extras=1,
+    ),
     "backward_linear_add": Place(
         lambda: ops.Sequential(ops.RMSNorm(WIDTH), ops.MakeExtraOutput(in_place=True), ops.Linear(WIDTH, WIDTH)),
         ("make_extra_output", "linear"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, calls, distributed, grouped, models, pipelines, record, timing, training
+from benchmarks import bandwidth, calls, distributed, grouped, models, pipelines, products, record, timing, training
 from docs import performance
 from opfuse.config import Config, load
 from opfuse.recipes import Support
@@ -236,6 +236,17 @@ def test_a_decoder_of_ops_computes_what_that_of_torch_does() -> None:
     fused.load_state_dict(eager.state_dict())
     x = torch.randn(TINY.tokens, TINY.hidden)
     torch.testing.assert_close(fused(x), eager(x))
+
+
+def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SIZES", ((128, 128, 16),))
+    monkeypatch.setattr(products, "GROUPS", ((2, 16),))
+    monkeypatch.setattr(products, "FEATURES", (128, 16))
+    took = iter([2.0, 1.0] * 100)
+    monkeypatch.setattr(products, "device_time", lambda calls, **_: timing.Timing(*[next(took)] * 3))
+    found = [*products.records("cpu")]
+    assert {each["value"] for each in found if each["limit"]} == {2.0}
+    assert len(found) == 2 * 2 * len(products.KINDS)
 
 
 @pytest.mark.usefixtures("_no_device")

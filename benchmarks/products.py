@@ -1,0 +1,97 @@
+"""The package's own FP8 product beside cuBLASLt's, same process, operands and bits: ``python -m benchmarks.products``.
+
+Needs compute capability 9.0. Operands are random codes; scales differ from line to line, as those of activations do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.timing import Call, device_time
+from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_tensor
+from opfuse.kernels.products.hopper import grouped_product
+from opfuse.kernels.products.native import _scaled_mm
+from opfuse.kernels.products.stored import Stored
+from opfuse.numerics.layouts import Layout
+
+BF16 = torch.bfloat16
+
+
+class Kind(NamedTuple):
+    """Formats of both operands, whether sums are fast, and the least speed, in that of the library."""
+
+    left: NumberFormat
+    right: NumberFormat
+    fast: bool = False
+    least: float = 0.98
+
+
+KINDS = {
+    "per tensor, fast": Kind(fp8_tensor(E4M3), fp8_tensor(E4M3), fast=True),
+    "per tensor, split": Kind(fp8_tensor(E4M3), fp8_tensor(E4M3)),
+    "1x128 by 128x128": Kind(fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
+    "1x128 by 1x128": Kind(fp8_block(E4M3, 1), fp8_block(E4M3, 1), least=0.95),
+}
+SIZES = ((8192, 2048, 8192), (8192, 4096, 14336), (4096, 7168, 4096), (16384, 7168, 2048))
+"""Lines of the left, length of the sums, lines of the right."""
+
+GROUPS = ((8, 2048), (64, 256))
+"""Groups and lines of each."""
+
+FEATURES = 7168, 2048
+"""Of groups: in and out."""
+
+
+def operand(fmt: NumberFormat, lines: int, length: int, device: str) -> Stored:
+    layout = Layout(fmt, ROWWISE, (lines, length))
+    codes = torch.randn(lines, length, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
+    return Stored(codes, torch.rand(layout.scale_shape, device=device) + 0.5, None, layout)
+
+
+def calls(kind: Kind, count: int, sizes: tuple[int, int, int], device: str) -> Sequence[Call]:
+    """The library's products one after another, and one launch for all."""
+    lines, length, columns = sizes
+    sides = (kind.left, lines), (kind.right, columns)
+    lefts, rights = ([operand(fmt, n, length, device) for _ in range(count)] for fmt, n in sides)
+    options = {"out_dtype": BF16, "fast": kind.fast}
+    return (
+        lambda: [_scaled_mm(left, right, **options) for left, right in zip(lefts, rights)],
+        lambda: grouped_product(lefts, rights, [lines] * count, **options),
+    )
+
+
+def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """One row for each kind and problem: TFLOP/s of both. They take turns three times, since the chip's clock wanders."""
+    problems = {"x".join(map(str, sizes)): (1, sizes) for sizes in SIZES}
+    problems |= {
+        f"{count} groups of {lines}, {FEATURES[0]} to {FEATURES[1]}": (count, (lines, *FEATURES)) for count, lines in GROUPS
+    }
+    for name, kind in KINDS.items():
+        for problem, (count, sizes) in problems.items():
+            both = calls(kind, count, sizes, device)
+            times = [[device_time([call], launches=6, repeats=3).median for call in both] for _ in range(3)]
+            library, own = (sorted(each)[1] for each in zip(*times))
+            work = 2e-6 * count * sizes[0] * sizes[1] * sizes[2]
+            yield {"kind": name, "problem": problem, "library": work / library, "own": work / own, "least": kind.least}
+
+
+def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Figures for the record."""
+    for row in measure(device):
+        name, ratio = f"{row['kind']}: {row['problem']}", row["own"] / row["library"]
+        yield {"name": name, "value": row["own"], "unit": "TFLOP/s", "limit": None, "met": None}
+        yield {"name": name, "value": ratio, "unit": "x cuBLASLt", "limit": row["least"], "met": ratio >= row["least"]}
+
+
+def main() -> None:
+    """Print a table."""
+    for row in measure():
+        print(f"{row['kind']:20s}{row['problem']:32s}", end="")
+        print(f"{row['own']:6.0f} TFLOP/s {row['own'] / row['library']:6.3f} x cuBLASLt", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,7 @@ _NAMES = {
     "host_times": "opfuse.inspect.host",
     "checkpoint": "opfuse.runtime.checkpoint",
     "advise": "opfuse.convert.advise",
+    "load": "opfuse.config",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
     "export_weights": "opfuse.convert.foreign",

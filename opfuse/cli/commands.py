@@ -268,6 +268,17 @@ def advise(
     advise(model, kind=kind, rows=rows, as_json=as_json)
 
 
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where it goes.")] = Path("opfuse.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a configuration to begin with, with comments."""
+    from opfuse.cli.init import init
+
+    init(path, force=force, as_json=as_json)
+
+
 GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
     "cache": (
         "What plans and compiled kernels are kept, why they were made, and what may go.",
@@ -276,5 +287,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (run, generate, study, explain, check, parity, schema, kernels, doctor, diff, advise)
+COMMANDS = (init, run, generate, study, explain, check, parity, schema, kernels, doctor, diff, advise)
 """In the order in which they are listed."""

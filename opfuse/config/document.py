@@ -80,10 +80,11 @@ class Document:
         self.lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", self.text)
 
     def report(self, span: Span, code: str, message: str, help: str = "") -> None:
-        """Add a finding; beyond :data:`MAX_FINDINGS` they are no longer kept."""
-        if len(self.findings) < MAX_FINDINGS:
-            source = self.lines[span.line - 1] if span.line <= len(self.lines) else ""
-            self.findings.append(Finding(self.path, span, code, printable(message), printable(help), source))
+        """Add a finding, once; beyond :data:`MAX_FINDINGS` they are no longer kept."""
+        source = self.lines[span.line - 1] if span.line <= len(self.lines) else ""
+        found = Finding(self.path, span, code, printable(message), printable(help), source)
+        if len(self.findings) < MAX_FINDINGS and found not in self.findings:
+            self.findings.append(found)
 
     def find(self, loc: Loc, *, on: str = "value") -> Span:
         """Where the value at ``loc``, or its key, stands; of what is absent, the nearest thing around it."""

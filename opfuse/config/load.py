@@ -14,6 +14,7 @@ from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
+from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Span, refuse, shown, similar
 from opfuse.config.models import Text, TextFile, Train, Watching
@@ -118,6 +119,8 @@ def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
 
 def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
+    refuse(document.findings)
+    expand(document)
     refuse(document.findings)
     try:
         root = Root.model_validate(document.root.plain(), context=document)

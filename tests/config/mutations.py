@@ -45,6 +45,18 @@ pipeline:
       shape: [-1, 64]
 """,
     CONFIGS.joinpath("custom_fusion.yaml").read_text(),
+    """version: 1
+recipe: {kind: mxfp8}
+parameters: {hidden: 64, times: 2}
+fragments:
+  mlp:
+    - residual: [{op: rms_norm, size: "${hidden}"}, {op: linear, in_features: "${hidden}", out_features: "${out}"}]
+pipeline:
+  ops:
+    - {repeat: "${times}", ops: [{use: mlp, with: {out: 64}}]}
+fusions: {rules: [{use: epilogue, expect: {fused: 2}}]}
+watch: {every: 10}
+""",
 )
 
 WORDS = (
@@ -106,6 +118,8 @@ WORDS = (
         "'",
         '"',
         "\\",
+        "${hidden}",
+        "${",
         "%YAML 1.1",
         "---",
         "...",

@@ -253,6 +253,17 @@ def diff(
     diff(old, new, localize=localize, bound=bound, as_json=as_json)
 
 
+def report(
+    subject: Annotated[Path, typer.Argument(metavar="CONFIG|RUN|TRACE", help="What to tell of.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where it goes.", show_default="NAME.html")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML file: graphs before and after, rules place by place, products, bytes saved, plans, values, environment."""
+    from opfuse.cli.report import report
+
+    report(subject, out=out, as_json=as_json)
+
+
 def advise(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A configuration, or a config.json of transformers.", show_default=False)
@@ -287,5 +298,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (init, run, generate, study, explain, check, parity, schema, kernels, doctor, diff, advise)
+COMMANDS = (init, run, generate, study, explain, check, parity, schema, kernels, doctor, diff, report, advise)
 """In the order in which they are listed."""

@@ -1,0 +1,131 @@
+"""``opfuse report``: one HTML file of a configuration, a run or a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import opfuse
+from opfuse.cli.doctor import environment, machine
+from opfuse.cli.explain import explained
+from opfuse.cli.output import echo, echo_json
+from opfuse.config import load
+from opfuse.errors import OutputError, TraceError, describe
+from opfuse.inspect.page import Page, PageTable, outcome_table, product_table, value_table
+from opfuse.inspect.trace import SUFFIX, Trace, read
+from opfuse.train.checkpoints import CONFIGURATION
+from opfuse.train.files import reason, write
+from opfuse.train.runs import REPORT
+
+VALUES = "values.jsonl"
+
+
+def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
+    """Write the page to ``out``, by default beside where the command runs, under the name of what it tells of."""
+    made = page_of(subject)
+    path = out or Path(f"{subject.stem}.html")
+    try:
+        write(path, made.html().encode())
+    except OSError as error:
+        raise OutputError(
+            describe(str(path), wanted="a file to write", got=reason(error), cure="name another with --out")
+        ) from None
+    echo_json({"wrote": str(path)}) if as_json else echo(f"wrote {path}")
+
+
+def page_of(subject: Path) -> Page:
+    """What is told of a directory of ``opfuse run``, a trace or a directory of them, or a configuration."""
+    if subject.is_dir() and (subject / REPORT).exists():
+        return _of_config(subject / CONFIGURATION, subject)
+    if subject.suffix == SUFFIX or subject.is_dir():
+        return _of_traces(subject, read(subject))
+    return _of_config(subject, None)
+
+
+def _of_config(path: Path, run: Path | None) -> Page:
+    config = load(path)
+    found = explained(config).to_dict()
+    facts: dict[str, Any] = {
+        "configuration": config.path,
+        "recipe": found["recipe"],
+        "runs": f"{found['backend']}: {found['reason']}",
+    }
+    facts["saved for backward"] = f"{found['saved_bytes']} bytes"
+    outcomes = [*found["forward"], *(each for each in found["backward"] if each["direction"] != "joint")]
+    saved = [
+        (
+            each["op"],
+            each["name"],
+            each["format"],
+            "+".join(each["usages"]),
+            "x".join(map(str, each["shape"])),
+            each["bytes"],
+            each["memory"],
+        )
+        for each in found["saved"]
+    ]
+    overrides = [
+        (name, each if isinstance(each, int) else f"refused: {each['refused']}")
+        for name, each in found["saved_bytes_by_override"].items()
+    ]
+    tables = [
+        outcome_table(outcomes),
+        product_table(found["pipelines"]),
+        PageTable("Bytes saved, by backward override", ("override", "bytes"), overrides),
+        PageTable(
+            "Saved for the backward pass", ("op", "name", "format", "planes", "shape", "bytes", "memory"), saved, filters=True
+        ),
+        *(_run_tables(run) if run is not None else ()),
+        _environment(),
+    ]
+    return Page(f"opfuse {opfuse.__version__}: {path.stem if run is None else run.name}", facts, found["pipelines"], tables)
+
+
+def _run_tables(run: Path) -> list[PageTable]:
+    try:
+        told = json.loads((run / REPORT).read_text(encoding="utf-8"))
+        lines = (run / VALUES).read_text(encoding="utf-8").splitlines() if (run / VALUES).exists() else []
+        records = [json.loads(line) for line in lines]
+        names = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "plan_cache")
+        figures = [(name, told.get(name)) for name in names]
+        return [PageTable("The run", ("figure", "value"), figures), value_table(records)]
+    except (OSError, ValueError, KeyError) as error:
+        cure = "write it anew: opfuse run CONFIG"
+        raise TraceError(describe(str(run), wanted="a run of opfuse run", got=str(error), cure=cure)) from None
+
+
+def _environment() -> PageTable:
+    rows = [*machine().items(), *environment().items()]
+    return PageTable("Environment", ("what", "value"), rows)
+
+
+def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
+    first = traces[0].process
+    plans = [(trace, plan) for trace in traces for plan in trace.plans]
+    told = {plan.key: plan for _, plan in plans if plan.plan is not None}
+    pipelines = [{**(plan.plan or {}), "name": f"{plan.pipeline}, plan {key}"} for key, plan in told.items()]
+    timeline = [
+        (f"{plan.seconds:.2f}", trace.process.rank, plan.pipeline, plan.call, f"{plan.ms:.1f}", plan.key, plan.why)
+        for trace, plan in plans
+    ]
+    counts = [
+        (trace.process.rank, row.pipeline, row.plans, row.hits, row.misses)
+        for trace in traces
+        for row in (trace.counts.pipelines if trace.counts is not None else ())
+    ]
+    facts = {
+        "trace": subject,
+        "command": " ".join(first.command),
+        "ranks": f"{len(traces)} of {first.ranks}",
+        "device": first.device,
+    }
+    settings = [*first.versions.items(), *first.environment.items(), *first.settings.items()]
+    tables = [
+        outcome_table(each for plan in told.values() for each in plan.outcomes),
+        product_table(pipelines),
+        PageTable("Plans over time", ("s", "rank", "pipeline", "call", "ms", "key", "why"), timeline, filters=True),
+        PageTable("Cache", ("rank", "pipeline", "plans", "hits", "misses"), counts),
+        PageTable("Environment", ("what", "value"), settings),
+    ]
+    return Page(f"opfuse {first.versions.get('opfuse', '')}: {subject.name}", facts, pipelines, tables)

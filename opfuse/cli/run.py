@@ -36,9 +36,7 @@ from opfuse.train import (
     write_report,
     write_values,
 )
-from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.comparison import labels, overridden
-from opfuse.train.files import write as put
 from opfuse.train.report import report_text
 
 WIDTH = 100
@@ -56,16 +54,21 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
-    checkpoints = Checkpoints(directory, same, resume)
+    problems: dict[str, None] = {}
+    checkpoints = Checkpoints(directory, same, resume, lambda problem: problems.update({str(problem): None}))
     if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
         error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
-    put(directory / CONFIGURATION, text.encode())
+    checkpoints.begin(text.encode())
     try:
         with reporter() as on_step, asked_to_stop() as stop:
             result = compare(chosen, steps=steps, seed=seed, device=place, on_step=on_step, checkpoints=checkpoints, stop=stop)
     except Interrupted as stopped:
+        for problem in problems:
+            error(problem)
         error(f"{stopped}; what there is lies in {directory}, and --resume goes on with it")
         raise typer.Exit(INTERRUPTED) from None
+    for problem in problems:
+        error(problem)
     if as_json:
         echo_json(to_dict(result))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,29 +41,40 @@ class RunState:
 class Checkpoints:
     """The checkpoints of a comparison, one for each of its runs, in place of the one before.
 
-    run: what makes it this run and no other, in words. resume: whether to go on from what is there.
+    run: what makes it this run and no other, in words. resume: whether to go on from what is there. failed: takes what could
+    not be written, and training goes on; None: it is raised.
     """
 
     directory: Path
     run: Mapping[str, str]
     resume: bool = False
+    failed: Callable[[OutputError], None] | None = None
 
     def path(self, label: str) -> Path:
         """The file of one run."""
         return self.directory / FOLDER / f"{label}.pt"
 
+    def begin(self, configuration: bytes) -> None:
+        """Put the configuration beside the checkpoints."""
+        self._put(self.directory / CONFIGURATION, configuration)
+
     def save(self, label: str, saved: RunState) -> None:
-        """Write it as a whole, in place of the last one. OutputError if that cannot be done."""
+        """Write it as a whole, in place of the last one."""
         content = io.BytesIO()
         torch.save({"run": dict(self.run), **asdict(saved)}, content)
-        path = self.path(label)
+        self._put(self.path(label), content.getvalue())
+
+    def _put(self, path: Path, content: bytes) -> None:
         try:
             for part in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed while it wrote
                 part.unlink()
-            write(path, content.getvalue())
+            write(path, content)
         except OSError as error:
             cure = "make room; what was written before is whole"
-            raise OutputError(describe(str(path), wanted="room for a checkpoint", got=reason(error), cure=cure)) from None
+            problem = OutputError(describe(str(path), wanted="room for what a run can go on from", got=reason(error), cure=cure))
+            if self.failed is None:
+                raise problem from None
+            self.failed(problem)
 
     def load(self, label: str) -> RunState | None:
         """What to go on from; None if there is nothing. OutputError if it is of another run, or no checkpoint at all."""

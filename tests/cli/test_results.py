@@ -81,7 +81,8 @@ def test_a_full_disk_leaves_the_last_report_and_the_new_one_goes_elsewhere(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["run", tiny, "--json", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
+    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == ["report.json"]
+    assert f"{tmp_path / 'out' / 'checkpoints' / 'fp8_current.pt'}: wants room for what a run can go on from" in printed.err
     assert (tmp_path / "out" / "report.json").read_text() == "the last one"
     (elsewhere,) = tmp_path.glob("opfuse-*")
     assert f"No space left on device. Cure: make room; what was computed is in {elsewhere}." in printed.err

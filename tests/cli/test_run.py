@@ -46,7 +46,7 @@ def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:
     losses = {"loss_first", "loss_last", "validation_loss"}
     assert losses | {f"baseline_{name}" for name in losses} <= set(found)
     assert {"fusions", "plan_cache", "backend", "recipe", "seconds", "steps"} <= set(found)
-    assert set(found["plan_cache"]) == {"plans", "hits", "misses", "last_miss"}
+    assert set(found["plan_cache"]) >= {"plans", "hits", "misses", "last_miss"}
     assert (found["steps"], found["recipe"], found["backend"]) == (6, "fp8_current", "emulated")
     report = json.loads((tmp_path / "runs" / "tiny" / "report.json").read_text())
     assert {name: report[name] for name in found} == found

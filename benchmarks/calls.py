@@ -119,7 +119,7 @@ def host_records(rounds: int = 9, *, small: int = SMALL, device: str = "cuda", c
     label = f"host, A {small}x{small}"
     took = in_turns(models, lambda call: host_time(call, calls=calls, repeats=1).median, rounds)
     yield from compared(label, took, "us", MOST_HOST)
-    for (name, what), most in ((pair, MOST_CALLS.get(pair[1])) for pair in took):
+    for (name, what), most in ((pair, MOST_CALLS.get(pair[1])) for pair in took if pair[0] != COMPILED):
         limit = most if name in MOST_HOST["infer"] else None
         count = python_calls(models[name][what])
         yield {

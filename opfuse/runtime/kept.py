@@ -210,12 +210,13 @@ _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights
 def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     """Inside the block, casts of the weights of ``model`` are kept from call to call: over microbatches of a step, in serving.
 
-    Every call has the bits that it has without: a weight is cast anew where autograd has counted a write to it, an optimizer's
-    above all, where it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
-    may be run backward after it. The casts are the memory of the block: ``nbytes`` of what it yields says how much, no more than
-    :data:`CASTS` of each weight; all go with the block, however it ends. A block inside another of the same weights keeps
-    nothing itself. A weight that changes before every call, as under delayed scaling where each call is a region, is soon cast
-    as without, and tried again from time to time.
+    Every call has the bits that it has without: a weight is cast anew where autograd has counted a write to it, an
+    optimizer's above all, where it lies in other memory, under another recipe, and once its delayed scale may have moved.
+    Graphs of the block may be run backward after it. The casts are the memory of the block: ``nbytes`` of what it yields says
+    how much, no more than :data:`CASTS` of each weight; all go with the block, however it ends. A block inside another of the
+    same weights keeps nothing itself. What it saves is time of the device: the look that a kept cast needs costs the host
+    about what the launch of a cast does, so small models gain nothing. A weight that changes before every call, as under
+    delayed scaling where each call is a region, is soon cast as without, and tried again from time to time.
 
     The count of writes is all there is to go by, and some writes it misses: through ``parameter.data``, through memory shared
     with numpy, by collectives on such tensors, by the replay of a CUDA graph. After those call ``drop()`` of what the block

@@ -201,10 +201,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
                 warnings.warn(message, OpfuseWarning, stacklevel=2)
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
-        """spec: frozen hyper-parameters, if the constructor does not declare them. owner: the module whose parameters it borrows.
-
-        SpecError for a value that the type of its field does not allow.
-        """
+        """spec: hyper-parameters that the constructor does not declare, checked (SpecError). owner: who lends parameters."""
         super().__init__()
         self.__dict__["owner"] = owner if owner is not None else self
         if spec is not None or "spec" not in self.__dict__:

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from opfuse.convert.in_graph import InGraph
 from opfuse.convert.rows import UNITS, padded, spare_rows
-from opfuse.convert.weights import MadeParameters
+from opfuse.convert.weights import MadeParameters, replica, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import break_graph, check_exported, check_partial, outside
+from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, outside, prepared
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
+from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.recording import recorded_plans
@@ -84,9 +86,9 @@ class PipelineRun:
             self.spare[key] = spare_rows(self.ops, recipe, rows, trains=key[-1])
         spare = self.spare.get(key, 0)
         if not spare:
-            whole: torch.Tensor = fuser(x, *extras)
+            whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
             return whole
-        result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras])
+        result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=stand_ins())
         return result[:rows].view(*x.shape[:-1], -1)
 
 
@@ -97,7 +99,7 @@ class Opaque:
     module: nn.Module
 
     def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
-        return self.module(x)
+        return replica(self.module)(x)
 
 
 class Converted:
@@ -129,15 +131,24 @@ class Converted:
         self.normed: tuple[PipelineRun | Opaque, ...] = ()
         self.warned = False
         self.awaited: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.followed: torch.Tensor | None = None
+        self.norm: Converted | None = None
+        self.ticket = enroll(self)
+        self.in_graph: tuple[InGraph, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "awaited": {}}
+        own = {name: value for name, value in self.__dict__.items() if name != "ticket"}
+        return {**own, "awaited": {}, "followed": None, "in_graph": ()}
 
-    def begin_with(self, norm: BasicOperation, name: str) -> None:
-        """Have the parts begin with a norm, where its module hands its input on: see ``feeds.py``."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, ticket=enroll(self))
+
+    def begin_with(self, op: BasicOperation, name: str, norm: Converted) -> None:
+        """Have the parts begin with a norm, ``op``, where its module hands its input on: see ``feeds.py``."""
+        self.norm = norm
         first = self.parts[0]
         if isinstance(first, PipelineRun):
-            run = replace(first, ops=[norm, *first.ops], names=[name, *first.names], fuser=None, spare={}, lock=RLock())
+            run = replace(first, ops=[op, *first.ops], names=[name, *first.names], fuser=None, spare={}, lock=RLock())
             self.normed = (run, *self.parts[1:])
 
     @property
@@ -175,8 +186,12 @@ class Converted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             check_exported("a converted module")
-            break_graph("a module that fuse_ has converted")  # the same words for each, which torch compiles once
-            return outside(_call_outside)(self, *args, **kwargs)
+            prepared(self.ticket)
+            return self._followed(args, kwargs)
+        if self.followed is not None:  # a compiled norm handed its input on, and then the graph broke
+            handed, self.followed = self.followed, None
+            self._check_handed(handed, args[0] if args else kwargs.get(self.arguments[0]))
+            return self.in_graph[-1](handed)[0]
         if self.region is None or in_region():
             return self._checkpointed(args, kwargs)
         with self.region:
@@ -188,23 +203,32 @@ class Converted:
         return self._run(args, kwargs) if repeat is None else repeat(partial(self._repeated, args, kwargs))
 
     def _repeated(self, args: Any, kwargs: Any) -> Any:
+        return self.unrecorded(partial(self._run, args, kwargs))
+
+    def unrecorded(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives. Recorders of its first run have had what it did when it runs again."""
         if not is_recomputing():
-            return self._run(args, kwargs)
-        with recorded_plans(), recorded_saves():  # recorders of the first run have had what it did
-            return self._run(args, kwargs)
+            return run()
+        with recorded_plans(), recorded_saves():
+            return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._recipe() is None:
             return self.__wrapped__(*args, **kwargs)
-        self._check_members()
+        self.check_members()
         given = dict(zip(self.arguments, args)) | kwargs
         if given.keys() != set(self.arguments) or len(args) + len(kwargs) != len(given):
             return self.__wrapped__(*args, **kwargs)  # which says what it takes
         x, *arguments = (given[name] for name in self.arguments)
-        return self._compute(x, arguments)
+        return self.compute(x, arguments)
 
-    def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
-        for part in self.normed if self._is_awaited(x) else self.parts:
+    def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        """The result under a recipe."""
+        return self.through(self.normed if self._is_awaited(x) else self.parts, x, arguments)
+
+    def through(self, parts: Sequence[PipelineRun | Opaque], x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        """``x``, through one part after the other."""
+        for part in parts:
             x = part(x, arguments)
         return x
 
@@ -212,17 +236,57 @@ class Converted:
         """Whether ``x`` is what a norm has handed on. ConversionError if that is somewhere, and ``x`` is something else."""
         awaited = self.awaited.pop(get_ident(), None)
         handed = None if awaited is None else awaited()
-        if handed is not None and handed is not x:
+        if handed is not None:
+            self._check_handed(handed, x)
+        return handed is not None
+
+    def _check_handed(self, handed: torch.Tensor, x: Any) -> None:
+        if handed is not x:
             where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
             cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"
             raise ConversionError(describe(where, wanted=wanted, got="another tensor, made of that or not", cure=cure))
-        return handed is not None
+
+    # In a graph of torch.compile.
+
+    def get_ready(self) -> None:
+        """Have what dynamo follows: the call by itself and, where a norm hands its input on, the call with that."""
+        if not self.in_graph:
+            self.in_graph = (InGraph(self), *([] if self.norm is None else [InGraph(self, norm=self.norm)]))
+
+    def resembles(self, other: Converted) -> bool:
+        """Whether a graph that was made for ``other``, of the same class, may do for this one."""
+        return type(self.module) is type(other.module)
+
+    def columns(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The results of all modules that share a product."""
+        return (self.compute(x, ()),)
+
+    def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Outputs that look as those for ``given``, where its own forward does not tell of tensors without values."""
+        return ()
+
+    def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The call as an op, or a graph break."""
+        given = [*args, *[kwargs[name] for name in self.arguments[len(args) :] if name in kwargs]]
+        if len(given) != len(self.arguments) or len(given) != len(args) + len(kwargs):
+            break_graph("other arguments of a converted module than its forward takes. Cure: pass these")
+            return outside(_call_outside)(self, *args, **kwargs)
+        handed, self.followed = self.followed, None
+        return self._as_op(self.in_graph[0 if handed is None or handed is not given[0] else -1], given)
+
+    def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
+        why = hindrance(call, given[0], given[1:], None)
+        if not why:
+            return follow(call, given[0], given[1:])
+        break_graph(why)
+        made = outside(_call_outside)(call, *given)
+        return made[0] if len(made) == 1 else made
 
     def _recipe(self) -> Recipe | None:
         """The recipe of this call."""
         return current_recipe()
 
-    def _check_members(self) -> None:
+    def check_members(self) -> None:
         """ConversionError if a submodule was replaced or set anew since; an OpfuseWarning for the first that got hooks."""
         for path, member in self.members.items():
             holder, _, name = path.rpartition(".")
@@ -242,7 +306,7 @@ class Converted:
                 warnings.warn(message, OpfuseWarning, stacklevel=2)
 
 
-def _call_outside(forward: Converted, *args: Any, **kwargs: Any) -> Any:
+def _call_outside(forward: Converted | InGraph, *args: Any, **kwargs: Any) -> Any:
     """What compiled code calls."""
     check_partial(forward.label)
     return forward(*args, **kwargs)
@@ -273,5 +337,5 @@ def has_hooks(module: nn.Module) -> bool:
 
 def converted(module: nn.Module) -> Converted | None:
     """The forward that opfuse gave a module, if it has one."""
-    own = vars(module).get("forward")
+    own = getattr(vars(module).get("forward"), "__self__", None)
     return own if isinstance(own, Converted) else None

@@ -63,7 +63,18 @@ class Fed(Converted):
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
 
-    def _compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
+    def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Likewise, in a graph: the op of the reader computes the norm, or has its module compute it."""
+        (x,) = [*args, *kwargs.values()]
+        handed: torch.Tensor = x.view_as(x)
+        self.reader.followed = handed
+        return handed
+
+    def get_ready(self) -> None:
+        """Have the call of the reader."""
+        self.reader.get_ready()
+
+    def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
         """The input itself, under another name."""
         handed = x.view_as(x)
         self.reader.awaited[get_ident()] = weakref.ref(handed)

@@ -87,7 +87,7 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
 def _install(made: dict[nn.Module, Converted]) -> None:
     for module, forward in made.items():
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = forward.__call__  # a method: of another callable dynamo guards which one it is, for each module
         States(module, forward.products).install()
 
 
@@ -174,7 +174,7 @@ class _Walk:
         for reader, norm, op in fed(module, path, self.made):
             if not self.policies.allows(norm.module, norm.path):
                 continue
-            reader.begin_with(op, norm.path.rpartition(".")[2])
+            reader.begin_with(op, norm.path.rpartition(".")[2], norm)
             self.made[norm.module] = norm
             self._retell(reader.path, became=f"{type(op).__name__} → {self._entry(reader.path).became}")
             where = f"in {reader.path.rpartition('.')[2]}"

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from opfuse.convert.around import beginning_of, name_of
 from opfuse.convert.converted import Converted, PipelineRun, casting
+from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
 from opfuse.convert.weights import MadeParameters, Weight, product_of
 from opfuse.core.operation import BasicOperation
@@ -35,6 +36,7 @@ class Shared:
     """One product for several modules.
 
     plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. waiting: by thread.
+    members: the modules' forwards, in order. source, followed: in a graph of torch.compile the tensor, and what it waits with.
     """
 
     def __init__(self, run: PipelineRun, columns: Sequence[int], *, plain: bool) -> None:
@@ -42,14 +44,22 @@ class Shared:
         self.columns = tuple(columns)
         self.plain = plain
         self.waiting: dict[int, _Waiting] = {}
+        self.members: list[Sibling] = []
+        self.in_graph: InGraph | None = None
+        self.source: torch.Tensor | None = None
+        self.followed: list[torch.Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "waiting": {}}
+        return {**self.__dict__, "waiting": {}, "in_graph": None, "source": None, "followed": []}
+
+    def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The columns of all modules."""
+        parts = self.run(x, ()).split(self.columns, dim=-1)
+        return parts if self.plain else [part.contiguous() for part in parts]
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
-        parts = self.run(x, ()).split(self.columns, dim=-1)
-        one, *others = parts if self.plain else [part.contiguous() for part in parts]
+        one, *others = self.parts(x)
         thread, waiting = get_ident(), self.waiting
         waiting[thread] = _Waiting(weakref.ref(x, lambda _: waiting.pop(thread, None)), _state(x), dict(enumerate(others, 1)))
         return one
@@ -88,12 +98,37 @@ class Sibling(Converted):
         (product,) = casting([self.shared.run]).values()
         return alone | {"shared": product}
 
-    def _compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+    def get_ready(self) -> None:
+        """And the call for all."""
+        super().get_ready()
+        shared = self.shared
+        if not self.index and shared.in_graph is None:
+            shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
+
+    def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
+        """In a graph the first computes all, and the others know the tensor again."""
+        shared, (x,) = self.shared, given
+        if shared.in_graph is not None and self.index == 0:
+            first, *shared.followed = super()._as_op(shared.in_graph, given)
+            shared.source = x
+            return first
+        if shared.source is x and shared.followed:
+            found = shared.followed[self.index - 1]
+            if self.index == len(shared.followed):
+                shared.source, shared.followed = None, []
+            return found
+        return super()._as_op(call, given)
+
+    def columns(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of all modules."""
+        return self.shared.parts(x)
+
+    def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index == 0:
             return self.shared.first(x)
         found = self.shared.take(self.index, x)
         if found is None:
-            return super()._compute(x, arguments)
+            return super().compute(x, arguments)
         note_use()
         return found
 
@@ -146,4 +181,5 @@ def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: boo
         sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)
         sibling.shared, sibling.index = shared, index
         found.append(sibling)
+    shared.members = found
     return found

@@ -7,8 +7,11 @@ is made of them at each call, with a graph of autograd behind it; so gradients a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -135,8 +138,43 @@ def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _read(source: Source) -> torch.Tensor:
     module, name, transposed = source
-    value: Any = module._parameters[name]
+    value: Any = taken(module._parameters[name])
     return value.t() if transposed else value
+
+
+_instead: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("opfuse_parameters_instead", default=None)
+
+
+@contextmanager
+def taking(instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, parameters are read as what stands for them, by their ``id()``, and takes their gradients."""
+    reset = _instead.set(instead)
+    try:
+        yield
+    finally:
+        _instead.reset(reset)
+
+
+def stand_ins() -> Mapping[int, torch.Tensor] | None:
+    """What stands for parameters now, by their ``id()``."""
+    return _instead.get()
+
+
+def taken(value: Any) -> Any:
+    """What stands for a parameter now; itself outside of :func:`taking`."""
+    instead = _instead.get()
+    return value if instead is None else instead.get(id(value), value)
+
+
+def replica(module: nn.Module, *, plain: bool = False) -> Callable[..., Any]:
+    """``module``, or inside of :func:`taking` a shallow copy over what stands for parameters. plain: with its class's forward."""
+    if _instead.get() is None:
+        return partial(type(module).forward, module) if plain else module
+    copy: nn.Module = module.__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if not (plain and name == "forward")}
+    children = {name: child and replica(child, plain=plain) for name, child in module._modules.items()}
+    vars(copy).update(own, _parameters={name: taken(value) for name, value in module._parameters.items()}, _modules=children)
+    return copy
 
 
 def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], MadeParameters | None]:

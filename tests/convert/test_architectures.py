@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import opfuse
 from opfuse.recipes import CustomRecipe, Float8CurrentScaling
@@ -173,3 +174,19 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         assert space["report"].counts == {"Linear×3": 2, "Linear": 2, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}
         (table,) = re.findall(r"```\n(module .*?)```", text, re.DOTALL)
         assert set(table.splitlines()) <= set(str(space["report"]).splitlines())
+
+
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])
+def test_layers_compile_whole_and_share_a_graph(name):
+    """Attention, norms and residuals in the graph, converted modules as its ops; the bits of eager calls."""
+    (architecture,) = [each for each in ARCHITECTURES if each.name == name]
+    model = without_dropout(architecture.make())
+    opfuse.fuse_(model, FP8)
+    other, words = copy.deepcopy(model), torch.randint(3, WORDS, (2, 16))
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert same(step(model, words), step(other, words))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

@@ -33,6 +33,9 @@ from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, 
 BF16 = torch.bfloat16
 MX = recipes.MXFP8BlockScaling
 
+THRASHES = pytest.mark.filterwarnings("ignore:plans of .*keys that come back:opfuse.errors.OpfuseWarning")
+"""A test that has more keys in turn than its pipeline keeps plans, of which a user is warned."""
+
 
 def base(cls: type[Recipe], **given: object) -> Recipe:
     return cls(**({"qfactory": mixed} if cls is CustomRecipe else {}) | given)
@@ -293,6 +296,7 @@ def test_x01_training_and_validation_alternate_without_planning(name):
     assert model.cache_info()[:3] == (2, 6, 2)
 
 
+@THRASHES
 def test_a_pipeline_keeps_its_last_64_plans():
     model, x = ops.Sequential(ops.GELU()), torch.randn(2, 8)
     for margin in range(65):
@@ -409,6 +413,7 @@ def test_plans_do_not_keep_a_model_alive():
     assert gone() is None
 
 
+@THRASHES
 @pytest.mark.row("R13")
 def test_r13_threads_train_on_one_model(monkeypatch):
     """Eight threads run forward and backward at once while plans are made and dropped; each gets the bits of a thread alone."""
@@ -431,6 +436,7 @@ def test_r13_threads_train_on_one_model(monkeypatch):
     assert len({float(y.detach().double().sum()) for y, *_ in want.values()}) > 6  # inputs and recipes differ
 
 
+@THRASHES
 def test_r13_threads_share_a_model(monkeypatch):
     """Plans are made, found and dropped by several threads at once; every output is the one that a thread alone gets."""
     monkeypatch.setattr(fuser_module, "PLANS", 2)

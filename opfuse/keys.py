@@ -371,5 +371,6 @@ class Cache(Generic[K, V]):
         return tuple((key, entry.value) for key, entry in sorted(self._entries.items(), key=lambda item: item[1].used))
 
     def clear(self) -> None:
-        """Drop every entry; counters stay."""
+        """Drop every entry; counters stay. That a key had one is forgotten: nothing pushed it out."""
         self._entries.clear()
+        self._seen.clear()

@@ -231,7 +231,9 @@ class Tape(TorchDispatchMode):
 
 
 def _look(tensor: torch.Tensor) -> Look:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    storage = tensor.untyped_storage()
+    where = storage.data_ptr() or -storage._cdata  # storages without bytes have no address, and are not one for that
+    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @cache

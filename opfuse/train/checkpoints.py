@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ def read(path: Path) -> dict[str, Any]:
         return found
     except OSError as error:
         got = reason(error)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # what bytes that are no checkpoint raise is torch's business: several types, that of pickle too
         got = str(error).partition("\n")[0] or type(error).__name__
     raise OutputError(describe(str(path), wanted="a checkpoint of opfuse run", got=got, cure="run without --resume"))
 

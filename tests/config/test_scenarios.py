@@ -1,6 +1,7 @@
 """The example of fusions of one's own; the committed schema is that of the models."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -36,6 +37,8 @@ def test_the_schema_names_every_recipe_op_and_key():
     assert found["additionalProperties"] is False
     mapping = found["properties"]["recipe"]["discriminator"]["mapping"]
     assert set(mapping) == {*RECIPES, "none"}
-    assert found["$defs"]["MXFP8BlockScaling"]["properties"]["fp8_format"]["enum"] == ["E4M3", "HYBRID"]
+    written, parameter = found["$defs"]["MXFP8BlockScaling"]["properties"]["fp8_format"]["anyOf"]
+    assert written["enum"] == ["E4M3", "HYBRID"]
+    assert re.fullmatch(parameter["pattern"], "${format}")
     assert found["$defs"]["Linear"]["required"] == ["op", "in_features", "out_features"]
     json.dumps(found)

@@ -181,6 +181,7 @@ def test_layers_compile_whole_and_share_a_graph(name):
     """Attention, norms and residuals in the graph, converted modules as its ops; the bits of eager calls."""
     (architecture,) = [each for each in ARCHITECTURES if each.name == name]
     model = without_dropout(architecture.make())
+    model.config.use_cache = False  # as in training: a cache of keys and values knows which layer asks
     opfuse.fuse_(model, FP8)
     other, words = copy.deepcopy(model), torch.randint(3, WORDS, (2, 16))
     torch._dynamo.reset()

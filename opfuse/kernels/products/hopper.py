@@ -16,6 +16,7 @@ import torch
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
 from opfuse.kernels.engine.windows import BLANK, WORDS, window
@@ -49,8 +50,9 @@ CAPACITIES = (1, 8, 32, 128)
 
 _THREADS = 3 * 128
 _BOX, _STORED = (128, 128), (64, 64)
-_MAP, _GROUP, _END = f"{WORDS}Q", "PPPPPIIIIII", "IIIf48x"
-_NO_GROUP = (0,) * len(_GROUP)
+_MAP, _END = f"{WORDS}Q", "IIIf48x"
+_GROUP = parameter_of("product.cu", "Group")
+_NO_GROUP = (0,) * _GROUP.count
 _PROCESSORS = 132  # of an H100 and an H200, where no device is asked
 
 
@@ -131,9 +133,20 @@ def _launch(launch: Launcher, form: _Form, groups: Sequence[_Pair], result: torc
     for (left, right, count), first, start in zip(groups, firsts, starts):
         arrays = left.data, right.data, result, left.scale, right.scale
         length = left.layout.lines[1]
-        left_at, right_at, result_at, *scales = (array.data_ptr() for array in arrays)
-        fields += [left_at, right_at, result_at + start * row, *scales]
-        fields += [count, length, first, length, left.scale.shape[-1], right.scale.shape[-1]]
+        left_at, right_at, result_at, left_scale, right_scale = (array.data_ptr() for array in arrays)
+        fields += _GROUP(
+            left=left_at,
+            right=right_at,
+            result=result_at + start * row,
+            left_scale=left_scale,
+            right_scale=right_scale,
+            lines=count,
+            length=length,
+            first=first,
+            pitch=length,
+            left_pitch=left.scale.shape[-1],
+            right_pitch=right.scale.shape[-1],
+        )
     fields += _NO_GROUP * (capacity - len(groups))
     grid = Grid(min(firsts[-1], _processors(device)), _THREADS, form.shared)
     launch(variant, "product", grid, layout, *fields, len(groups), firsts[-1], columns, 1.0, device=device)
@@ -148,7 +161,7 @@ def _form(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> _F
 @functools.cache
 def _compiled(form: _Form, groups: int, maps: int) -> tuple[Variant, struct.Struct]:
     """What multiplies in this form, and how its parameter is packed."""
-    layout = struct.Struct(_MAP * (1 + maps) + _GROUP * groups + _END)
+    layout = struct.Struct(_MAP * (1 + maps) + _GROUP.packing * groups + _END)
     defines = {"SCALING": form.scaling, "FAST": form.fast, "LEFT": form.left, "RIGHT": form.right, "OUT": C_TYPES[form.out_dtype]}
     return variant_of("product.cu", layout, **defines, GROUPS=groups, MAPS=maps, SHARED=form.shared), layout
 

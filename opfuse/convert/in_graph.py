@@ -19,25 +19,16 @@ from opfuse.convert.weights import replica, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
 from opfuse.recipes import autocast, current_recipe, in_region
-from opfuse.runtime.recompute import repeated
+from opfuse.runtime.recompute import CalledPipeline, repeated
 
 
-class ForwardInGraph(Protocol):
+class ForwardInGraph(CalledPipeline, Protocol):
     """The forward of a converted module, as far as an op runs it."""
 
     module: nn.Module
     arguments: tuple[str, ...]
     region: autocast | None
     normed: Any
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def structure(self) -> str: ...
-
-    @property
-    def ops(self) -> Sequence[object]: ...
 
     def check_members(self) -> None: ...
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import calls, casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, sanitizer, training
+from benchmarks import calls, casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, products, sanitizer, training
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, package_digest, stamp
 from opfuse.kernels.engine.registry import sources_digest
@@ -88,6 +88,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     **{name: functools.partial(bandwidths, table) for name, (table, _) in TABLES.items()},
     "peers": peers,
     "gemm": gemm.records,
+    "products": products.records,
     "pipelines": pipelines.records,
     "grouped": grouped.records,
     "host": calls.records,

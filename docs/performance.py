@@ -80,6 +80,19 @@ def products(record: Mapping[str, Any]) -> str:
     return told + table(("product, tokens x inputs x outputs", *kinds), rows)
 
 
+def own_products(record: Mapping[str, Any]) -> str:
+    """For each problem what the package's own product reaches, kinds across."""
+    found: dict[str, dict[str, str]] = {}
+    for name, units in of_script(record, "products").items():
+        kind, problem = name.split(": ", 1)
+        ratios = "; ".join(f"{shown(value, 2)} {unit}" for unit, value in units.items() if unit.startswith("x "))
+        found.setdefault(problem, {})[kind] = f"{shown(units.get('TFLOP/s'), 0)}{', ' * ('TFLOP/s' in units)}{ratios}"
+    kinds = list(dict.fromkeys(kind for cells in found.values() for kind in cells))
+    rows = [(problem, *(cells.get(kind, "") for kind in kinds)) for problem, cells in found.items()]
+    told = "TFLOP/s, and times the speed (at least) of what stands behind it.\n\n"
+    return told + table(("lines x sum x columns", *kinds), rows)
+
+
 def pipelines(record: Mapping[str, Any]) -> str:
     found: dict[str, dict[str, Mapping[str, Mapping[str, Any]]]] = {}
     for name, units in of_script(record, "pipelines").items():
@@ -172,6 +185,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "casts": ("Kernels", kernels),
         "peers": ("Kernels beside PyTorch, 16384 x 8192", peers),
         "gemm": ("Matrix products of a linear layer", products),
+        "products": ("Products of the package's own beside cuBLASLt's", own_products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
         "host": ("Time of the host while the device has nothing to do, and what a user waits", host),

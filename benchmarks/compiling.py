@@ -3,6 +3,10 @@
 First calls of a process: compiling a cast, finding it on disk, other numbers of rows. Each figure is of a process of its own
 with its own cache directory. NVRTC loads its library at its first call, which is timed apart, on a text of one line. Sizes or
 addresses that vectors of 16 bytes do not divide take a second variant, which is compiled when the first of them comes.
+
+First training steps: B of 1024 features on 1024 rows, in a process that has trained the same in torch, so that what torch does at
+its first step is not counted. It includes the imports of CuPy and of the rules, lowering, planning, compiling or loading each
+kernel. The second step records the pipeline.
 """
 
 from __future__ import annotations
@@ -61,13 +65,54 @@ for rows in (1280, 264, 257):
 print(json.dumps({"library": library, "first": first, "compiled": counts}))
 """
 
+STEPS = """
+import json, sys, time
+import torch
+import opfuse
+from benchmarks.models import PIPELINES, Sizes, active
+from opfuse import recipes
 
-def run(directory: str) -> dict[str, Any]:
-    """Milliseconds of a new process whose kernels are kept in ``directory``."""
+device, size = sys.argv[1], int(sys.argv[2])
+x = torch.randn(size, size, device=device, dtype=torch.bfloat16).requires_grad_()
+eager, fused = (make(Sizes(size, size, size)).to(device, torch.bfloat16) for make in (PIPELINES["B"].eager, PIPELINES["B"].fused))
+
+def wait():
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+def step(model, recipe):
+    wait()
+    start = time.perf_counter()
+    with active(recipe):
+        y = model(x)
+    y.backward(torch.ones_like(y))
+    wait()
+    return 1e3 * (time.perf_counter() - start)
+
+for _ in range(2):
+    step(eager, None)
+print(json.dumps([step(fused, recipes.Float8CurrentScaling()) for _ in range(3)]))
+"""
+
+MOST_FIRST = {"empty cache": 600, "kernels on disk": 150}
+"""Milliseconds of a first training step."""
+
+
+def run(directory: str, script: str = SCRIPT, *arguments: str) -> Any:
+    """What a new process prints last, as JSON: milliseconds. Its kernels are kept in ``directory``."""
     environment = {**os.environ, cubins.ENVIRONMENT: directory}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def first_steps(device: str = "cuda", size: int = 1024) -> Iterator[dict[str, Any]]:
+    """Training steps of new processes, the first with a limit: the kernels compiled in it, or on disk."""
+    with tempfile.TemporaryDirectory() as directory:
+        for cache, most in MOST_FIRST.items():
+            took = run(directory, STEPS, device, str(size))
+            for which, ms, limit in zip(("first", "second", "third"), took, (most, None, None)):
+                yield _record(f"{which} training step, {cache}, B {size}x{size}, fp8_current", ms, "ms", limit)
 
 
 def records() -> Iterator[dict[str, Any]]:
@@ -83,6 +128,7 @@ def records() -> Iterator[dict[str, Any]]:
     for rows, count in list(cold["compiled"].items())[1:]:
         limit = 0 if int(rows) % 16 == 0 else None
         yield _record(f"kernels compiled for {rows} rows after 256, each in turn", count, "kernels", limit)
+    yield from first_steps()
 
 
 def resources() -> Iterator[dict[str, Any]]:

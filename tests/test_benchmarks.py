@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, calls, distributed, grouped, models, pipelines, products, record, timing, training
+from benchmarks import bandwidth, calls, compiling, distributed, grouped, models, pipelines, products, record, timing, training
 from docs import performance
 from opfuse.config import Config, load
 from opfuse.recipes import Support
@@ -255,3 +255,10 @@ def test_experts_are_measured_as_a_user_waits_for_them() -> None:
     assert {each["unit"] for each in found} == {"ms", "x torch bf16"}
     (limited,) = [each for each in found if each["limit"] is not None] or [{"name": "2 x 128 rows, none"}]
     assert limited["name"].startswith("2 x 128 rows, ")
+
+
+@pytest.mark.slow
+def test_first_steps_are_measured_in_processes_of_their_own() -> None:
+    found = [*compiling.first_steps("cpu", 32)]
+    assert [each["limit"] for each in found] == [600, None, None, 150, None, None]
+    assert all(each["value"] > 0 for each in found)

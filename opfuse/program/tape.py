@@ -99,6 +99,14 @@ class Tape(TorchDispatchMode):
         for kept in (self.steps, self.tensors, self._alive, self._looks, self._memory, self._starts, self._wrappers):
             kept.clear()  # type: ignore[attr-defined]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap the method below, and import torch.compile at its first call, which takes seconds.
+
+        Nothing is lost: what opfuse runs inside of compiled code is a custom op, where dynamo does not look.
+        """
+        return False
+
     # -- numbers -----------------------------------------------------------------------------------------------------
 
     def number(self, tensor: torch.Tensor) -> int:

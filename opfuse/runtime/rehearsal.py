@@ -40,6 +40,11 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in given}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, as of a tape."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):

@@ -10,9 +10,9 @@ from torch import nn
 
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, arguments_of, chain_of
 from opfuse.convert.converted import Converted, Opaque, PipelineRun
-from opfuse.convert.leaves import GATED, UNGATED, obstacle, op_of, weight_of
+from opfuse.convert.leaves import GATED, obstacle, op_of, weight_of
 from opfuse.convert.policy import Choice, Policies
-from opfuse.convert.probe import activation_of_module
+from opfuse.convert.probe import UNGATED, activation_of_module
 from opfuse.convert.weights import Weight, product_of
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import OpfuseError

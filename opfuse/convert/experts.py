@@ -17,9 +17,8 @@ from torch import nn
 from opfuse.convert.chain import arguments_of, kept
 from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import GATED
-from opfuse.convert.probe import activation_of_module
+from opfuse.convert.probe import UNGATED, activation_of_module
 from opfuse.convert.weights import MadeParameters
-from opfuse.numerics.activations import ACTIVATIONS
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.recipes import Recipe
 
@@ -53,7 +52,7 @@ def experts_of(module: nn.Module) -> Experts | None:
     if len(three) != 2 or len(three) < len(module._parameters) or len(arguments_of(module)) != 3:
         return None
     acts = [name for child in module.children() if (name := activation_of_module(child)) is not None]
-    if len(acts) != 1 or len(module._modules) != 1 or getattr(module, "_is_expert_parallel", False):
+    if len(acts) != 1 or acts[0] not in GATED or len(module._modules) != 1 or getattr(module, "_is_expert_parallel", False):
         return None
     for both, down in (three, three[::-1]):
         found = Experts(module, both, down, acts[0])
@@ -74,7 +73,7 @@ def _computes(found: Experts) -> bool:
     both, down, x, weights = random(experts, 2 * inner, width), random(experts, width, inner), random(5, width), random(5, 2)
     index = torch.randint(experts, (5, 2), generator=draw, device="cpu")
     gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
-    wanted = torch.einsum("tkwi,tki,tk->tw", down[index], ACTIVATIONS[found.act].value(gate) * up, weights)
+    wanted = torch.einsum("tkwi,tki,tk->tw", down[index], UNGATED[found.act].math.value(gate) * up, weights)
     with kept(found.module), torch.no_grad():
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
         try:

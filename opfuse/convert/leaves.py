@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.chain import Tracer
 from opfuse.convert.converted import has_hooks
-from opfuse.convert.probe import activation_of_module, rms_norm_of
+from opfuse.convert.probe import UNGATED, activation_of_module, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
@@ -27,14 +27,6 @@ from opfuse.ops.norm import LayerNorm, RMSNorm
 from opfuse.ops.pointwise import Dropout
 from opfuse.ops.structure import Identity
 
-UNGATED: dict[str, type[activation.Activation]] = {
-    "gelu": activation.GELU,
-    "gelu_erf": activation.GELUErf,
-    "qgelu": activation.QGELU,
-    "silu": activation.SiLU,
-    "relu": activation.ReLU,
-    "srelu": activation.SReLU,
-}
 GATED: dict[str, type[activation.GatedActivation]] = {
     "gelu": activation.GEGLU,
     "gelu_erf": activation.GEGLUErf,
@@ -43,7 +35,7 @@ GATED: dict[str, type[activation.GatedActivation]] = {
     "relu": activation.ReGLU,
     "srelu": activation.SReGLU,
 }
-"""The op of an activation, and of a unit that it gates."""
+"""The unit that an activation gates, by the name of the activation."""
 
 
 def runs(module: nn.Module, *classes: type[nn.Module]) -> bool:

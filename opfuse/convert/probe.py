@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from opfuse.numerics.activations import ACTIVATIONS
 from opfuse.numerics.norm import Norm, norm_forward
+from opfuse.ops import OPS
+from opfuse.ops.activation import Activation, GatedActivation
+
+UNGATED: Mapping[str, type[Activation]] = {
+    name: cls
+    for name, cls in OPS.items()
+    if issubclass(cls, Activation) and not issubclass(cls, GatedActivation) and not cls.math.operands
+}
+"""The activations of one tensor, by name."""
 
 GRID = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
 """Where activations are compared: the forms of GELU differ by 5e-4 there, rounding in fp32 by 1e-6."""
@@ -18,7 +26,7 @@ CLOSE = 4e-6
 
 
 def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
-    """The name in ACTIVATIONS of what ``function`` computes on fp64 values; None where it is none of them."""
+    """The name in UNGATED of what ``function`` computes on fp64 values; None where it is none of them."""
     try:
         with torch.no_grad():
             y = function(GRID.clone())
@@ -26,7 +34,7 @@ def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
         return None
     if not isinstance(y, torch.Tensor) or y.shape != GRID.shape or not y.is_floating_point():
         return None
-    close = (name for name, math in ACTIVATIONS.items() if (y - math.value(GRID)).abs().max() < CLOSE)
+    close = (name for name, cls in UNGATED.items() if (y - cls.math.value(GRID)).abs().max() < CLOSE)
     return next(close, None)
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from opfuse.numerics.formula import formula, sigmoid
 from opfuse.numerics.pointwise import Pointwise, gated, scaled
 
 Derivatives = tuple[Tensor, ...]
@@ -22,15 +23,6 @@ GELU_SLOPE = 3 * GELU_LINEAR * GELU_CUBIC
 # Of the exact form, x Phi(x): the argument of erfc is x times the first, the density of Phi exp(-x^2 / 2) times the second.
 ERFC_LINEAR = -math.sqrt(0.5)
 NORMAL_DENSITY = 1 / math.sqrt(2 * math.pi)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)).
-
-    Not ``torch.sigmoid``: on a CPU its last bit depends on where in memory an element sits (vector body or scalar tail), so a
-    sharded or reshaped tensor would differ from the whole one. exp, tanh and rsqrt have no such dependence.
-    """
-    return torch.reciprocal(1 + torch.exp(-x))
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -187,34 +179,9 @@ SITUGLU = Pointwise(
     constants=("beta1", "beta2"),
 )
 
-BIAS = Pointwise(
-    "bias",
-    forward="x + bias",
-    backward=("dy",),
-    value=lambda x, bias: x + bias,
-    grad=lambda dy, x, bias: (dy,),
-    operands={"bias": "row"},
-    operand_backward={"bias": "dy"},
-    operand_grad=lambda dy, x, bias: {"bias": dy},
-)
-CONSTANT_SCALE = Pointwise(
-    "constant_scale",
-    forward="x * scale",
-    backward=("dy * scale",),
-    value=lambda x, scale: x * scale,
-    grad=lambda dy, x, scale: (dy * scale,),
-    constants=("scale",),
-)
-ADD = Pointwise(
-    "add",
-    forward="x + residual",
-    backward=("dy",),
-    value=lambda x, residual: x + residual,
-    grad=lambda dy, x, residual: (dy,),
-    operands={"residual": "full"},
-    operand_backward={"residual": "dy"},
-    operand_grad=lambda dy, x, residual: {"residual": dy},
-)
+BIAS = formula("bias", lambda x, bias: x + bias, operands={"bias": "row"})
+CONSTANT_SCALE = formula("constant_scale", lambda x, scale: x * scale, constants=("scale",))
+ADD = formula("add", lambda x, residual: x + residual, operands={"residual": "full"})
 # The mask holds 0 and 1 and ``scale`` is 1 / (1 - p): a mask scaled beforehand would round 1 / (1 - p) to its own dtype.
 DROPOUT = Pointwise(
     "dropout",

@@ -83,6 +83,7 @@ class Pointwise:
     operand_backward: CUDA expression of an operand's gradient before its reduction (row: over all rows; column: over
         the columns; full: none). An operand without an entry gets no gradient.
     operand_grad: the torch definition of ``operand_backward``: same arguments as ``grad``, a dict of unreduced gradients.
+    derived: all of it follows from one expression (``formula``).
 
     SpecError if names collide, an expression reads an undeclared name, or expressions and functions do not match in number.
     """
@@ -97,6 +98,7 @@ class Pointwise:
     constants: tuple[str, ...] = ()
     operand_backward: Mapping[str, str] = field(default_factory=dict)
     operand_grad: Callable[..., Mapping[str, Tensor]] | None = None
+    derived: bool = False
 
     def __post_init__(self) -> None:
         for part, wanted, got, cure in self._findings():

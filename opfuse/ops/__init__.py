@@ -9,6 +9,7 @@ from opfuse.compiler.registry import (
 from opfuse.core.context import Context
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.numerics.formula import formula
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.activation import (
     GEGLU,

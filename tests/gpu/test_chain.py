@@ -16,6 +16,7 @@ from opfuse.kernels.engine import launch
 from opfuse.kernels.engine.registry import BITWISE
 from opfuse.numerics.activations import ACTIVATIONS
 from opfuse.numerics.chain import Stage
+from opfuse.numerics.formula import FUNCTIONS, formula
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.pointwise import Pointwise
 
@@ -219,6 +220,17 @@ def test_r18_a_non_finite_result_shows_in_its_code(device):
     assert row[5, 7] == column[7, 5] == 0x7F
     assert row[130, 63] == column[63, 130] == 0x7C
     assert encode.amax.isnan()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_formulas_is_its_definition(name, device):
+    """In fp32, of positive and of negative values where it has both; the definition runs on the CPU."""
+    stage = Stage(formula("case", lambda x: x * getattr(x, name)()))
+    x = torch.linspace(-4 if name not in ("log", "log1p", "sqrt") else 0.01, 4, 4096)
+    y, _ = forward_chain(x.to(device), [stage])
+    torch.testing.assert_close(y.cpu(), stage.math.value(x), rtol=1e-5, atol=1e-6)
+    dx, _ = backward_chain(torch.ones_like(x).to(device), [stage], {0: x.to(device)})
+    torch.testing.assert_close(dx.cpu(), stage.math.grad(torch.ones_like(x), x)[0], rtol=1e-5, atol=1e-5)
 
 
 def shifted(threshold):

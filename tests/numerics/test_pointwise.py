@@ -28,20 +28,13 @@ from opfuse.numerics.activations import (
     SITUGLU,
     sigmoid,
 )
+from opfuse.numerics.formula import formula
 from opfuse.numerics.pointwise import Pointwise, compute_dtype, gated, scaled, substitute, variables
 
 CUDA_SOURCES = Path(opfuse.kernels.__file__).parent / "cuda"
 CONSTANTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, "beta1": 4.0, "beta2": 25.0, "scale": 0.3}
 
-MISH = Pointwise(
-    "mish",
-    forward="x * tanhf(log1pf(expf(x)))",
-    backward=("dy * (tanhf(log1pf(expf(x))) + x * sigmoid(x) * (1.0f - powf(tanhf(log1pf(expf(x))), 2.0f)))",),
-    value=lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
-    grad=lambda dy, x: (
-        dy * (torch.tanh(torch.log1p(torch.exp(x))) + x * sigmoid(x) * (1 - torch.tanh(torch.log1p(torch.exp(x))) ** 2)),
-    ),
-)
+MISH = formula("mish", lambda x: x * x.softplus().tanh())
 
 SOFTSIGN = Pointwise(
     "softsign",

@@ -1,7 +1,7 @@
 """One entry for every op of ``ops.OPS``: how to make it, inputs it takes, and its formula in plain torch.
 
-The formulas are written from the definitions and share no code with opfuse. They get tensors in fp64 and return the output, or
-(output, extra output); their gradients are autograd's.
+The formulas are written from the definitions and share no code with opfuse, but for ops that are one formula there,
+too. They get tensors in fp64 and return the output, or (output, extra output); their gradients are autograd's.
 """
 
 import math
@@ -274,6 +274,13 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: ops.L2Normalization(eps=0.5), lambda x, p, e: x / torch.sqrt((x**2).sum(-1, keepdim=True) + 0.5)),
     ],
 }
+
+CASES |= {
+    kind: [Case(cls, unary(cls.math.value))]
+    for kind, cls in ops.OPS.items()
+    if issubclass(cls, ops.PointwiseOperation) and cls.math.derived and kind not in CASES
+}
+"""What a formula says, in fp64: its gradients are derived, and compared with autograd's."""
 
 ALL = [(f"{kind}-{i}", case) for kind, cases in CASES.items() for i, case in enumerate(cases)]
 """Every case with its name."""

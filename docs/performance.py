@@ -212,7 +212,7 @@ def ranks(record: Mapping[str, Any]) -> str:
     """Training over the GPUs of a machine."""
     count, figures = record["ranks"], of_script(record, "distributed")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    counted = ", ".join(f"{number} {state}" for state, number in record["tests"].items())
+    counted = ", ".join(f"{record['tests'][state]} {state}" for state in ("passed", "failed"))
     columns = {
         "gathered, MB": (("MB given to gathers a step", 0), ("x bytes of bf16", 2)),
         "forward and backward, ms": (("ms, forward and backward", 1), ("x torch, forward and backward", 2)),

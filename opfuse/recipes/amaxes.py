@@ -3,7 +3,8 @@
 The collective takes the maximum of 1024 words: how many casts there are and a digest of their names, digests of the first 300
 names, each with its complement, and the first 420 amaxes; what is left over follows in a second one. Where all ranks agree,
 maxima of a word and of its complement are the rank's own. On a CPU the host always looks at that; elsewhere, since it would have
-to wait, when a list of casts is new to it: the first time in a run, and whenever the rank casts something else than before.
+to wait, where something is new to it: a list of casts, or a state of delayed scaling, made or loaded since. States count, since a
+rank may know its list from another model while the next rank has another list.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ WORDS, NAMES = 1024, 300
 _HEAD = 2 * (2 + NAMES)
 
 _Heads = dict[tuple[tuple[str, ...], torch.device], torch.Tensor]
+LOOKS_ALWAYS = ("cpu",)
+"""Devices whose values the host reads without waiting."""
+
 _HEADS: weakref.WeakKeyDictionary[Any, _Heads] = weakref.WeakKeyDictionary()
 """By group the words of every list of names that all its ranks agreed on."""
 
@@ -32,11 +36,11 @@ def in_distributed_run() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any) -> None:
+def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:
     """Each of ``amaxes``, fp32 (1,) on one device, becomes its maximum over the ranks of ``group`` (None: all).
 
     As integer bits, since a floating-point maximum may lose a NaN. names: of the casts, equal and in one order on all ranks, else
-    RecipeError, and no amax is changed.
+    RecipeError, and no amax is changed. new: whether the host looks at that in any case.
     """
     heads = _HEADS.setdefault(dist.group.WORLD if group is None else group, {})
     key = tuple(names), amaxes[0].device
@@ -45,7 +49,7 @@ def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: A
     room = WORDS - _HEAD - len(amaxes)
     first = torch.cat([head, *amaxes[: WORDS - _HEAD], head.new_zeros(max(room, 0))])
     first = _maximum(first, group)
-    if known is None or first.device.type == "cpu":
+    if known is None or new or first.device.type in LOOKS_ALWAYS:
         _check(first[:_HEAD], head, key[0])
         heads[key] = head
     whole = first[_HEAD:]

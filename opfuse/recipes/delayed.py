@@ -45,7 +45,7 @@ class DelayedScalingState:
     rule: what the scale was found under; None while it is the initial one, or where a file does not tell. look: another object
     whenever it holds other tensors, rule or recipe than before. turn: how often counting for an update began, ended or was
     dropped: while it stands, so does the scale, and what was counted still counts. batch: the last update of states of which
-    this was the first.
+    this was the first. agreed: whether ranks that share its amax were found to mean the same tensor, since it was made or loaded.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -56,7 +56,7 @@ class DelayedScalingState:
             scale = torch.ones(1, dtype=torch.float32, device=device)
             history = torch.zeros(length, dtype=torch.float32, device=device)
             self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
-        self._told = self.turn = 0
+        self._told, self.turn, self.agreed = 0, 0, False
         self._pending: weakref.ref[Any] | None = None
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
@@ -76,7 +76,7 @@ class DelayedScalingState:
 
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
         self._hold(*held)
-        self._told, self.turn, self._pending = 0, 0, None
+        self._told, self.turn, self.agreed, self._pending = 0, 0, False, None
 
     @property
     def trained(self) -> bool:
@@ -227,7 +227,7 @@ class DelayedScalingState:
             self.scale.copy_(saved.scale)
             self.amax_history.copy_(saved.amax_history)
             self.left_out.zero_()
-        self.rule, self._adopted, self._told, self._pending = saved.rule, None, 0, None
+        self.rule, self._adopted, self._told, self._pending, self.agreed = saved.rule, None, 0, None, False
         self.look = object()
 
 

@@ -93,7 +93,10 @@ def _reduce(uses: Mapping[DelayedScalingState, LastUse]) -> None:
         return
     shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.shared}
     for (group, _), states in _grouped(shared):
-        reduce_amaxes([state.amax for state in states], [_told(state, uses[state]) for state in states], group)
+        names = [_told(state, uses[state]) for state in states]
+        reduce_amaxes([state.amax for state in states], names, group, new=not all(state.agreed for state in states))
+        for state in states:
+            state.agreed = True
 
 
 def _told(state: DelayedScalingState, use: LastUse) -> str:

@@ -71,6 +71,8 @@ def after(
     """
     out = getattr(out, "_local_tensor", out)
     if gathering.source is not shard:
+        if gathering.source.is_cuda:  # made on the stream of the gather, and read on this one when it is gone
+            gathering.source.record_stream(torch.cuda.current_stream())
         learn(shard, gathering.source)
     if gathering.sent is None:
         whole = gathered[0].reshape(gathering.shape).to(dtype)

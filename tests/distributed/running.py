@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,12 @@ def failed(ranks: int, device: str, tasks: Sequence[Task], *, grace: float = GRA
     return failures if first == len(tasks) else failures | {len(tasks): [f"after the last task: {died}"]}
 
 
+def summary(tasks: int, failures: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """What became of ``tasks`` tasks: how many passed and failed, and of each that failed the first line of what is wrong."""
+    first = [line.partition("\n")[0] for lines in failures.values() for line in lines]
+    return {"passed": tasks - len(failures), "failed": len(failures), "failures": first}
+
+
 def worker(rank: int, place: Path, ranks: int, device: str, tasks: Sequence[Task]) -> None:
     """Run the tasks on this rank until one raises, and write down what each found."""
     torch.set_num_threads(1)
@@ -83,8 +89,8 @@ def worker(rank: int, place: Path, ranks: int, device: str, tasks: Sequence[Task
             start, raised = time.perf_counter(), False
             try:
                 found = task[0](task[1], rank, ranks, device)
-            except BaseException:  # what pytest.raises raises is no Exception
-                found, raised = [traceback.format_exc()], True
+            except BaseException as error:  # what pytest.raises raises is no Exception
+                found, raised = [f"{type(error).__name__}: {error}\n{traceback.format_exc()}"], True
             file.write(f"{json.dumps([found, raised])}\n")
             say(rank, f"{'FAILED' if found else 'passed'}  {time.perf_counter() - start:4.1f} s  {_name(task)}")
             if raised:

@@ -21,7 +21,7 @@ from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.counting import count_backward, count_forward, touch_backward, touch_forward
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.recipes.passes import current_pass, is_recomputing, is_trained
-from opfuse.recipes.pending import LastUse
+from opfuse.recipes.pending import LastUse, UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -168,30 +168,56 @@ class Cast:
 
 
 class _Live:
-    """The live tensors of a cast's state, which a program asks for at every call.
+    """The live tensors of a cast's state, which a program asks for at every call, those of all its casts at once.
 
     As :meth:`Cast._live` has it: but where the call is an ordinary one and the state is as it was, all that is left to do is to
-    count. quantizer: over these tensors.
+    count. quantizer: over these tensors. tensors: while the state looks as it was ``seen``. use: how a call counts; None: not.
     """
 
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
-        self._cast, self._state, self._device = cast, state, device
-        self._count = count_backward if cast.role == GRADIENT else count_forward
-        self._use = LastUse(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
-        self._seen: object = None
+        self._cast, self.state, self._device = cast, state, device
+        self.count = count_backward if cast.role == GRADIENT else count_forward
+        self.use = LastUse(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
+        self.seen: object = None
+        self.tensors: tuple[torch.Tensor, ...] = ()
         self.quantizer = self._look()
 
-    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self._state
-        if state.look is not self._seen or current_pass() is not None:
-            live = self._look()
-            return live.scale, live.amax
-        if self._use is not None:
-            self._count(state, self._use)
-        return self._tensors
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        live = self._look()
+        return live.scale, live.amax
 
     def _look(self) -> Float8Quantizer:
-        live = self._cast._live(self._state, self._device)
-        if current_pass() is None and live.scale is self._state.scale:
-            self._tensors, self._seen = (live.scale, live.amax), self._state.look
+        live = self._cast._live(self.state, self._device)
+        if current_pass() is None and live.scale is self.state.scale:
+            self.tensors, self.seen = (live.scale, live.amax), self.state.look
         return live
+
+    def together(self, others: Sequence[_Live]) -> _LiveTogether:
+        """It and others as one."""
+        return _LiveTogether((self, *others))
+
+
+class _LiveTogether:
+    """The live tensors of several casts of a pass, in their order."""
+
+    def __init__(self, casts: Sequence[_Live]) -> None:
+        self._casts, self._states = casts, [each.state for each in casts]
+        self._uses: dict[Callable[[UsesByState], None], dict[DelayedScalingState, LastUse]] = {}
+        for each in casts:
+            if each.use is not None:
+                self._uses.setdefault(each.count, {})[each.state] = each.use
+        self._note()
+
+    def _note(self) -> None:
+        tensors = [tensor for each in self._casts for tensor in each.tensors]
+        self._known = [each.seen for each in self._casts], tensors  # at once, for other threads
+
+    def __call__(self) -> Sequence[torch.Tensor]:
+        seen, known = self._known
+        if [state.look for state in self._states] != seen or current_pass() is not None:
+            tensors = [tensor for each in self._casts for tensor in each()]
+            self._note()
+            return tensors
+        for count, uses in self._uses.items():
+            count(uses)
+        return known

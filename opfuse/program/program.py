@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
 from opfuse.program.slab import Slab, slab_of
-from opfuse.program.steps import CallStep, LaunchStep, OpStep, Place, ProductStep, Step
+from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
 
 _aten: Any = torch.ops.aten
@@ -41,7 +41,7 @@ class Recording:
     @classmethod
     def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
         """What is on a tape, without what nobody needs; products go to cuBLASLt where they can."""
-        steps = _needed([each for step in tape.steps for each in _by_address(tape, step)], results)
+        steps = _needed([each for step in _joined(tape.steps) for each in _by_address(tape, step)], results)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
         sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) and size <= SMALL}
         return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
@@ -165,6 +165,21 @@ def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
 
 
 # -- what a program makes of a tape ------------------------------------------------------------------------------------------
+
+
+def _joined(steps: Sequence[Step]) -> list[Step]:
+    """With one call in place of those that can be made together."""
+    calls = [step for step in steps if isinstance(step, CallStep)]
+    functions = [step.function for step in calls]
+    found = [(call, each) for call, each in zip(calls, functions) if isinstance(each, Joining)]
+    if len(found) < 2:
+        return list(steps)
+    (first, function), *others = found
+    joined = CallStep(
+        cast(Joining, function).together([each for _, each in others]), tuple(i for call, _ in found for i in call.results)
+    )
+    gone = {id(call) for call, _ in others}
+    return [joined if step is first else step for step in steps if id(step) not in gone]
 
 
 def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -100,6 +100,14 @@ class CallStep:
     def reads(self) -> Iterator[int]:
         """Nothing."""
         return iter(())
+
+
+@runtime_checkable
+class Joining(Protocol):
+    """A function of the host that is called with others of its kind as one, at the place of the first of them."""
+
+    def together(self, others: Sequence[Any]) -> Callable[[], Sequence[torch.Tensor]]:
+        """One function that gives the tensors of it, and then those of the others."""
 
 
 Step = OpStep | LaunchStep | ProductStep | CallStep

@@ -9,6 +9,7 @@ updated, and updates it again.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.recipes.passes import is_recomputing
-from opfuse.recipes.pending import LastUse, Pending
+from opfuse.recipes.pending import LastUse, Pending, UsesByState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,15 +45,15 @@ def touch_forward(
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule)
-    count_forward(state, LastUse(rule, current_amax_group(), recipe.reduce_amax, name))
+    count_forward({state: LastUse(rule, current_amax_group(), recipe.reduce_amax, name)})
 
 
-def count_forward(state: DelayedScalingState, use: LastUse) -> None:
-    """Have ``state`` be updated when the outermost region ends. RecipeError outside any region."""
-    at_outermost_exit("delayed scaling", Pending).add(state, use)
+def count_forward(uses: UsesByState) -> None:
+    """Have states be updated when the outermost region ends. RecipeError outside any region."""
+    at_outermost_exit("delayed scaling", Pending).add(uses)
 
 
-_BACKWARD_PASSES: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+_BACKWARD_PASSES: dict[int, weakref.ref[Pending]] = {}
 """Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
 
 
@@ -73,21 +74,24 @@ def touch_backward(
     rule = rule or recipe.backward_rule
     if torch._C._current_graph_task_id() >= 0:
         state.adopt(recipe, rule)
-    count_backward(state, LastUse(rule, group, recipe.reduce_amax, name))
+    count_backward({state: LastUse(rule, group, recipe.reduce_amax, name)})
 
 
-def count_backward(state: DelayedScalingState, use: LastUse) -> None:
-    """Have ``state`` be updated once after the running backward pass. RecipeError outside of one."""
+def count_backward(uses: UsesByState) -> None:
+    """Have states be updated once after the running backward pass. RecipeError outside of one."""
     task = torch._C._current_graph_task_id()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
         raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
     with _LOCK:
-        pending = _BACKWARD_PASSES.get(task)
+        known = _BACKWARD_PASSES.get(task)
+        pending = None if known is None else known()
         if pending is None:
-            pending = _BACKWARD_PASSES[task] = Pending()
+            pending = Pending()
+            # A weak-value dictionary calls three functions of Python for this. pop() takes the dead reference for its default.
+            _BACKWARD_PASSES[task] = weakref.ref(pending, functools.partial(_BACKWARD_PASSES.pop, task))
             torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(state, use)
+        pending.add(uses)
 
 
 _LOCK = threading.Lock()

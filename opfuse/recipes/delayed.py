@@ -142,10 +142,9 @@ class DelayedScalingState:
         return scale, amax
 
     def updated(self, rule: UpdateRule) -> None:
-        """Its scale was found anew, under ``rule``."""
-        if self.rule is not rule:
-            self.rule = rule
-            self.look = object()
+        """Its scale was found anew, under another ``rule`` than before."""
+        self.rule = rule
+        self.look = object()
 
     def counts_for(self, pending: weakref.ref[Any] | None) -> None:
         """Amaxes are from now on for this update; None: it is over. What was counted for one that never came is dropped."""

@@ -29,6 +29,10 @@ class LastUse:
     name: str
 
 
+UsesByState = Mapping[DelayedScalingState, LastUse]
+"""In order of first use, each with its last."""
+
+
 class Pending:
     """States used since the last update, in order of first use."""
 
@@ -36,21 +40,22 @@ class Pending:
         self._uses: dict[DelayedScalingState, LastUse] = {}
         self._self = weakref.ref(self)
 
-    def add(self, state: DelayedScalingState, use: LastUse) -> None:
-        if state not in self._uses:
-            state.counts_for(self._self)
-        self._uses[state] = use
+    def add(self, uses: UsesByState) -> None:
+        """Count these uses. One call for all casts of a pass: it is part of every step."""
+        for state in uses:
+            if state not in self._uses:
+                state.counts_for(self._self)
+        self._uses.update(uses)
 
     def __call__(self, completed: bool = True) -> None:
         """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
         uses, self._uses = self._uses, {}
-        with torch.no_grad():
-            if completed:
-                _reduce(uses)
-                _update(list(uses), [use.rule for use in uses.values()])
-            else:
-                for _, states in _grouped({state: state.scale.device for state in uses}):
-                    torch._foreach_zero_([state.amax for state in states])
+        if completed:
+            _reduce(uses)
+            _update(list(uses), [use.rule for use in uses.values()])
+        else:
+            for _, states in _grouped({state: state.scale.device for state in uses}):
+                torch._foreach_zero_([state.amax for state in states])
         for state in uses:
             state.counts_for(None)
 
@@ -65,7 +70,8 @@ def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
     for update in batch.updates:
         update()
     for state, rule in zip(states, rules):
-        state.updated(rule)
+        if state.rule is not rule:
+            state.updated(rule)
 
 
 def _prepared(states: list[DelayedScalingState], rules: list[UpdateRule]) -> Iterator[Callable[[], object]]:
@@ -87,7 +93,7 @@ def _grouped(keys: Mapping[DelayedScalingState, _LookOfStates]) -> Iterator[tupl
     yield from groups.items()
 
 
-def _reduce(uses: Mapping[DelayedScalingState, LastUse]) -> None:
+def _reduce(uses: UsesByState) -> None:
     """Slot 0 of every history becomes its maximum over the ranks of its group."""
     if not in_distributed_run():
         return

@@ -7,6 +7,7 @@ import struct
 import threading
 import weakref
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -164,6 +165,37 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
     state["scale"] = torch.tensor([5.0])
     assert program([torch.ones(2)])[0].tolist() == [5.0, 5.0]
     assert state["calls"] == 2
+
+
+class Live:
+    """A function of the host that may be called with others; all are told of in ``log``."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, value: float) -> None:
+        self.name, self.tensors = name, [torch.tensor([value])]
+
+    def __call__(self) -> list[Tensor]:
+        self.log.append(self.name)
+        return self.tensors
+
+    def together(self, others: list[Live]) -> Live:
+        joined = Live(self.name + "".join(each.name for each in others), 0)
+        joined.tensors = [tensor for each in (self, *others) for tensor in each.tensors]
+        return joined
+
+
+def test_functions_of_the_host_that_can_be_called_as_one_are():
+    tape, lives = Tape([torch.ones(2)]), [Live("a", 2.0), Live("b", 3.0), Live("c", 4.0)]
+    with tape.recording():
+        x = tape.given[0]
+        for live in lives:
+            launching.listener().call(live)
+            x = x * live.tensors[0]
+    program = Program(tape, [tape.number(x)])
+    Live.log.clear()
+    assert program([torch.ones(2)])[0].tolist() == [24.0, 24.0]
+    assert Live.log == ["abc"]
 
 
 def test_what_came_in_is_let_go_after_its_last_reader():

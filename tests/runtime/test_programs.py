@@ -15,6 +15,7 @@ import torch.distributed as dist
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
+from opfuse.program.steps import CallStep
 from opfuse.runtime import own
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
@@ -227,6 +228,8 @@ def test_programs_see_what_becomes_of_delayed_states(between):
         assert_same(run(model, recipe), wanted)
     assert len(recorded_in(model)) >= 4
     assert recorded_in(other) == []
+    programs = [program for each in recorded_in(model) for program in each.programs()]
+    assert all(sum(isinstance(s, CallStep) for s in each.recording.steps) == 1 for each in programs)  # for all casts of a pass
 
 
 def test_two_backward_passes_of_one_graph():

@@ -17,7 +17,21 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import calls, casts, compiling, epilogues, gemm, grouped, memory, norms, pipelines, products, sanitizer, training
+from benchmarks import (
+    calls,
+    casts,
+    compiling,
+    epilogues,
+    gemm,
+    grouped,
+    memory,
+    norms,
+    overhead,
+    pipelines,
+    products,
+    sanitizer,
+    training,
+)
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
 from benchmarks.stamp import device_file, package_digest, stamp
 from opfuse.kernels.engine.registry import sources_digest
@@ -92,6 +106,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "pipelines": pipelines.records,
     "grouped": grouped.records,
     "host": calls.records,
+    "overhead": overhead.records,
     "training": training.records,
     "memory": memory.records,
     "compiling": compiling.records,

@@ -168,9 +168,27 @@ def host(record: Mapping[str, Any]) -> str:
 _DIGITS = {"us": 0, "Python calls": 0, "x eager bf16": 2}
 
 
-def _by_what(models: Mapping[str, Mapping[str, str]]) -> str:
+def _by_what(models: Mapping[str, Mapping[str, str]], head: str = "recipe") -> str:
     columns = list(dict.fromkeys(what for cells in models.values() for what in cells))
-    return table(("recipe", *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in models.items()])
+    return table((head, *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in models.items()])
+
+
+def overhead(record: Mapping[str, Any]) -> str:
+    found: dict[str, dict[str, str]] = {}
+    for name, units in of_script(record, "overhead").items():
+        _, what, rest = name.split(", ", 2)
+        kind, setting = rest.split(", ", 1) if what.startswith(("step", "host")) else ("", rest)
+        cell = ", ".join(f"{shown(figure, 2 if unit == 'ms' else 1)} {unit}" for unit, figure in units.items())
+        found.setdefault(setting, {})[", ".join(filter(None, (what, kind)))] = cell
+    return OVERHEAD + _by_what(found, "setting")
+
+
+OVERHEAD = (
+    "What it costs to be asked, as more of the same without. `watch(every=100)` looks at one step in a hundred, which runs op by "
+    "op, `watch(every=1)` at every step. Tracing is `OPFUSE_TRACE`; without sources, nobody looks for the lines of code that "
+    "values come from. Both queue nothing on the device. Wall time of a step of B, where the device decides; time of the host "
+    "for a step, and for a plan, of A.\n\n"
+)
 
 
 def others(record: Mapping[str, Any], *scripts: str) -> str:
@@ -189,6 +207,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
         "host": ("Time of the host while the device has nothing to do, and what a user waits", host),
+        "overhead": ("Being asked: watching, tracing, sources", overhead),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
         "compiling": ("Compiling", lambda record: others(record, "compiling")),

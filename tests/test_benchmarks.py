@@ -11,7 +11,20 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import bandwidth, calls, compiling, distributed, grouped, models, pipelines, products, record, timing, training
+from benchmarks import (
+    bandwidth,
+    calls,
+    compiling,
+    distributed,
+    grouped,
+    models,
+    overhead,
+    pipelines,
+    products,
+    record,
+    timing,
+    training,
+)
 from docs import performance
 from opfuse.config import Config, load
 from opfuse.recipes import Support
@@ -228,6 +241,21 @@ def test_what_a_user_waits_is_measured_of_every_recipe_and_has_its_limits() -> N
     assert "A 128x128:" in page
     assert "Decoder of 1 layers 128x128:" in page
     assert "fp8_block weights kept" in page
+
+
+@pytest.mark.usefixtures("_no_device")
+def test_what_it_costs_to_be_asked_is_set_beside_what_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "KINDS", ("fp8_current",))
+    found = [*overhead.step_records(TINY, rounds=1, every=1, device="cpu")]
+    (limited,) = [each for each in found if each["limit"] is not None]
+    assert (limited["name"].rpartition(", ")[2], limited["limit"], limited["unit"]) == (overhead.WATCHED, 1.0, "% more")
+    found += overhead.host_records(TINY, rounds=1, calls=1, device="cpu")
+    assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+    page = performance.overhead({"results": [{**each, "script": "overhead"} for each in found]})
+    for name in overhead.SETTINGS:
+        assert f"| {name} |" in page
+    drift = {overhead.OFF: [10.0, 20.0], overhead.WATCHED: [10.1, 20.2]}
+    assert overhead.added(drift, overhead.WATCHED) == pytest.approx(1.0)
 
 
 def test_a_decoder_of_ops_computes_what_that_of_torch_does() -> None:

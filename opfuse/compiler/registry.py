@@ -93,6 +93,11 @@ class RuleSet:
         sources = {rule.name: rule.source for rule in self.rules} | {each.name: each.source for each in self.functions}
         return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})", sources)
 
+    @cached_property
+    def unfused(self) -> RuleSet:
+        """The same set at level 0."""
+        return replace(self, level=0)
+
     def _parts(self) -> Mapping[str, Digest]:
         def told(rule: Fusion | FusionFunction) -> Digest:
             return Digest(digest(rule), lambda: key_fields(rule) or {}, REGISTERED)

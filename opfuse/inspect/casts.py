@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from opfuse.core.context import Value
 from opfuse.formats import Element
+from opfuse.kernels.casts.figures import cast_figures
+from opfuse.numerics.hadamard import rotate
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 BINS = 16
 """Powers of two of which a histogram of scales tells, the most frequent ones."""
 
+BIAS = 127
+"""Of an exponent of fp32."""
+
 
 @dataclass(frozen=True)
 class CastFigures:
-    """One cast, of ``elements`` elements.
+    """One cast of ``elements`` elements to a plane; where the format rotates, the elements are what the rotation makes.
 
     amax: the largest magnitude that is finite. nonfinite: share of elements that are not. saturated: share of those that were
     larger than the format holds under their scale, by more than it rounds. flushed: share of those not zero that became zero.
-    sqnr: 10 log10(sum x^2 / sum (x - q)^2) in dB; None where nothing was lost, or where the format rotates. scales: share of
-    elements by the power of two of their decode scale.
+    sqnr: 10 log10(sum x^2 / sum (x - q)^2) in dB; None where nothing was lost. scales: share of elements by the power of two of
+    their decode scale, -127 below all that fp32 holds in full, 128 for scales that are not finite.
     """
 
     format: str
+    plane: str
     elements: int
     amax: float
     nonfinite: float
-    saturated: float | None
-    flushed: float | None
+    saturated: float
+    flushed: float
     sqnr: float | None
     scales: dict[int, float]
 
@@ -41,30 +50,56 @@ class CastFigures:
         return asdict(self)
 
 
-def figures(given: Value, made: QuantizedStorage) -> CastFigures | None:
-    """What the cast of ``given`` to ``made`` did, found on the device of the tensors; None where ``made`` keeps ``given`` itself.
+class FoundFigures(NamedTuple):
+    """What was found of a cast to a plane, on its device still: sums and counts of :func:`cast_figures`, one after another."""
 
-    Read from the rowwise plane, or from the columnwise one where that is all there is.
+    format: str
+    plane: str
+    found: torch.Tensor
+
+    def read(self) -> CastFigures:
+        """The figures; waits for the device."""
+        amax, signal, lost, nonfinite, nonzero, flushed, saturated, *exponents = self.found.tolist()
+        size = sum(exponents)
+        sqnr = 10 * math.log10(signal / lost) if signal and lost else None
+        shares = nonfinite / size, saturated / size, flushed / max(nonzero, 1)
+        return CastFigures(self.format, self.plane, int(size), amax, *shares, sqnr, _scales(exponents, size))
+
+
+def figures(given: Value, made: QuantizedStorage) -> Iterator[FoundFigures]:
+    """What the cast of ``given`` to ``made`` did, found on the device of the tensors; none where ``made`` keeps ``given`` itself.
+
+    Of the rowwise plane, or of the columnwise one where that is all there is; then of the columnwise one if it is rotated, whose
+    values are others: those that the rotation makes of ``given``.
     """
-    plane = next((p for p in (made.rowwise, made.columnwise) if p is not None and p.format.element is not None), None)
-    if plane is None or not plane.data.numel():
-        return None
-    x = _plain(given).detach().to(torch.float32).reshape(-1)
-    finite = x.isfinite()
-    kept = torch.where(finite, x, 0)
-    top = _filled(plane)
-    sums = [kept.abs().max(), 1 - finite.float().mean()]
-    if not plane.format.rht:
-        q = made.dequantize(torch.float32, plane.usage).reshape(-1)
-        most = top.reshape(-1)[: x.numel()] if top.numel() >= x.numel() else top.reshape(-1)
-        lost = torch.where(finite, x - q, 0)
-        zero = ((q == 0) & (kept != 0)).float().sum() / (kept != 0).float().sum().clamp(min=1)
-        cut = (kept.abs() > most * _rounds_down(_element(plane))).float().mean()
-        sums += [cut, zero, kept.double().square().sum(), lost.double().square().sum()]
-    amax, nonfinite, *more = torch.stack([each.double() for each in sums]).tolist()
-    saturated, flushed, signal, loss = more or [None] * 4
-    sqnr = 10 * math.log10(signal / loss) if signal and loss else None
-    return CastFigures(str(plane.format), x.numel(), amax, nonfinite, saturated, flushed, sqnr, _scales(plane, top))
+    planes = [plane for plane in (made.rowwise, made.columnwise) if plane is not None and plane.format.element is not None]
+    for plane in planes[:1] + [plane for plane in planes[1:] if plane.format.rht]:
+        if made.shape.numel():
+            yield _figures(_plain(given).detach().reshape(made.matrix_shape), plane)
+
+
+def _figures(x: torch.Tensor, plane: Plane) -> FoundFigures:
+    found = [_summed(*part) for part in _parts(x, plane)]
+    sums, counts = (torch.stack(each) for each in zip(*found))
+    whole = torch.cat((sums[:, :1].amax(0), sums[:, 1:].sum(0), counts.sum(0).double()))  # counts below 2^53 are exact
+    return FoundFigures(str(plane.format), plane.usage, whole)
+
+
+def _parts(x: torch.Tensor, plane: Plane) -> Iterator[tuple[torch.Tensor, Plane]]:
+    """What was cast apart, and its plane: the groups of a grouped one that have rows."""
+    if isinstance(plane, GroupedPlane):
+        yield from ((part, member) for part, member in zip(torch.split(x, list(plane.sizes)), plane.members) if len(part))
+    else:
+        yield x, plane
+
+
+def _summed(x: torch.Tensor, plane: Plane) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`cast_figures` finds."""
+    if plane.format.rht:  # of the rows that fill the last block, too, over which rotation spreads values
+        x = rotate(F.pad(x, (0, 0, 0, plane.shape[0] - len(x))).mT, plane.format.rht).mT
+        plane = replace(plane, format=plane.format.replace(rht=()))
+    q, scale = (each[: len(x)] for each in (plane.dequantize(torch.float32), _scale(plane)))
+    return cast_figures(x, q, scale, reach=_reach(_element(plane)))
 
 
 def _plain(value: Value) -> torch.Tensor:
@@ -79,21 +114,22 @@ def _element(plane: Plane) -> Element:
     return element
 
 
-def _filled(plane: Plane) -> torch.Tensor:
-    """The largest value that each element could have under its scale."""
-    code = _element(plane).max_code
-    byte = code | code << 4 if _element(plane).bits == 4 else code
-    data = torch.full_like(plane.data.view(torch.uint8), byte).view(plane.data.dtype)
-    return replace(plane, data=data).dequantize(torch.float32)
+def _scale(plane: Plane) -> torch.Tensor:
+    """The decode scale of each element, (M, K), or one of all: what codes of 1 are decoded to."""
+    if plane.format.family == "tensor" and plane.scale is not None:
+        return plane.scale
+    element = _element(plane)
+    one = element.bias << element.mantissa_bits
+    byte = one | one << 4 if element.bits == 4 else one
+    ones = torch.full_like(plane.data.view(torch.uint8), byte).view(plane.data.dtype)
+    return replace(plane, data=ones).dequantize(torch.float32)
 
 
-def _rounds_down(element: Element) -> float:
-    """How far above the largest value a number may lie that rounds to it: half a step there."""
-    step = 2.0 ** (math.floor(math.log2(element.max)) - element.mantissa_bits)
-    return 1 + step / 2 / element.max
+def _reach(element: Element) -> float:
+    """The largest multiple of a scale that rounds to a finite code: half a step above the largest of these."""
+    return element.max + 2.0 ** (math.floor(math.log2(element.max)) - element.mantissa_bits - 1)
 
 
-def _scales(plane: Plane, top: torch.Tensor) -> dict[int, float]:
-    powers, counts = torch.unique(torch.frexp(top.flatten() / _element(plane).max)[1], return_counts=True)
-    found = sorted(zip((powers - 1).tolist(), counts.tolist()), key=lambda pair: -pair[1])[:BINS]
-    return {power: count / top.numel() for power, count in sorted(found)}
+def _scales(counted: list[float], size: float) -> dict[int, float]:
+    found = sorted(((at - BIAS, count) for at, count in enumerate(counted) if count), key=lambda pair: -pair[1])[:BINS]
+    return {power: count / size for power, count in sorted(found)}

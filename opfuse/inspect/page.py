@@ -184,7 +184,7 @@ def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
     return PageTable("Products", ("op", "product", "left", "right", "runs", "why"), rows, filters=True)
 
 
-WATCHED = ("step", "op", "tensor", "format", "amax", "saturated", "flushed", "nonfinite", "sqnr")
+WATCHED = ("step", "op", "tensor", "plane", "format", "amax", "saturated", "flushed", "nonfinite", "sqnr")
 
 
 def value_table(records: Iterable[Mapping[str, Any]]) -> PageTable:

@@ -12,7 +12,7 @@ from torch import nn
 
 from opfuse.core.operation import FusibleOperation
 from opfuse.errors import OpfuseWarning, PipelineError, describe
-from opfuse.inspect.casts import figures
+from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import sink_of
 from opfuse.runtime.observed import GroupRun, Observer, observed
 from opfuse.tensors.storage import QuantizedStorage
@@ -70,16 +70,17 @@ class LookedAt:
 class Watch:
     """Watches the casts of ``model``; :meth:`close`, or leaving it as a context manager, ends that.
 
-    records: what was found, the latest last: ``step``, ``op`` (its path in the model), ``tensor`` (its role), and the fields of
-    :class:`~opfuse.inspect.casts.CastFigures`.
+    What was found on a GPU is read, written and told of when the model is called again, when somebody asks, or at the end: the
+    step that is looked at waits for nothing.
     """
 
     def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
         self.every = every
-        self.records: list[dict[str, Any]] = []
+        self._records: list[dict[str, Any]] = []
+        self._found: list[tuple[dict[str, Any], FoundFigures]] = []
         self.alarms = alarms
         self._write = sink_of(to)
-        self._told: set[tuple[str, str, str]] = set()
+        self._told: set[tuple[str, str, str, str]] = set()
         self._names = _paths(model)
         self._calls = LookedAt(model, self._due)
 
@@ -92,12 +93,24 @@ class Watch:
     def step(self, number: int) -> None:
         self._calls.step = number
 
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What was found, the latest last.
+
+        ``step``, ``op`` (its path in the model), ``tensor`` (its role), and the fields of
+        :class:`~opfuse.inspect.casts.CastFigures`.
+        """
+        self._read()
+        return self._records
+
     def _due(self, step: int) -> Observer | None:
+        self._read()
         return _WatchedStep(self, step) if (step - 1) % self.every == 0 else None
 
     def close(self) -> None:
         """Watch no longer."""
         self._calls.close()
+        self._read()
 
     def __enter__(self) -> Self:
         return self
@@ -110,18 +123,23 @@ class Watch:
         made = run.made.record if isinstance(run.made, QuantizedTensor) else run.made
         if run.role is None or run.given is None or not isinstance(made, QuantizedStorage):
             return
+        place = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role}
         with torch.no_grad():
-            found = figures(run.given, made)
-        if found is None:
-            return
-        record = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role, **found.record()}
-        self.records = [*self.records[-RECORDS + 1 :], record]
-        self._write(record)
-        self._alarm(record)
+            self._found += ((place, found) for found in figures(run.given, made))
+        if made.device.type != "cuda":
+            self._read()
+
+    def _read(self) -> None:
+        found, self._found = self._found, []
+        for place, each in found:
+            record = {**place, **each.read().record()}
+            self._records = [*self._records[-RECORDS + 1 :], record]
+            self._write(record)
+            self._alarm(record)
 
     def _alarm(self, record: Mapping[str, Any]) -> None:
         for name, limit in self.alarms.items():
-            value, place = record[name], (record["op"], record["tensor"], name)
+            value, place = record[name], (record["op"], record["tensor"], record["plane"], name)
             if value is None or place in self._told or (value >= limit if name == "sqnr" else value <= limit):
                 continue
             self._told.add(place)
@@ -175,11 +193,11 @@ def _paths(model: nn.Module) -> dict[int, str]:
     return found
 
 
-HEAD = ("step", "op", "tensor", "format", "amax", "saturated", "flushed", "sqnr")
+HEAD = ("step", "op", "tensor", "plane", "format", "amax", "saturated", "flushed", "sqnr")
 
 
 def _rows(records: list[dict[str, Any]]) -> Iterator[str]:
-    latest = {(record["op"], record["tensor"]): record for record in records}
+    latest = {(record["op"], record["tensor"], record["plane"]): record for record in records}
     rows = [HEAD, *(tuple(map(_cell, (record[name] for name in HEAD))) for record in latest.values())]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from opfuse.errors import OutputError, describe
+from opfuse.formats import ROWWISE
 
 Sink = Callable[[Mapping[str, Any]], None]
-"""Takes one record: ``step``, ``op``, ``tensor``, and what was found."""
+"""Takes one record: ``step``, ``op``, ``tensor``, ``plane``, and what was found."""
 
 SCALARS = ("amax", "nonfinite", "saturated", "flushed", "sqnr")
 
@@ -52,7 +53,8 @@ def _lines(path: Path) -> Sink:
 
 def _named(record: Mapping[str, Any]) -> dict[str, float]:
     names = (name for name in SCALARS if record.get(name) is not None)
-    return {f"{record['op']}/{record['tensor']}/{name}": record[name] for name in names}
+    place = (record["op"], record["tensor"], *(() if record["plane"] == ROWWISE else (record["plane"],)))
+    return {"/".join((*place, name)): record[name] for name in names}
 
 
 def _scalars(writer: Any) -> Sink:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from opfuse.kernels.cases import chain_casts, chains, delayed, matrices, norms, nvfp4, planes, products
+from opfuse.kernels.cases import chain_casts, chains, delayed, figures, matrices, norms, nvfp4, planes, products
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
+from opfuse.kernels.casts.figures import cast_figures
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording, tensor_amax
@@ -38,6 +39,7 @@ _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
     dequantize_nv: planes.NVFP4_PLANES,
     transposed: planes.TRANSPOSED,
     delayed_update: delayed.CASES,
+    cast_figures: figures.CASES,
     forward_chain: chains.FORWARD,
     backward_chain: chains.BACKWARD,
     forward_chain_amax: chains.FORWARD_AMAX,

@@ -106,6 +106,7 @@ class OperationFuser:
         self.imports = frozenset(imports)
         self.exports = frozenset(exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
+        self._alone: dict[tuple[Any, ...], Plan] = {}  # the latest that somebody looked at op by op
         self.last_missed = 0
         self.history: deque[Made] = deque(maxlen=MADE)
         self._thrash = Thrash(PLANS)
@@ -263,10 +264,12 @@ class OperationFuser:
             rules = self.rules or active_rules()
             recipe = current_recipe()
             if recording.alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
-                rules = replace(rules, level=0)
-            key = self.named(self.key(x, extras, rules))
-            plan = self._compiled(key, rules)
-            if key.env.recipe is not None:
+                rules = rules.unfused
+            key = self.key(x, extras, rules)
+            plan = (self._alone.get(key) if recording.alone else None) or self._compiled(self.named(key), rules)
+            if recording.alone:
+                self._alone = {key: plan}
+            if plan.key.env.recipe is not None:
                 note_use()
         else:
             plan = self.plan(x, *extras)

@@ -19,7 +19,7 @@ from opfuse.config import load
 from opfuse.errors import ConfigError, OutputError, PipelineError
 from opfuse.inspect.casts import figures
 from opfuse.runtime.checkpoint import checkpoint
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.train import compare
 
 
@@ -44,14 +44,15 @@ def test_figures_are_those_of_the_values() -> None:
     x = torch.zeros(32, 32)
     x[0, :4] = torch.tensor([448.0, 1e-4, 3.0, -100.0])
     x[1, 0], x[2, 0] = math.inf, 1.0
-    found = figures(x, MXFP8Quantizer()(x).record)
-    assert found is not None
-    assert (found.format, found.elements, found.amax) == ("mxfp8_e4m3", 1024, 448.0)
+    (found,) = (each.read() for each in figures(x, MXFP8Quantizer()(x).record))
+    assert (found.format, found.plane, found.elements, found.amax) == ("mxfp8_e4m3", "rowwise", 1024, 448.0)
     assert found.nonfinite == pytest.approx(1 / 1024)
     assert found.saturated == 0.0
     assert found.flushed == pytest.approx(1 / 5)
     assert sum(found.scales.values()) == pytest.approx(1.0)
-    assert found.scales[0] == pytest.approx(32 / 1024)  # the block of 448
+    assert found.scales[0] == found.scales[128] == pytest.approx(32 / 1024)  # the blocks of 448 and of inf
+    assert found.sqnr is not None
+    assert found.sqnr > 30  # of the values that both sides have
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,54 @@ def test_figures_are_those_of_the_values() -> None:
 def test_sqnr_is_that_of_what_is_decoded(quantizer: Any) -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = quantizer(x).record
-    found = figures(x, made)
-    loss = x.double() - made.dequantize(torch.float32).double()
-    assert found is not None
-    assert found.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / loss.square().sum()), abs=1e-3)
+    (found,) = (each.read() for each in figures(x, made))
+    assert found.sqnr == pytest.approx(sqnr(x, made), abs=1e-3)
     assert found.saturated == 0.0
+
+
+def sqnr(x: torch.Tensor, made: Any, usage: str | None = None) -> float:
+    loss = x.double() - made.dequantize(torch.float32, usage).double()
+    return 10 * math.log10(x.double().square().sum() / loss.square().sum())
+
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "mxfp8": MXFP8Quantizer(),
+    "fp8_current": Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("sizes", [None, (40, 0, 24)])
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_groups_and_rotated_planes_are_told(kind: str, sizes: tuple[int, ...] | None) -> None:
+    """Groups as one tensor; a rotated plane beside the other, of the values that the rotation makes."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[3] *= 1000
+    quantizer = QUANTIZERS[kind]
+    made = (GroupedQuantizer((quantizer,) * 3, sizes, padded=True).quantize(x)) if sizes else quantizer.quantize(x)
+    first, *rotated = (each.read() for each in figures(x, made))
+    assert (first.plane, first.elements) == ("rowwise", x.numel())
+    assert first.sqnr == pytest.approx(sqnr(x, made), abs=1e-3)
+    assert len(rotated) == (kind == "nvfp4")
+    for found in rotated:
+        assert (found.plane, found.format) == ("columnwise", "nvfp4 (rotated)")
+        assert found.sqnr == pytest.approx(sqnr(x, made, "columnwise"), abs=0.05)  # turned back, and rounded to bf16
+        assert found.amax == pytest.approx(float(torch.stack(amaxes(made)).max()))
+
+
+def amaxes(made: Any) -> list[torch.Tensor]:
+    """Those that the casts of rotated values found."""
+    return [plane.amax.max() for plane in getattr(made.columnwise, "members", (made.columnwise,)) if plane.data.numel()]
+
+
+def test_a_look_at_experts_tells_of_each_operand() -> None:
+    model = ops.Sequential(ops.GroupedLinear(3, 32, 64, bias=False, pad_splits=True)).bfloat16()
+    x = torch.randn(96, 32).bfloat16().requires_grad_()
+    with opfuse.watch(model) as watch, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):
+        model(x, torch.tensor([40, 0, 56])).sum().backward()
+    told = {(record["tensor"], record["plane"]) for record in watch.records}
+    both = {(name, plane) for name in ("input", "grad_output") for plane in ("rowwise", "columnwise")}
+    assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}
 
 
 def test_a_scale_that_is_too_small_saturates() -> None:

@@ -28,6 +28,7 @@ MOST_REGISTERS = {
     "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 160},
     "amax_nvfp4.cu": {"amax_nvfp4": 80},
     "delayed.cu": {"delayed_update": 40},
+    "cast_figures.cu": {"cast_figures": 80},
     "transpose.cu": {"transpose": 40},
     "dequantize.cu": {"dequantize_rows": 64, "dequantize_tile": 48},
     "dequantize_nvfp4.cu": {"decode_rows": 64, "decode_columns": 64},

@@ -1,0 +1,36 @@
+"""What a cast did to a tensor, as numbers that are added over elements: what is watched while a model trains."""
+
+from __future__ import annotations
+
+import torch
+
+from opfuse.numerics.scalars import bits
+
+EXPONENTS = 256
+"""Biased exponents of fp32."""
+
+COUNTS = ("nonfinite", "nonzero", "flushed", "saturated")
+"""What is counted, before elements by the biased exponent of their scale."""
+
+
+def cast_figures(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums, fp64 (3,): the largest finite ``|x|``, the sums of x^2 and of (x - q)^2; and counts, int64 (4 + 256,).
+
+    Counted are elements that are not finite, that are finite and not 0, those of them that became 0, those beyond ``reach``
+    times their scale; then all elements by the biased exponent of their scale. Sums leave out where x or q is not finite.
+
+    Args:
+        x: fp32, bf16 or fp16 of any shape.
+        q: fp32, what x became, decoded; as many elements.
+        scale: fp32, the decode scale of each element, or one of all.
+        reach: the largest multiple of a scale that rounds to a finite code.
+    """
+    given, made = x.reshape(-1).to(torch.float32), q.reshape(-1)
+    finite = given.isfinite()
+    kept, both = torch.where(finite, given, 0), finite & made.isfinite()
+    signal, lost = (torch.where(both, each, 0).double().square().sum() for each in (given, given - made))
+    largest = kept.abs().amax().double() if kept.numel() else signal
+    scales = scale.reshape(-1).expand(given.shape)
+    counted = (~finite, kept != 0, (kept != 0) & (made == 0), kept.abs() > scales * reach)
+    exponents = torch.bincount(bits(scales) >> 23 & 255, minlength=EXPONENTS)
+    return torch.stack((largest, signal, lost)), torch.cat((torch.stack([each.sum() for each in counted]), exponents))

@@ -79,8 +79,9 @@ def of_recipes(model: nn.Module, x: torch.Tensor) -> dict[str, Calls]:
 def in_turns(models: Mapping[str, Calls], timer: Callable[[Call], float], rounds: int) -> dict[tuple[str, str], list[float]]:
     """By model and what it does: the time in each round, in which each takes a turn."""
     took: dict[tuple[str, str], list[float]] = {(name, what): [] for name, calls in models.items() for what in calls}
+    whats = dict.fromkeys(what for calls in models.values() for what in calls)
     for _ in range(rounds):
-        for what in models[EAGER]:
+        for what in whats:
             for name, calls in models.items():
                 if what in calls:
                     took[name, what].append(timer(calls[what]))

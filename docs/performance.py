@@ -155,17 +155,17 @@ def memory(record: Mapping[str, Any]) -> str:
     return table(("pipeline, recipe, override", "saved, MiB (formula)", "% of bf16", "peak, MiB (at most)"), rows)
 
 
-def host(record: Mapping[str, Any]) -> str:
+def problems(record: Mapping[str, Any], script: str) -> str:
     """For each problem models down, what they do across."""
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for name, units in of_script(record, "host").items():
+    for name, units in of_script(record, script).items():
         _, problem, model, what = name.split(", ", 3)
         cell = ", ".join(f"{shown(figure, _DIGITS.get(unit, 1))} {unit.removesuffix(' bf16')}" for unit, figure in units.items())
         found.setdefault(problem, {}).setdefault(model, {})[what] = cell
     return "\n\n".join(f"{problem.capitalize()}:\n\n{_by_what(models)}" for problem, models in found.items())
 
 
-_DIGITS = {"us": 0, "Python calls": 0, "x eager bf16": 2}
+_DIGITS = {"us": 0, "Python calls": 0, "x eager bf16": 2, "x torch.compile bf16": 2}
 
 
 def _by_what(models: Mapping[str, Mapping[str, str]], head: str = "recipe") -> str:
@@ -206,8 +206,12 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "products": ("Products of the package's own beside cuBLASLt's", own_products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
-        "host": ("Time of the host while the device has nothing to do, and what a user waits", host),
+        "host": (
+            "Time of the host while the device has nothing to do, and what a user waits",
+            lambda record: problems(record, "host"),
+        ),
         "overhead": ("Being asked: watching, tracing, sources", overhead),
+        "converted": ("A model of transformers, converted", lambda record: CONVERTED + problems(record, "converted")),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
         "compiling": ("Compiling", lambda record: others(record, "compiling")),
@@ -215,6 +219,13 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     }
     run = {figure["script"] for figure in record["results"]}
     return [(heading, text(record)) for script, (heading, text) in made.items() if script in run]
+
+
+CONVERTED = (
+    "Layers of Llama 3 8B, random weights, one sequence; and how many times as fast as the plain layers under torch.compile. "
+    "Converted layers are called as they are, with torch.compile around them, and the latter as a CUDA graph. AdamW is torch's "
+    "fused one.\n\n"
+)
 
 
 def code(record: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import opfuse
@@ -151,18 +151,20 @@ def _summary(doc: str | None) -> str:
 
 
 def speed() -> str:
-    """A training step of one pipeline, from the record of an H200: times in one process, in turns."""
+    """Training steps from the record of an H200, times in one process, in turns: of one pipeline, and of a converted model."""
     results = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
-    took = {
-        f["name"].removesuffix(", training"): f["value"]
-        for f in results
-        if f["name"].endswith(", training") and f["unit"] == "ms"
+    took = {f["name"]: f["value"] for f in results if f["unit"] == "ms"}
+    pipeline = {what: took[f"B, {name}, training"] for name, what in SPEED.items()}
+    found = {
+        what: took[f"{LLAMA}, {name}, with AdamW"] for name, what in CONVERTED.items() if f"{LLAMA}, {name}, with AdamW" in took
     }
-    eager, compiled = took["B, eager bf16"], took["B, torch.compile bf16"]
-    rows = [
-        (what, f"{took[f'B, {name}']:.1f}", *(f"{each / took[f'B, {name}']:.2f}" for each in (eager, compiled)))
-        for name, what in SPEED.items()
-    ]
+    return "\n\n".join(each for each in (_faster(pipeline), found and f"{OF_LLAMA}\n\n{_faster(found)}") if each)
+
+
+def _faster(took: Mapping[str, float]) -> str:
+    """Milliseconds, and how many times as fast as the first two, eager and compiled, each is."""
+    peers = [*took.values()][:2]
+    rows = [(what, f"{ms:.1f}", *(f"{peer / ms:.2f}" for peer in peers)) for what, ms in took.items()]
     return table(["", "ms", "x eager", "x torch.compile"], rows)
 
 
@@ -175,6 +177,16 @@ SPEED = {
     "delayed": "opfuse, `DelayedScaling`",
 }
 """What is shown of the record, and what it is called."""
+
+LLAMA = "converted, Llama of 4 layers 4096x4096"
+CONVERTED = {
+    "eager bf16": "bf16",
+    "torch.compile bf16": "the same, `torch.compile`",
+    "fp8_block compiled": "`fuse_` with `Float8BlockScaling`, then `torch.compile`",
+    "fp8_current compiled": "`fuse_` with `Float8CurrentScaling`, then `torch.compile`",
+    "delayed compiled": "`fuse_` with `DelayedScaling`, then `torch.compile`",
+}
+OF_LLAMA = "Four layers of Llama 3 8B as transformers has them (4096 tokens), both passes and AdamW:"
 
 
 TABLES = {

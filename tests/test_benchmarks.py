@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks import (
     bandwidth,
     calls,
     compiling,
+    converted,
     distributed,
     grouped,
     models,
@@ -25,7 +27,7 @@ from benchmarks import (
     timing,
     training,
 )
-from docs import performance
+from docs import performance, tables
 from opfuse.config import Config, load
 from opfuse.recipes import Support
 from opfuse.train import Comparison, compare
@@ -237,7 +239,7 @@ def test_what_a_user_waits_is_measured_of_every_recipe_and_has_its_limits() -> N
             limits[each["unit"]].append(each["limit"])
     assert len(limits["Python calls"]) == 6
     assert len(limits["x eager bf16"]) == 6 + 3
-    page = performance.host({"results": [{**each, "script": "host"} for each in found]})
+    page = performance.problems({"results": [{**each, "script": "host"} for each in found]}, "host")
     assert "A 128x128:" in page
     assert "Decoder of 1 layers 128x128:" in page
     assert "fp8_block weights kept" in page
@@ -256,6 +258,27 @@ def test_what_it_costs_to_be_asked_is_set_beside_what_is_as_it_was(monkeypatch: 
         assert f"| {name} |" in page
     drift = {overhead.OFF: [10.0, 20.0], overhead.WATCHED: [10.1, 20.2]}
     assert overhead.added(drift, overhead.WATCHED) == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("_no_device")
+@pytest.mark.filterwarnings("ignore")
+def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And stands in the README once it is recorded."""
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    assert converted.label_of(converted.LLAMA) == tables.LLAMA
+    stack = converted.Stack(1, models.Sizes(32, 64, 64), 2, 1)
+    found = [*converted.records(1, stack=stack, device="cpu", graphs=False)]
+    others = [each for each in json.loads(tables.RECORD.read_text())["results"] if each["script"] != "converted"]
+    (file := tmp_path / "record.json").write_text(json.dumps({"results": [*others, *found]}))
+    monkeypatch.setattr(tables, "RECORD", file)
+    assert tables.OF_LLAMA not in tables.speed()
+    monkeypatch.setattr(tables, "LLAMA", converted.label_of(stack))
+    assert tables.speed().count("`fuse_` with") == len(converted.KINDS)
+    page = performance.problems({"results": [{**each, "script": "converted"} for each in found]}, "converted")
+    assert {each["name"].split(", ")[2] for each in found if each["limit"]} == converted.LEAST.keys()
+    assert "| torch.compile bf16 |" in page
+    assert "Llama of 1 layers 32x64:" in page
+    assert all(f"| {kind} {how} |" in page for kind in converted.KINDS for how in ("called", "compiled"))
 
 
 def test_a_decoder_of_ops_computes_what_that_of_torch_does() -> None:

@@ -37,6 +37,21 @@ def test_trainer_saves_what_transformers_alone_reads(tmp_path):
     assert torch.equal(stock.eval()(words).logits, trained(words).logits)
 
 
+def test_trainer_hands_a_converted_model_the_columns_that_its_forward_names(tmp_path):
+    """It reads the signature, and drops every other column of a data set, of which the collator here could make no tensor."""
+
+    class Regression(transformers.Trainer):
+        def compute_loss(self, model, inputs, **_):
+            return (model(inputs["input"]) - inputs["labels"]).square().mean()
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())
+    rows = [{"input": torch.randn(16), "labels": torch.randn(16), "source": object()} for _ in range(8)]
+    settings = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(str(tmp_path), label_names=["labels"], **settings)
+    assert Regression(model, arguments, train_dataset=rows).train().global_step == 2
+
+
 def test_accelerate():
     state = pytest.importorskip("accelerate.state", reason="of the extra `test`")
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of the Trainer before

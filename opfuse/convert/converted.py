@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from threading import RLock, get_ident
+from types import MethodType
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class Converted:
         recipe: Recipe | None,
     ) -> None:
         self.module = module
+        self.kind = type(module)
         self.path = path
         self.arguments = tuple(arguments)
         self.parts = tuple(parts)
@@ -136,9 +138,10 @@ class Converted:
         self.ticket = enroll(self)
         self.in_graph: tuple[InGraph, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The module that a copy belongs to has its ``forward``, and may need it before the copy has its state.
         own = {name: value for name, value in self.__dict__.items() if name != "ticket"}
-        return {**own, "awaited": {}, "followed": None, "in_graph": ()}
+        return _blank, (type(self), type(self.module)), {**own, "awaited": {}, "followed": None, "in_graph": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, ticket=enroll(self))
@@ -157,8 +160,13 @@ class Converted:
         return [made for part in self.parts if isinstance(part, PipelineRun) for made in part.made]
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that the module has without opfuse; its signature is this one's."""
+    def forward(self) -> Callable[..., Any]:
+        """What the module has as its ``forward``: with the name, the words and the signature that its class's has."""
+        return MethodType(_forward_of(self.kind), self)
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The forward that the module has without opfuse."""
         return partial(type(self.module).forward, self.module)
 
     @property
@@ -214,11 +222,11 @@ class Converted:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._recipe() is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self.plain(*args, **kwargs)
         self.check_members()
         given = dict(zip(self.arguments, args)) | kwargs
         if given.keys() != set(self.arguments) or len(args) + len(kwargs) != len(given):
-            return self.__wrapped__(*args, **kwargs)  # which says what it takes
+            return self.plain(*args, **kwargs)  # which says what it takes
         x, *arguments = (given[name] for name in self.arguments)
         return self.compute(x, arguments)
 
@@ -304,6 +312,30 @@ class Converted:
                 cure = f"register them on {self.label}, or before opfuse.fuse_"
                 message = describe(where, wanted=wanted, got="hooks that do not run under a recipe", cure=cure)
                 warnings.warn(message, OpfuseWarning, stacklevel=2)
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """One function for all modules of a class: of a bound method dynamo guards the function, and whoever asks for its signature
+    (Trainer does, to know the columns of a data set that it takes) gets that of the class's own forward.
+    """
+    if kind not in _forwards:
+
+        @wraps(kind.forward, updated=())
+        def forward(self: Converted, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        _forwards[kind] = forward
+    return _forwards[kind]
+
+
+_forwards: dict[type[nn.Module], Callable[..., Any]] = {}
+
+
+def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:
+    """Before its state is there."""
+    copy = made.__new__(made)
+    copy.kind = kind
+    return copy
 
 
 def _call_outside(forward: Converted | InGraph, *args: Any, **kwargs: Any) -> Any:

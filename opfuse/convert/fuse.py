@@ -87,7 +87,7 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
 def _install(made: dict[nn.Module, Converted]) -> None:
     for module, forward in made.items():
-        vars(module)["forward"] = forward.__call__  # a method: of another callable dynamo guards which one it is, for each module
+        vars(module)["forward"] = forward.forward
         States(module, forward.products).install()
 
 

@@ -5,6 +5,7 @@ weights.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +107,10 @@ def test_a_model_is_converted_and_stays_the_model_it_was(architecture, tmp_path)
     model = without_dropout(architecture.make())
     words = torch.randint(3, WORDS, (2, 16))
     names, plain = [*model.state_dict()], step(model, words)
+    signatures = [inspect.signature(module.forward) for module in model.modules()]
 
     report = opfuse.fuse_(model)
+    assert [inspect.signature(module.forward) for module in model.modules()] == signatures
     wanted = {name.replace(" → Dropout", ""): count for name, count in architecture.counts.items()}
     assert report.counts == wanted
     assert same(step(model, words), plain)

@@ -225,6 +225,7 @@ def test_copies_and_pickles_are_converted_and_their_own():
         assert torch.equal(twin(x), expected)
         mlp = twin.layers[0].mlp
         assert converted(mlp).module is mlp
+        assert mlp.forward.__func__ is model.layers[0].mlp.forward.__func__  # of which dynamo makes one graph
         with torch.no_grad():
             mlp.down_proj.weight.zero_()
         assert not torch.equal(twin(x), expected)

@@ -1,0 +1,149 @@
+"""Layers of Llama 3 8B as transformers has them, converted by ``fuse_``: ``python -m benchmarks.converted``.
+
+Four decoder layers and the last norm, random weights in bf16, one sequence of 4096 tokens. "called": nothing is compiled.
+"compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
+its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
+instead of the word "causal", and attention takes three times as long. "replayed": both passes of compiled layers as a CUDA
+graph. Variants take turns. AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import opfuse
+from benchmarks.calls import EAGER, captured, in_turns
+from benchmarks.models import LARGE, Sizes
+from benchmarks.timing import Call, wall_time
+from opfuse import recipes
+
+COMPILED = "torch.compile bf16"
+KINDS = ("delayed", "fp8_current", "fp8_block")
+LEAST = {"delayed compiled": 1.30, "fp8_current compiled": 1.30}
+"""Times the speed of torch.compile in bf16, of a step that is no replay: at least."""
+
+PASSES, STEP, REPLAYED = "forward and backward", "with AdamW", "replayed"
+
+Record = dict[str, Any]
+Calls = dict[str, Call]
+
+
+class Stack(NamedTuple):
+    """Layers, sizes of each, heads of queries and of keys."""
+
+    layers: int
+    sizes: Sizes
+    heads: int
+    groups: int
+
+
+LLAMA = Stack(4, Sizes(4096, LARGE.hidden, LARGE.ffn), 32, 8)
+
+
+def llama(stack: Stack, device: str) -> nn.Module:
+    """Without a head, whose product belongs to no layer; its embedding is not called."""
+    from transformers import AutoModel, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=stack.sizes.hidden,
+        intermediate_size=stack.sizes.ffn,
+        num_hidden_layers=stack.layers,
+        num_attention_heads=stack.heads,
+        num_key_value_heads=stack.groups,
+        max_position_embeddings=2 * stack.sizes.tokens,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        vocab_size=16,
+        use_cache=False,
+    )
+    with torch.device(device):
+        model: nn.Module = AutoModel.from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    for name in ("layers", "norm"):
+        part = model.get_submodule(name)
+        for each in part if isinstance(part, nn.ModuleList) else [part]:
+            each.compile()
+    return model
+
+
+def calls_of(model: nn.Module, stack: Stack, device: str) -> Calls:
+    """What is timed of a model: both passes, and a step of training."""
+    shape = 1, stack.sizes.tokens, stack.sizes.hidden
+    x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    parameters = [parameter for name, parameter in model.named_parameters() if "embed" not in name]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+    def passes() -> None:
+        for each in (x, *parameters):
+            each.grad = None
+        model(inputs_embeds=x).last_hidden_state.backward(dy)
+
+    def step() -> None:
+        passes()
+        optimizer.step()
+
+    return {PASSES: passes, STEP: step}
+
+
+def variants(stack: Stack, device: str) -> Iterator[tuple[str, Calls]]:
+    """Every model, made one after another."""
+    yield EAGER, calls_of(llama(stack, device), stack, device)
+    yield COMPILED, calls_of(compiled(llama(stack, device)), stack, device)
+    for kind in KINDS:
+        for how, last in {"called": lambda model: model, "compiled": compiled}.items():
+            model = llama(stack, device)
+            opfuse.fuse_(model, recipes.recipe_of(kind, {}), pack=True)
+            yield f"{kind} {how}", calls_of(last(model), stack, device)
+
+
+def milliseconds(call: Call) -> float:
+    return wall_time(call, calls=3) / 1e3
+
+
+def compared(label: str, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:
+    """Medians, and medians of how many times as fast as :data:`COMPILED` in the same round."""
+    for (name, what), times in took.items():
+        full = f"{label}, {name}, {what}"
+        yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
+        ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, what]))
+        limit = LEAST.get(name) if what != REPLAYED else None
+        yield {"name": full, "value": ratio, "unit": f"x {COMPILED}", "limit": limit, "met": limit and ratio >= limit}
+
+
+def label_of(stack: Stack) -> str:
+    """What names begin with."""
+    return f"converted, Llama of {stack.layers} layers {stack.sizes.tokens}x{stack.sizes.hidden}"
+
+
+def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda", graphs: bool = True) -> Iterator[Record]:
+    """Figures for the record."""
+    label = label_of(stack)
+    every = dict(variants(stack, device))
+    for calls in every.values():
+        calls[STEP]()  # compiles, one after another
+    yield from compared(label, in_turns(every, milliseconds, rounds))
+    if graphs:
+        replayed = {name: {REPLAYED: captured(calls[PASSES])} for name, calls in every.items() if "compile" in name}
+        yield from compared(label, in_turns(replayed, milliseconds, rounds))
+
+
+def main() -> None:
+    start = time.perf_counter()
+    for record in records():
+        limit = "" if record["limit"] is None else f", at least {record['limit']:.2f}"
+        print(f"{record['name']:90s} {record['value']:9.2f} {record['unit']}{limit}", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

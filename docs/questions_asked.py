@@ -256,7 +256,7 @@ QUESTIONS = (
         NUMBERS,
         "How much does each cast lose?",
         "model, x = mlp(), batch()\n",
-        "with opfuse.watch(model) as watch, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):\n    model(x).sum().backward()\nfor cast in watch.records:\n    print(cast['op'], cast['tensor'], cast['format'], f\"{cast['sqnr']:.0f} dB\" if cast['sqnr'] else 'rotated')\n",
+        "with opfuse.watch(model) as watch, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):\n    model(x).sum().backward()\nfor cast in watch.records:\n    print(cast['op'], cast['tensor'], cast['format'], f\"{cast['sqnr']:.0f} dB\" if cast['sqnr'] else 'nothing lost')\n",
         ("1 input nvfp4", "dB"),
     ),
     Question(

@@ -30,6 +30,7 @@ from benchmarks import (
     overhead,
     pipelines,
     products,
+    pytorch,
     sanitizer,
     training,
 )
@@ -109,6 +110,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "host": calls.records,
     "converted": converted.records,
     "overhead": overhead.records,
+    "pytorch": pytorch.records,
     "training": training.records,
     "memory": memory.records,
     "compiling": compiling.records,

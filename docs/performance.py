@@ -165,7 +165,18 @@ def problems(record: Mapping[str, Any], script: str) -> str:
     return "\n\n".join(f"{problem.capitalize()}:\n\n{_by_what(models)}" for problem, models in found.items())
 
 
-_DIGITS = {"us": 0, "Python calls": 0, "x eager bf16": 2, "x torch.compile bf16": 2}
+_DIGITS = {
+    "us": 0,
+    "Python calls": 0,
+    "x eager bf16": 2,
+    "x torch.compile bf16": 2,
+    "graph breaks": 0,
+    "recompilations": 0,
+    "s": 0,
+    "MiB between the passes": 0,
+    "MiB a step": 0,
+    "% of copies beside kernels": 0,
+}
 
 
 def _by_what(models: Mapping[str, Mapping[str, str]], head: str = "recipe") -> str:
@@ -191,6 +202,21 @@ OVERHEAD = (
 )
 
 
+def inside(record: Mapping[str, Any]) -> str:
+    """What graphs, compiled code and offload do, one row for each way to run a step."""
+    told = (
+        "Medians of rounds in which the ways of one table take turns. Compiled: the whole model in one graph, all recipes in the "
+        "same. Offload: what autograd saves goes to pinned memory of the host and comes back; of the time of these copies, the "
+        "part in which a kernel ran as well, by torch.profiler."
+    )
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, units in of_script(record, "pytorch").items():
+        what, model, way = name.split(", ", 2)
+        cell = ", ".join(f"{shown(figure, _DIGITS.get(unit, 2))} {unit}" for unit, figure in units.items())
+        found.setdefault(f"{what}, {model}", []).append((way, cell))
+    return "\n\n".join([told, *(table((what.capitalize(), "figures (at most)"), rows) for what, rows in found.items())])
+
+
 def others(record: Mapping[str, Any], *scripts: str) -> str:
     figures = of_script(record, *scripts)
     rows = [(name, shown(figure, 3), unit) for name, units in figures.items() for unit, figure in units.items()]
@@ -210,6 +236,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
             "Time of the host while the device has nothing to do, and what a user waits",
             lambda record: problems(record, "host"),
         ),
+        "pytorch": ("CUDA graphs, compiled code, offload", inside),
         "overhead": ("Being asked: watching, tracing, sources", overhead),
         "converted": ("A model of transformers, converted", lambda record: CONVERTED + problems(record, "converted")),
         "memory": ("Memory", memory),

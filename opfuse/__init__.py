@@ -46,6 +46,7 @@ _NAMES = {
     "interpreted": "opfuse.runtime.programs",
     "graphed": "opfuse.runtime.graphs",
     "kept_weights": "opfuse.runtime.kept",
+    "offloaded": "opfuse.runtime.offload",
     "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",

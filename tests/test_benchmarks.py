@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import opfuse
 from benchmarks import (
     bandwidth,
     calls,
@@ -23,13 +24,14 @@ from benchmarks import (
     overhead,
     pipelines,
     products,
+    pytorch,
     record,
     timing,
     training,
 )
 from docs import performance, tables
 from opfuse.config import Config, load
-from opfuse.recipes import Support
+from opfuse.recipes import Recipe, Support
 from opfuse.train import Comparison, compare
 
 SHAPE = (256, 512)
@@ -313,3 +315,40 @@ def test_first_steps_are_measured_in_processes_of_their_own() -> None:
     found = [*compiling.first_steps("cpu", 32)]
     assert [each["limit"] for each in found] == [600, None, None, 150, None, None]
     assert all(each["value"] > 0 for each in found)
+
+
+def test_what_pytorch_offers_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all recipes, without a break; a step in every way."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(pytorch, "ROUNDS", 1)
+    monkeypatch.setattr(pytorch, "wall_time", lambda call: call() or 1.0)
+    monkeypatch.setattr(pytorch, "RECIPES", {kind: pytorch.RECIPES[kind] for kind in ("delayed", "fp8_current")})
+    monkeypatch.setattr(pytorch, "traced", lambda step: step() or COPIES)
+    monkeypatch.setattr(opfuse, "graphed", lambda model, args, recipe: in_region(model, recipe))
+    found = [*pytorch.graph_records(TINY, TINY, 1, "cpu"), *pytorch.compile_records(TINY, 1, "cpu")]
+    found += pytorch.offload_records(TINY, 1, "cpu")
+    assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+    counted = {each["unit"]: each for each in found}
+    assert counted["graph breaks"]["met"]
+    assert counted["recompilations"]["met"]
+    assert counted["% of copies beside kernels"]["value"] == pytest.approx(75)
+    assert counted["MiB a step"]["value"] == 3
+    page = performance.inside({"results": [{**each, "script": "pytorch"} for each in found]})
+    assert "0 (0) graph breaks" in page
+
+
+COPIES = [
+    {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 10, "args": {}},
+    {"cat": "kernel", "name": "cast", "ts": 8, "dur": 7, "args": {}},
+    *({"cat": "gpu_memcpy", "name": f"Memcpy {way}", "ts": 0, "dur": 20, "args": {"bytes": 3 << 20}} for way in ("DtoH", "HtoD")),
+]
+
+
+def in_region(model: torch.nn.Module, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with opfuse.autocast(recipe=recipe):
+            result: torch.Tensor = model(x)
+        return result
+
+    return call

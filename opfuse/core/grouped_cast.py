@@ -39,7 +39,7 @@ class GroupedCast(Cast):
         rows = matrix_shape(x.shape)[0]
         if isinstance(splits, torch.Tensor):
             check_splits(splits, self.groups, where=self.op.label)
-            splits = read_sizes(splits, rows)
+            splits = read_sizes(splits, rows, where=self.op.label)
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
         dtype = self.op.compute_dtype(self.env, x)

@@ -179,7 +179,9 @@ class GroupedLinear(BasicOperation):
         super().compute_dtype(env, x)
         return env.autocast or self.checked_dtype("weight", self.parameter(self.weight_names[0]).dtype)
 
-    derives = MappingProxyType({"sizes": lambda ctx: read_sizes(ctx.saved.splits, matrix_shape(ctx.input_shape)[0])})
+    derives = MappingProxyType(
+        {"sizes": lambda ctx: read_sizes(ctx.saved.splits, matrix_shape(ctx.input_shape)[0], where=ctx.op.label)}
+    )
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
         wgrad, dgrad = not ctx.needs.isdisjoint(self.weight_names), "input" in ctx.needs
@@ -261,7 +263,7 @@ class GroupedLinear(BasicOperation):
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
         known = known or known_sizes(splits, rows)
         if known is None and (self.use_bias or not rounded or not takes_device_splits(x, weights)):
-            known = read_sizes(splits, rows)
+            known = read_sizes(splits, rows, where=self.label)
         return None if known is None else check_sizes(known, rows, where=self.label)
 
     def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -307,7 +309,8 @@ class GroupedLinear(BasicOperation):
             for name, weight in weights.items():
                 main_grad_of(weight, where=f"{self.label} {name}")
             options["out_dtype"] = pointwise.compute_dtype(ctx.compute_dtype)
-            groups = Groups(groups.sizes or read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0]), groups.splits)
+            sizes = groups.sizes or read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0], where=self.label)
+            groups = Groups(sizes, groups.splits)
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()

@@ -21,6 +21,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, desc
 from opfuse.recipes import current_recipe
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.fuser import OperationFuser
+from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
@@ -66,8 +67,9 @@ class Sequential(Enrolled):
 
     Behaves as a list: indices, slices, ``append``, ``extend``, ``insert``, ``pop``, ``del``, ``+`` and ``+=``; a dictionary
     names the modules. Extra inputs are consumed run by run in op order; extra outputs follow the main one in op order; those of
-    a Sequential inside take their place among them. A channel may start in one run and end in a later one. Every change of the
-    list makes its pipelines anew, with empty plan caches. rules: a rule set of its own; None takes the active one at each call.
+    a Sequential inside take their place among them. Splits may be lists of ints. A channel may start in one run and end in a
+    later one. Every change of the list makes its pipelines anew, with empty plan caches. rules: a rule set of its own; None takes
+    the active one at each call.
     """
 
     _made: _MadeRuns | None
@@ -294,7 +296,7 @@ class Sequential(Enrolled):
         if len(extra_inputs) != wanted:
             cure = cure_of_extras(self._basic_ops())
             raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
-        return iter(extra_inputs)
+        return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
         """The keyword arguments of each op of a run, by the run's identity; an op stands for all its places, an index for one."""

@@ -44,7 +44,7 @@ def touch_forward(
     if is_recomputing():
         return
     rule = rule or recipe.forward_rule
-    state.adopt(recipe, rule)
+    state.adopt(recipe, rule, where=name)
     count_forward({state: LastUse(rule, current_amax_group(), recipe.reduce_amax, name)})
 
 
@@ -73,7 +73,7 @@ def touch_backward(
     """
     rule = rule or recipe.backward_rule
     if torch._C._current_graph_task_id() >= 0:
-        state.adopt(recipe, rule)
+        state.adopt(recipe, rule, where=name)
     count_backward({state: LastUse(rule, group, recipe.reduce_amax, name)})
 
 

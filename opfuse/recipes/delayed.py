@@ -28,6 +28,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
+from opfuse.tensors.capture import check_capture
 from opfuse.tensors.quantizers import Float8Quantizer
 
 _LEAST = 2.0**-149
@@ -163,11 +164,17 @@ class DelayedScalingState:
 
     # -- under another recipe ------------------------------------------------------------------------------------------------
 
-    def adopt(self, recipe: DelayedScaling, rule: UpdateRule) -> None:
-        """Serve ``recipe`` from now on, whose ``rule`` is meant: convert the scale, cut the history or pad it."""
+    def adopt(self, recipe: DelayedScaling, rule: UpdateRule, *, where: str = "a cast") -> None:
+        """Serve ``recipe`` from now on, whose ``rule`` is meant: convert the scale, cut the history or pad it.
+
+        UnsupportedError while a CUDA graph is captured, which would do that again whenever it is replayed. where: the cast.
+        """
         if self._adopted is recipe:
             return
         scale = self._scale_for(rule)
+        if scale is not self.scale or len(self.amax_history) != recipe.amax_history_len:
+            cure = "run a training step under this recipe before the capture"
+            check_capture(f"delayed scaling of {where}", got="a state that is converted to another recipe", cure=cure)
         if scale is not self.scale:
             self.scale.copy_(scale)
             self.rule = rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -40,6 +41,7 @@ def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: R
             _step(call, sample_args)
         with interpreted(), _unwaited():
             _step(call, sample_args)
+        gc.collect()  # a graph that Python found to be garbage in the midst of the capture would invalidate that
         torch.cuda.make_graphed_callables(
             call, tuple(sample_args), allow_unused_input=True
         )  # which gives the module a new forward

@@ -19,6 +19,7 @@ from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.gradients import Gradients
 from opfuse.runtime.recording import recorded_plans
 from opfuse.runtime.run import Runner
+from opfuse.tensors.capture import check_capture
 
 
 class GroupRun(NamedTuple):
@@ -59,6 +60,7 @@ def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
     fused: as calls are. Otherwise every op runs by itself wherever that changes no bit, so that each cast is told with the tensor
     that it is given. Plans are made for it, of which no cache knows.
     """
+    check_capture("values of a call", got="a look at them, as opfuse.watch has", cure="capture outside of it")
     reset = _observer.set(by)
     try:
         with recorded_plans(trial=True, alone=not fused):

@@ -113,10 +113,11 @@ def _sizes(
             if splits is None:
                 yield None
                 continue
-            check_splits(splits, node.spec.num_groups, where=ops[node.op].label)
+            where = ops[node.op].label
+            check_splits(splits, node.spec.num_groups, where=where)
             rows = 0 if x is None else matrix_shape(x.shape)[0]
             casts = any(cast.op is ops[node.op] for cast in plan.casts.values())
-            yield read_sizes(splits, rows) if casts or node.spec.use_bias else known_sizes(splits, rows)
+            yield read_sizes(splits, rows, where=where) if casts or node.spec.use_bias else known_sizes(splits, rows)
 
 
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:

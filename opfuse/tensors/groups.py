@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError, describe
+from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
 from opfuse.formats import USAGES
 from opfuse.kernels.engine.launch import listener
+from opfuse.tensors.capture import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 Sizes = tuple[int, ...]
@@ -123,19 +124,23 @@ def sizes_read_once() -> Iterator[None]:
         _READ.reset(reset)
 
 
-def read_sizes(splits: torch.Tensor, rows: int) -> Sizes:
+def read_sizes(splits: torch.Tensor, rows: int, *, where: str) -> Sizes:
     """The values of an integer tensor. From a device, the host waits for them, once in :func:`sizes_read_once`.
 
     One without data, on the meta device, stands for groups of equally many of the ``rows``. UnsupportedError while a CUDA graph
-    is captured, which would not see new values.
+    is captured, which would not see new values. where: the op that wants them.
     """
     known = known_sizes(splits, rows)
     if known is not None:
         return known
-    if torch.cuda.is_current_stream_capturing():
-        where, wanted, got = "split sizes", "values that the host knows", "a device tensor during graph capture"
-        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure="pass them as a CPU tensor"))
+    check_capture(f"{where} split sizes", got="values on a device that the host has to know", cure=_CAPTURED)
     return _values(splits)
+
+
+_CAPTURED = (
+    "pass a list of ints where they are the same at every replay; else capture without this op, or, with splits on the device, "
+    "in bf16 without a recipe and a bias"
+)
 
 
 def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
@@ -166,17 +171,29 @@ def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
     if wrong:
         wanted, got = "a tensor, or a list of ints", f"a {type(sizes).__name__} with {reprlib.repr(wrong[0])}"
         raise DtypeError(describe(f"{where} split sizes", wanted=wanted, got=got, cure="pass one whole number for each group"))
-    return torch.tensor([int(size) for size in sizes], dtype=torch.int64, device="cpu")
+    listed = torch.tensor([int(size) for size in sizes], dtype=torch.int64, device="cpu")
+    setattr(listed, _CONSTANT, True)
+    return listed
+
+
+_CONSTANT = "opfuse_constant"
+"""The attribute of a tensor that nobody else has, so that its values stay."""
 
 
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
-    """ShapeError or DtypeError unless ``splits`` is an integer tensor (groups,)."""
+    """ShapeError or DtypeError unless ``splits`` is an integer tensor (groups,).
+
+    UnsupportedError for a tensor on a CPU while a CUDA graph is captured, which would keep the values of the moment; those that
+    were given as a list of ints are meant to stay.
+    """
     if splits.dtype not in (torch.int64, torch.int32):
         cure = "pass splits.to(torch.int64)"
         raise DtypeError(describe(f"{where} split sizes", wanted="int64 or int32", got=splits.dtype, cure=cure))
     if tuple(splits.shape) != (groups,):
         cure = "pass one number of rows for each group"
         raise ShapeError(describe(f"{where} split sizes", wanted=f"shape ({groups},)", got=tuple(splits.shape), cure=cure))
+    if splits.device.type == "cpu" and not hasattr(splits, _CONSTANT):
+        check_capture(f"{where} split sizes", got="a tensor on the CPU", cure=_CAPTURED)
 
 
 def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:

@@ -1,6 +1,7 @@
 """CUDA graphs of whole steps, threads, streams and compiled pipelines on the device: the bits of eager calls."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -10,11 +11,10 @@ from torch import nn
 import opfuse
 from opfuse import ops
 from opfuse.errors import UnsupportedError
-from tests.gpu.test_pipelines import CASES, RECIPES, WIDTH, Step, same
+from tests.gpu.test_pipelines import CASES, RECIPES, REPLAYS, WIDTH, Step, same
 from tests.ops.test_op_errors import raised
 
 SWIGLU = [case for case in CASES if case.values[0] == "swiglu"]
-REPLAYS = 100
 
 
 def twins(name, recipe, device):
@@ -80,6 +80,7 @@ def test_r12_torchs_own_graphed_callables(device):
     """In a region around capture and calls; a recipe without state has nothing that warm-up could change."""
     recipe = RECIPES["current"]()
     model, other, x = twins("swiglu", recipe, device)
+    gc.collect()
     with opfuse.autocast(recipe=recipe):
         graph = torch.cuda.make_graphed_callables(model, (x,))
     for _ in range(REPLAYS):
@@ -106,6 +107,14 @@ def test_what_the_host_reads_is_refused_before_capture_with_the_op(device):
     recipe = RECIPES["current"]()
     with raised(UnsupportedError, RuntimeError, "GroupedLinear.*host does not wait", "values read from the device"):
         opfuse.graphed(grouped, (x, splits), recipe=recipe)
+    for given, wrong in ((splits, "values on a device"), (splits.cpu(), "a tensor on the CPU")):
+        with opfuse.autocast(recipe=recipe):
+            grouped(x, given)
+            gc.collect()
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with raised(UnsupportedError, RuntimeError, "GroupedLinear.*graph capture", wrong):
+                    grouped(x, given)
+                x.add(1)  # the capture goes on
     with raised(UnsupportedError, RuntimeError, "CUDA tensors", "one on cpu"):
         opfuse.graphed(grouped, (x, splits.cpu()), recipe=recipe)
     with raised(UnsupportedError, RuntimeError, "ReadsHost.*host does not wait", "values read"):
@@ -113,6 +122,32 @@ def test_what_the_host_reads_is_refused_before_capture_with_the_op(device):
     with opfuse.autocast(recipe=recipe):
         y = grouped(x, splits)
     assert y.shape == x.shape  # the stream captures nothing
+
+
+@pytest.mark.row("R12")
+def test_r12_experts_whose_rows_stay_are_captured_under_a_recipe(device):
+    """A list says that the numbers are constants of the graph; in bf16 without a bias splits may change on the device."""
+    x, recipe = torch.randn(256, WIDTH, device=device, dtype=torch.bfloat16), RECIPES["current"]()
+    made = {"device": device, "dtype": torch.bfloat16}
+    fixed, free = (ops.Sequential(ops.GroupedLinear(2, WIDTH, WIDTH, bias=bias, **made), ops.GELU()) for bias in (True, False))
+    splits = torch.tensor([128, 128], device=device)
+    for model, given, how in ((fixed, [192, 64], recipe), (free, splits, None)):
+
+        def call(model=model, given=given, how=how):
+            with torch.no_grad(), opfuse.autocast(enabled=how is not None, recipe=how):
+                return model(x, given)
+
+        for _ in range(3):
+            call()
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        for step in range(REPLAYS):
+            x.normal_()
+            splits.copy_(torch.tensor([step, 256 - step], device=device))
+            graph.replay()
+            assert torch.equal(y, call()), step
 
 
 @pytest.mark.row("R13")

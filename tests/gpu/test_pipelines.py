@@ -1,6 +1,7 @@
 """Whole pipelines on the device under every recipe and override: no host waits, graphs, the same bits again, close to the CPU."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from opfuse import ops, recipes
 from opfuse.errors import RecipeError
 from opfuse.recipes.policy import KEEP
 
-WIDTH = 256
+WIDTH, REPLAYS = 256, 100
 RECIPES = {
     "delayed": recipes.DelayedScaling,
     "current": recipes.Float8CurrentScaling,
@@ -100,12 +101,13 @@ def test_r12_a_captured_step_replays_on_new_values(name, make, override, device)
             step()
             other()
     torch.cuda.current_stream().wait_stream(side)
+    gc.collect()  # an earlier graph that dies during the capture would invalidate it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for seed in range(10):
+    for seed in range(REPLAYS):
         torch.manual_seed(seed)
-        values = torch.randn_like(step.dy), torch.randn_like(step.dy)
+        values = torch.randn_like(step.dy) * (1 + seed % 7), torch.randn_like(step.dy)
         for each in (step, other):
             each.x.data.copy_(values[0])
             each.dy.copy_(values[1])
@@ -116,6 +118,7 @@ def test_r12_a_captured_step_replays_on_new_values(name, make, override, device)
 def test_r12_each_replay_rounds_with_bits_of_its_own(device):
     step = Step("gelu", recipes.NVFP4BlockScaling(), device)
     step()
+    gc.collect()  # an earlier graph that dies during the capture would invalidate it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, dx, *_ = step()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
 
 import opfuse
 from opfuse import ops
+from opfuse.runtime import offload
 from tests.compiler.harness import CASES, Step, differences, mlp, randn, recipe_for, run, to
 
 CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -59,3 +62,65 @@ def test_h25_a_plane_that_comes_back_with_other_bits_is_read(name):
 
     assert gradient(lambda tensor: tensor).any()
     assert not gradient(torch.zeros_like).any()
+
+
+class Stream:
+    """One of torch.cuda, whose copies are there at once: it notes what waits for what."""
+
+    notes: ClassVar[list[str]] = []
+
+    def __init__(self, device: object = None) -> None:
+        self.name = f"stream {id(self)}"
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append("copy")
+
+    def record_event(self) -> str:
+        return self.name
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append("wait")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What streams do where the CPU stands for a device."""
+    computing = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(offload, "_on_device", lambda tensor: type(tensor) in (torch.Tensor, torch.nn.Parameter))
+    monkeypatch.setattr(offload, "_on_host", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    monkeypatch.setattr(Stream, "notes", [])
+    return Stream.notes
+
+
+@pytest.mark.cpu
+@pytest.mark.row("H25")
+@pytest.mark.parametrize("name", ["none", "delayed", "fp8_block", "nvfp4"])
+def test_h25_what_leaves_while_the_device_computes_comes_back_with_the_same_bits(name, notes):
+    model, x = to(mlp(), torch.bfloat16), randn(32, 64)
+    step = Step(recipe_for(name), steps=2)
+    want = run(model, x, step=step)
+    assert not notes
+    with opfuse.offloaded(model, ahead=100, least=1):
+        got = run(model, x, step=step)
+    assert differences(got.tensors, want.tensors) == []
+    assert notes
+
+
+@pytest.mark.cpu
+def test_tensors_leave_and_come_back_in_order_and_each_once(notes):
+    """Each of 400 bytes: one may be on its way out, and one is fetched ahead."""
+    layer, x = torch.nn.Linear(10, 10, bias=False), torch.randn(10, 10, requires_grad=True)
+    with opfuse.offloaded(layer, ahead=400, least=400):
+        a = x.exp()
+        b = a * a  # which is kept once, for three readers
+        c = b.exp()
+        y = layer(c.sin()).sum()  # the weight stays
+    assert notes == ["copy", "copy", "wait", "copy", "wait"]  # a and c, whereupon a is let go; the sine, whereupon c is
+    notes.clear()
+    (grad,) = torch.autograd.grad(y, x)
+    assert notes[:3] == ["wait", "wait", "copy"]  # the sine is still there, and c is fetched beside the product
+    assert notes.count("copy") == 2
+    torch.testing.assert_close(grad, layer.weight.sum(0) * c.cos() * c * 2 * a * a)

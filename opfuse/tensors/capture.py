@@ -1,0 +1,14 @@
+"""What a CUDA graph cannot repeat is refused before it is captured: the graph would keep what the host saw or made then."""
+
+from __future__ import annotations
+
+import torch
+
+from opfuse.errors import UnsupportedError, describe
+
+
+def check_capture(where: str, *, got: str, cure: str) -> None:
+    """UnsupportedError while a CUDA graph is captured."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        wanted = "what a CUDA graph repeats with other values"
+        raise UnsupportedError(describe(f"{where} during graph capture", wanted=wanted, got=got, cure=cure))

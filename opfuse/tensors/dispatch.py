@@ -7,7 +7,7 @@ express the result; then, as for any operator without a handler, the operation r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map
@@ -18,6 +18,7 @@ from opfuse.tensors.pieces import Cut
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import cut_rows, zero_rows
+from opfuse.tensors.shards import amaxes
 
 aten = torch.ops.aten
 
@@ -151,8 +152,13 @@ def _copy_(func: Any, t: Quantized, source: torch.Tensor, non_blocking: bool = F
 def _foreach_copy_(
     func: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
 ) -> None:
-    for target, source in zip(targets, sources):
-        target.copy_(source, non_blocking)
+    """Casts whose scales ranks find together find them in one collective."""
+    found = amaxes(targets, sources)
+    for i, (target, source) in enumerate(zip(targets, sources)):
+        if i in found:
+            cast(Quantized, target).quantize_(source, amax=found[i])
+        else:
+            target.copy_(source, non_blocking)
 
 
 def _new_zeros(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
@@ -123,8 +124,10 @@ class _Masters:
     @torch.no_grad()
     def _enter(self, optimizer: Optimizer) -> None:
         self.settle(optimizer)
+        given = [p for p in self.of if p.grad is not None]
+        grads = dict(zip(given, _in_fp32([p.grad for p in given])))
         for p, master in self.of.items():
-            master.grad = None if p.grad is None else p.grad.float()
+            master.grad = grads.get(p)
         self._exchange(optimizer, self.of)
         self._inside = True
 
@@ -135,10 +138,16 @@ class _Masters:
             got, cure = f"{type(optimizer).__name__}, which writes the parameters", "call with_masters on the optimizer inside it"
             raise OptimizerError(describe("with_masters", wanted="an optimizer that steps on its groups", got=got, cure=cure))
         updated = [p for p, master in self.of.items() if master.grad is not None]
+        self._cast(updated)
         for p in updated:
-            p.copy_(self.of[p])
             self.of[p].grad = None
         self._note(updated)
+
+    def _cast(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have ``parameters`` be the casts of their masters; of shards, all scales are found in one collective."""
+        if parameters:
+            torch._foreach_copy_([stored_in(p) for p in parameters], [stored_in(self.of[p]) for p in parameters])
+            increment_version([p for p in parameters if stored_in(p) is not p])
 
     def _rest(self, optimizer: Optimizer) -> None:
         if self._inside:
@@ -190,8 +199,7 @@ class _Masters:
         missing = [p for p, values in loading.items() if values is None]
         for p, values in loading.items():
             self.of[p].copy_(p if values is None else values)
-            if values is not None:
-                p.copy_(self.of[p])
+        self._cast([p for p, values in loading.items() if values is not None])
         self._note(loading)
         if missing:
             got = f"none for {len(missing)} of {len(loading)}"
@@ -214,6 +222,20 @@ def _fitting(parameter: torch.Tensor, values: torch.Tensor | None) -> torch.Tens
         wanted, got = f"a master of shape {tuple(parameter.shape)}", tuple(values.shape)
         raise ShapeError(describe(_LOAD, wanted=wanted, got=got, cure=cure))
     return values
+
+
+def _in_fp32(grads: Sequence[Any]) -> list[torch.Tensor]:
+    """The gradients in fp32: those that are, themselves; copies of others, those of one dtype at a time."""
+    made = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for new, old in zip(made, grads):
+        if new is not old:
+            news, olds = groups.setdefault((old.device, old.dtype), ([], []))
+            news.append(stored_in(new))
+            olds.append(stored_in(old))
+    for news, olds in groups.values():
+        torch._foreach_copy_(news, olds)
+    return made
 
 
 def _look(parameter: torch.Tensor) -> object:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, QuantizerError, ShapeError, describe
@@ -21,6 +20,7 @@ from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.layouts import layout_of
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, Quantizer
+from opfuse.tensors.quantizers.ranks import reduce_amax
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -56,10 +56,7 @@ def quantize_master_weights(
             )
     if not weights:
         return
-    amaxes = torch.cat([_amax(weight, master) for weight, master in zip(weights, masters)])
-    if dist.is_available() and dist.is_initialized():
-        bits = amaxes.view(torch.int32)  # a floating-point maximum may lose a NaN
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    amaxes = reduce_amax(torch.cat([_amax(weight, master) for weight, master in zip(weights, masters)]), group)
     for weight, master, start, amax in zip(weights, masters, starts, amaxes.split(1)):
         _write(weight, amax, master, start or 0)
 

@@ -7,21 +7,22 @@ the same order, as optimizers do.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
+from opfuse.tensors.quantizers.base import Quantizer
+from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 from opfuse.tensors.rows import shared_by_rows
-
-if TYPE_CHECKING:
-    from opfuse.tensors.quantizers import Quantizer
 
 
 class Ranks(NamedTuple):
@@ -84,6 +85,22 @@ def writer(tensor: Quantized) -> Quantizer | None:
     """The quantizer of values that are written into ``tensor``."""
     quantizer = tensor.quantizer
     return quantizer if quantizer is None or tensor.ranks is None else quantizer.reducing(tensor.ranks.groups)
+
+
+def amaxes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What casts of ``sources`` into ``targets`` take the largest of over ranks, by number: one collective for all of a group."""
+    found: dict[tuple[torch.device, AmaxRanks], dict[int, torch.Tensor]] = {}
+    for i, (target, source) in enumerate(zip(targets, sources)):
+        quantizer = writer(target) if isinstance(target, Quantized) and _is_alone(target, source) else None
+        if quantizer is not None and quantizer.is_quantizable(source) and quantizer.measured(source.shape, source.dtype):
+            ranks: AmaxRanks = quantizer.amax_reduction_group  # type: ignore[attr-defined]
+            found.setdefault((source.device, ranks), {})[i] = tensor_amax(source.detach())
+    together = {key: reduce_amax(torch.cat([*own.values()]), key[1]).split(1) for key, own in found.items()}
+    return {i: amax for key, own in found.items() for i, amax in zip(own, together[key])}
+
+
+def _is_alone(target: Quantized, source: torch.Tensor) -> bool:
+    return not isinstance(source, Quantized) and source.shape == target.shape and source.device == target.device
 
 
 def unsure(ranks: Ranks | None) -> Ranks | None:

@@ -187,10 +187,13 @@ class QuantizedTensor(Quantized):
         values: torch.Tensor = straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self)
         return values
 
-    def quantize_(self, source: torch.Tensor, noop_flag: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_(
+        self, source: torch.Tensor, noop_flag: torch.Tensor | None = None, *, amax: torch.Tensor | None = None
+    ) -> QuantizedTensor:
         """Cast ``source``, of the same shape, into every plane, in place. Autograd notices the change but does not record it.
 
-        noop_flag: fp32 tensor of one element; where it is not 0 nothing is written.
+        noop_flag: fp32 tensor of one element; where it is not 0 nothing is written. amax: what
+        :func:`opfuse.tensors.shards.amaxes` found for ``source``.
         QuantizedTensorError without a quantizer, unless ``source`` is quantized in the same layout, or for a slice.
         """
         if source.shape != self.shape:
@@ -211,7 +214,7 @@ class QuantizedTensor(Quantized):
             values = source.detach() if record is None else record.dequantize()
             values = values.to(self.device).reshape(target.shape)
             values = values if quantizer.is_quantizable(values) else values.to(self.dtype)
-            quantizer.update_quantized(values, target, noop_flag=noop_flag)
+            quantizer.update_quantized(values, target, noop_flag=noop_flag, amax=amax)
         increment_version([tensor for tensor in (self, *target.tensors()) if not tensor.is_inference()])
         return self
 

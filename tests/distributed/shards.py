@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import opfuse
@@ -108,15 +108,18 @@ def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def check_offloaded_layer(kind: str, rank: int, ranks: int, device: str) -> list[str]:
     """The same with shards that live on the CPU."""
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda")
+    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")  # which may know no CPU
     with copied(device):
-        return check_layer(kind, rank, ranks, device, offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda"))
+        return check_layer(kind, rank, ranks, device, mesh=DeviceMesh.from_group(group, device), offload_policy=offload)
 
 
 def check_layer(kind: str, rank: int, ranks: int, device: str, **options: Any) -> list[str]:
     """A module that is no pipeline trains as on one rank. options: of ``fully_shard``."""
+    options.setdefault("mesh", init_device_mesh(device, (ranks,)))
     quantizer, x = QUANTIZERS[kind](), values((8, 96), dtype=torch.float32).to(device)
     expected = steps(alone := Layer(quantizer).to(device), x)
-    model = fully_shard(Layer(quantizer).to(device), mesh=init_device_mesh(device, (ranks,)), **options)
+    model = fully_shard(Layer(quantizer).to(device), **options)
     wrong = [f"call {i}" for i, (y, want) in enumerate(zip(steps(model, x), expected)) if not torch.equal(y, want)]
     model.reshard()
     rows = slice(128 // ranks * rank, 128 // ranks * (rank + 1))

@@ -13,7 +13,7 @@ PROGRAM = """
 import sys, torch, torch.distributed as dist
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, autocast
-from opfuse.tensors.quantizers.base import reduce_amax
+from opfuse.tensors.quantizers.ranks import reduce_amax
 
 rank = int(sys.argv[1])
 torch.set_num_threads(1)

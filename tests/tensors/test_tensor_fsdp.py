@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from opfuse.errors import QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
@@ -19,6 +20,7 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from opfuse.tensors.quantizers.ranks import meeting_place
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
@@ -189,3 +191,35 @@ def test_a_quantizer_with_a_process_group_is_copied_but_not_saved(group, tmp_pat
         t.zero_()
         t.copy_(loaded)
         assert same_bytes(planes(loaded), planes(t))
+
+
+ROTATED = NVFP4Quantizer(with_amax_reduction=True, with_rht=True, with_post_rht_amax=True)
+
+
+@pytest.mark.cpu
+@pytest.mark.usefixtures("group")
+@pytest.mark.row("H22", "H23")
+def test_shards_that_are_written_together_find_their_amaxes_in_one_collective(monkeypatch):
+    reduced = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda word, **options: (reduced.append(len(word)), reduce(word, **options)))
+    kinds = [REDUCING["current"], MXFP8Quantizer(), REDUCING["nvfp4"], REDUCING["current"], AGREEING["nvfp4_to_4_or_6"], ROTATED]
+    sources = [values((64 + 32 * i, 96), seed=i) * (i + 1) for i in range(len(kinds))]
+    single, together = ([kind(torch.zeros_like(x)) for kind, x in zip(kinds, sources)] for _ in range(2))
+    for target, source in zip(single, sources):
+        target.copy_(source)
+    plain, sources[-1] = torch.zeros(3), sources[-1].float().bfloat16()
+    reduced.clear()
+    versions = [target._version for target in together]
+    torch._foreach_copy_([*together, plain], [*sources, torch.ones(3)])
+    assert reduced == [4, 1, 1]  # rotated data has an amax of its own, in each direction
+    assert all(same_bytes(planes(a), planes(b)) for a, b in zip(together, single, strict=True))
+    assert all(target._version > version for target, version in zip(together, versions))
+    assert plain.tolist() == [1, 1, 1]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("backends", "place"), [("cpu:gloo,cuda:nccl", "cpu"), ("gloo", "cpu"), ("cuda:nccl", "cuda")])
+def test_amaxes_of_shards_on_the_cpu_meet_where_the_group_can(monkeypatch, backends, place):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(BackendConfig(Backend(backends))))
+    assert meeting_place(None, torch.device("cpu")).type == place

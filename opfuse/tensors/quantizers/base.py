@@ -6,16 +6,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
-import torch.distributed as dist
 
 from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, FP8_ELEMENTS, ROWWISE, USAGES, Element, NumberFormat, Usage
-from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Ruled
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Measured, Ruled
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, layout_of, round_up
 from opfuse.numerics.rules import Formula, Way, way_of
+from opfuse.tensors.quantizers.ranks import AmaxRanks
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
@@ -28,9 +28,6 @@ _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
 
 _APART = ("identity", "block", "mx")
 """Families of formats whose rows share nothing beyond their blocks."""
-
-AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...] | None"
-"""Processes that find an amax together: None is all of them, a tuple one group after the other."""
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,15 +116,21 @@ class Quantizer(ABC):
 
     @torch.no_grad()
     def update_quantized(
-        self, src: torch.Tensor, dst: QuantizedStorage, *, noop_flag: torch.Tensor | None = None
+        self,
+        src: torch.Tensor,
+        dst: QuantizedStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> QuantizedStorage:
         """Rewrite in place every plane that ``dst`` holds with the cast of ``src``, and bump the versions that autograd checks.
 
-        A nonzero ``noop_flag`` of one element leaves all bytes and all state as they are, without the host reading it.
+        A nonzero ``noop_flag`` of one element leaves all bytes and all state as they are, without the host reading it. amax: what
+        a cast that is :meth:`measured` would find over the ranks, where somebody has found it.
         """
         self._check_update(src, dst)
         before = [tensor.clone() for tensor in self.state]
-        made = self.wanting(rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None).quantize(src)
+        made = self.wanting(rowwise=dst.rowwise is not None, columnwise=dst.columnwise is not None)._quantized(src, amax)
         planes = [(dst.plane(usage), made.plane(usage)) for usage in dst.usages]
         pairs = [pair for old, new in planes for pair in zip(old.tensors(), new.with_swizzle(swizzled=old.swizzled).tensors())]
         if noop_flag is None:
@@ -140,6 +143,21 @@ class Quantizer(ABC):
         for tensor, old in zip(self.state, before):
             tensor.copy_(torch.where(keep, old, tensor))
         return dst
+
+    def measured(self, shape: Sequence[int], dtype: torch.dtype) -> Measured | None:
+        """The cast of rows of a tensor, under the amax that :meth:`quantize` takes over the ranks, which somebody else does here.
+
+        None unless one amax is all that the ranks share. ShapeError or DtypeError as by :meth:`quantize`.
+        """
+        alone = self._reducing(None, reduces=False) if getattr(self, "with_amax_reduction", False) else None
+        found = None if alone is None else alone.encoding(shape, dtype)
+        return found if isinstance(found, Measured) else None
+
+    def _quantized(self, x: torch.Tensor, amax: torch.Tensor | None) -> QuantizedStorage:
+        encoding = None if amax is None else self.measured(x.shape, x.dtype)
+        if amax is None or encoding is None:
+            return self.quantize(x)
+        return self.storage(x.shape, x.dtype, encoding, encoding.given(x.detach(), amax))
 
     def make_empty(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
@@ -166,7 +184,10 @@ class Quantizer(ABC):
         reduces: bool | None = getattr(self, "with_amax_reduction", None)
         if reduces is None:
             return self if all(fmt.family in _APART for fmt in self.formats) else None
-        return self if reduces else replace(self, with_amax_reduction=True, amax_reduction_group=group)  # type: ignore[call-arg]
+        return self if reduces else self._reducing(group)
+
+    def _reducing(self, group: AmaxRanks, *, reduces: bool = True) -> Self:
+        return replace(self, with_amax_reduction=reduces, amax_reduction_group=group)  # type: ignore[call-arg]
 
     def copy(self) -> Self:
         """Another object of equal settings; tensors that it holds are shared."""
@@ -360,19 +381,6 @@ def zero_plane(layout: Layout, device: torch.device | str | None) -> Plane:
 def plane_of(layout: Layout, data: torch.Tensor, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> Plane:
     """The plane whose bytes lie in ``layout``."""
     return Plane(layout.usage, layout.format, layout.shape, data, scale, amax, layout.swizzled)
-
-
-def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:
-    """The maximum of ``amax`` over the processes of ``group``; ``amax`` itself outside a distributed run.
-
-    Reduced as integer bits, since a floating-point maximum may lose a NaN.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return amax
-    word = amax.view(torch.int32).clone()
-    for each in group if isinstance(group, tuple) else (group,):
-        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=each)
-    return word.view(torch.float32)
 
 
 def require(value: object, known: Collection[object], where: str) -> None:

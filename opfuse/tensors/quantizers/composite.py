@@ -12,7 +12,8 @@ import torch
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding, WithOriginal
-from opfuse.tensors.quantizers.base import AmaxRanks, Quantizer, require
+from opfuse.tensors.quantizers.base import Quantizer, require
+from opfuse.tensors.quantizers.ranks import AmaxRanks
 from opfuse.tensors.storage import Plane
 
 ColumnwiseSource = Literal["original", "rowwise_dequantized"]

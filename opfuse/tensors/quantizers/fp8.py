@@ -13,7 +13,8 @@ from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measur
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import AmaxRanks, Float8CastingQuantizer, RuledQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, require
+from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 
 @dataclass(frozen=True, repr=False)

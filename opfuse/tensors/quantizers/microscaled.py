@@ -16,7 +16,8 @@ from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
-from opfuse.tensors.quantizers.base import AmaxRanks, CastingQuantizer, Quantizer, RuledQuantizer, reduce_amax, require
+from opfuse.tensors.quantizers.base import CastingQuantizer, Quantizer, RuledQuantizer, require
+from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 _MX_BLOCK = 32
 _NV_BLOCK = 16
@@ -102,6 +103,9 @@ class NVFP4Quantizer(CastingQuantizer):
 
     def reducing(self, group: AmaxRanks) -> Quantizer | None:
         return None if self.row_scaled_nvfp4 else super().reducing(group)
+
+    def measured(self, shape: Sequence[int], dtype: torch.dtype) -> Measured | None:
+        return None if self.with_rht else super().measured(shape, dtype)  # rotated data has an amax of its own
 
     @cached_property
     def formats(self) -> tuple[NumberFormat, NumberFormat]:

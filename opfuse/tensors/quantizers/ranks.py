@@ -1,0 +1,32 @@
+"""An amax over ranks: the one number that pieces of a tensor on several of them share."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...] | None"
+"""Processes that find an amax together: None is all of them, a tuple one group after the other."""
+
+
+def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:
+    """The maximum of each element of ``amax`` over the processes of ``group``; ``amax`` itself outside a distributed run.
+
+    Reduced as integer bits, since a floating-point maximum may lose a NaN, and where the group can: that of shards on the CPU may
+    know NCCL alone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return amax
+    word = amax.view(torch.int32).clone()
+    for each in group if isinstance(group, tuple) else (group,):
+        word = word.to(meeting_place(each, word.device))
+        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=each)
+    return word.view(torch.float32).to(amax.device)
+
+
+def meeting_place(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """``device``, if ``group`` has a backend for its kind, else the first kind that it has one for."""
+    kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])

@@ -125,6 +125,7 @@ ACROSS = {
     "X04": "`dequantized` is a hybrid with an identity of the dequantized rowwise data, over random pipelines",
     "X05": "`high_precision` is a hybrid with an identity of the original, over random pipelines",
     "X06": "Row-scaled activations train only under an override or a hybrid",
+    "X07": "Under `batch_invariant` a row of a forward pass has the same bits in any batch, of any number of rows",
 }
 RELIABILITY = {
     "R01": "Every bf16 and fp16 input, by every format and scale rule: bit for bit what the oracles say, on every backend",

@@ -231,6 +231,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "gemm": ("Matrix products of a linear layer", products),
         "products": ("Products of the package's own beside cuBLASLt's", own_products),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
+        "invariance": ("Batch-invariant forward passes beside others", lambda record: others(record, "invariance")),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
         "host": (
             "Time of the host while the device has nothing to do, and what a user waits",

@@ -78,6 +78,12 @@ class NumberFormat:
         """What the blocked dimension must be a multiple of (1: anything)."""
         return MULTIPLES.get(self.family, 1)
 
+    @property
+    def row_local(self) -> bool:
+        """Whether no value of a row of the rowwise plane depends on another row."""
+        shared = {"identity": False, "tensor": True, "nv": not self.per_row}
+        return not shared.get(self.family, self.block is None or self.block[0] > 1)
+
     def __hash__(self) -> int:
         return hash((self.name, self.per_row))
 

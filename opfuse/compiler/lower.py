@@ -147,6 +147,8 @@ def _casts(
                 stored[role] = found
                 continue
         quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
+        if op.quantizer_role(role).tensor_type == "input":
+            recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
             casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))

@@ -12,7 +12,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, USAGES, NumberFormat
-from opfuse.kernels.products.native import BACKENDS, OWN, layout_refusal, machine
+from opfuse.kernels.products.native import BACKENDS, OWN, invariant_refusal, layout_refusal, machine
+from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
@@ -124,6 +125,17 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
     )
     asked = left, right, env.autocast or torch.bfloat16, machine(env.arch)
+    ours = not layout_refusal(*asked, own=True)
+    if env.product(product.name).get("invariant", False):
+        return _invariant(product.left.family, invariant_refusal(*asked), env, ours=ours)
     if not (reason := layout_refusal(*asked)):
         return How("native", BACKENDS[product.left.family].name)
-    return How("emulated", reason) if layout_refusal(*asked, own=True) else How("native", OWN[product.left.family].name)
+    return How("native", OWN[product.left.family].name) if ours else How("emulated", reason)
+
+
+def _invariant(family: str, refusal: str, env: Env, *, ours: bool) -> How:
+    """How a product runs in which no row depends on others."""
+    if ours:
+        return How("native", f"{OWN[family].name}, batch-invariant: one order of sums for any number of rows")
+    tiles = f"batch-invariant: in tiles of {rows_of(env.device)} rows"
+    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{BACKENDS[family].name}, {tiles}")

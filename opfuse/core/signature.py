@@ -71,7 +71,8 @@ class Env(NamedTuple):
         recipe = self.recipe
         if recipe is None:
             return {}
-        return {"mixed": recipe.allow_mixed_emulation, "fast": name not in SPLIT[recipe.split_accumulator]}
+        options = {"mixed": recipe.allow_mixed_emulation, "fast": name not in SPLIT[recipe.split_accumulator]}
+        return {**options, "invariant": True} if name == "fprop" and recipe.batch_invariant else options
 
     @property
     def rounding(self) -> Literal["per_op", "single"]:

@@ -220,8 +220,9 @@ class GroupedLinear(BasicOperation):
         check_forward(ctx, x, "input")
         held = {name: self._held(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
-        ctx.sizes = self._sizes(x, weights, splits, rounded=out_dtype in (None, ctx.compute_dtype))
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
+        one_launch = out_dtype in (None, ctx.compute_dtype) and not options.get("invariant")
+        ctx.sizes = self._sizes(x, weights, splits, one_launch=one_launch)
         y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
         ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         self._save(ctx, x, held, splits, scales)
@@ -257,12 +258,12 @@ class GroupedLinear(BasicOperation):
             return list(groups_of(whole, (self.out_features,) * self.num_groups))
         return whole
 
-    def _sizes(self, x: Value, weights: Weights, splits: torch.Tensor, *, rounded: bool) -> Sizes | None:
-        """Rows of each group; None where only the device knows them and need be. rounded: sums are, to the compute dtype."""
+    def _sizes(self, x: Value, weights: Weights, splits: torch.Tensor, *, one_launch: bool) -> Sizes | None:
+        """Rows of each group; None where only the device knows them and need be. one_launch: in one product of torch's."""
         rows = matrix_shape(x.shape)[0]
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
         known = known or known_sizes(splits, rows)
-        if known is None and (self.use_bias or not rounded or not takes_device_splits(x, weights)):
+        if known is None and (self.use_bias or not one_launch or not takes_device_splits(x, weights)):
             known = read_sizes(splits, rows, where=self.label)
         return None if known is None else check_sizes(known, rows, where=self.label)
 

@@ -115,6 +115,9 @@ class DelayedScaling(_Float8Recipe):
         """How the scales of gradients follow from their amaxes."""
         return UpdateRule(self.fp8_format.value[True].max, self.margin, self.amax_compute_algo)
 
+    def known_quantizer(self) -> None:
+        return None  # over a state, whose scale was there before the batch
+
     def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
         """A quantizer over ``state``, which stays as it is: what touches it before a cast makes it this recipe's."""
         if state is None:

@@ -147,6 +147,9 @@ class CustomRecipe(Recipe):
             cure = f"pass qfactory={QFACTORY.wanted}"
             raise RecipeError(describe("CustomRecipe", wanted="a qfactory", got=None, cure=cure))
 
+    def known_quantizer(self) -> None:
+        return None  # the factory may answer by the op's name
+
     def _answer(self, role: QuantizerRole) -> Answer:
         if (known := self._answers.get(role)) is not None:
             return known

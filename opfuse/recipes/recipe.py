@@ -126,6 +126,9 @@ class Recipe(ABC):
     allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
     split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
         the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
+    batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast
+        row by row, under scales of their own or scales that were there before the batch, and each product has one order of sums
+        for any number of rows. Gradients of parameters are sums over rows, and so of the batch.
 
     A subclass is a frozen, keyword-only dataclass, or adds no field; it may override :meth:`check` and :meth:`quantizer`.
     """
@@ -138,6 +141,7 @@ class Recipe(ABC):
     on_recipe_change: Literal["error", "dequantize", "keep"] = setting("error", one_of("error", "dequantize", "keep"))
     allow_mixed_emulation: bool = setting(False, BOOLEAN)
     split_accumulator: Literal["backward", "all", "none"] = setting("backward", one_of("backward", "all", "none"))
+    batch_invariant: bool = setting(False, BOOLEAN)
 
     def __new__(cls, *_: object, **given: object) -> Self:
         if (known := keywords(cls)) is not None:
@@ -179,6 +183,22 @@ class Recipe(ABC):
             got = f"backward_override={self.backward_override!r}"
             cure = "use another recipe with this override, such as Float8CurrentScaling, or leave the override out"
             raise RecipeError(describe(type(self).__name__, wanted="backward_override=None", got=got, cure=cure))
+        if self.batch_invariant and (quantizer := self.known_quantizer()) is not None:
+            self.check_row_local(type(self).__name__, quantizer)
+
+    def known_quantizer(self) -> Quantizer | None:
+        """What casts the input of a linear layer, as far as the fields alone tell; None: the op's state or its name decides."""
+        return self.quantizer(QuantizerRole())
+
+    def check_row_local(self, where: str, quantizer: Quantizer) -> None:
+        """RecipeError under ``batch_invariant`` if a row of an input that ``quantizer`` casts depends on other rows."""
+        if self.batch_invariant and not quantizer.row_local:
+            wanted = "inputs cast row by row, for batch_invariant=True"
+            got = f"{quantizer!r}, under which rows share what is found in the batch"
+            cure = "use scales of a row's own (Float8BlockScaling with x_block_scaling_dim=1, MXFP8BlockScaling, "
+            cure += "NVFP4BlockScaling with row_scaled_activation=True, the preset fp8_row_scaled), or those of earlier steps "
+            cure += "(DelayedScaling)"
+            raise RecipeError(describe(where, wanted=wanted, got=got, cure=cure))
 
     def current(self) -> Recipe:
         """The recipe as a region is to have it that begins now: itself, unless what it asks has changed."""

@@ -20,6 +20,7 @@ from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.products.native import multiply, multiply_groups
 from opfuse.kernels.products.stored import Stored
+from opfuse.kernels.products.tiles import in_tiles
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 Operand = torch.Tensor | QuantizedStorage
@@ -51,6 +52,7 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     mixed: bool = False,
     fast: bool = False,
+    invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product ``name`` of :data:`GEMMS`.
@@ -58,7 +60,8 @@ def gemm(
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
     unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
     formats that do not meet, as one in fp32 of what they hold. fast: whether a matrix unit that can may keep its sums, in fewer
-    bits than fp32 (:mod:`opfuse.kernels.products.native`). out: a matrix of the result's shape and dtype to write it into.
+    bits than fp32 (:mod:`opfuse.kernels.products.native`). invariant: whether rows of the left shall have the same bits whatever
+    rows are beside them. out: a matrix of the result's shape and dtype to write it into.
     GemmError if two formats do not meet and must, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype
@@ -68,12 +71,12 @@ def gemm(
         if planes is None:
             what = GEMMS[name]
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
-            result = _high_precision(name, *operands, out_dtype, out)
+            result = _high_precision(name, *operands, out_dtype, out, invariant=invariant)
         elif (reason := clash(name, *(plane.format for plane in planes))) is None:
-            result = _quantized(*planes, out_dtype, fast=fast, out=out)
+            result = _quantized(*planes, out_dtype, fast=fast, invariant=invariant, out=out)
         elif mixed:
             one, other = (plane.dequantize(torch.float32) for plane in planes)
-            result = _high_precision(name, one, other, torch.float32).to(out_dtype)
+            result = _high_precision(name, one, other, torch.float32, invariant=invariant).to(out_dtype)
         else:
             raise GemmError(reason)
     if name != "wgrad" and result.shape[0] != (rows := matrix_shape(left.shape)[0]):
@@ -92,10 +95,12 @@ def gemm_of_groups(
     out_dtype: torch.dtype,
     mixed: bool = False,
     fast: bool = False,
+    invariant: bool = False,
 ) -> torch.Tensor | None:
     """The products ``name`` of groups in one launch, one below the other; None where they are to be made one by one.
 
-    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are.
+    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are. What multiplies groups
+    in one launch takes each sum in one piece, so it is invariant.
     """
     if len(lefts) < 2 or lefts[0].device.type != "cuda":
         return None
@@ -155,8 +160,8 @@ def _length(fmt: NumberFormat) -> int:
     return fmt.block[1] if fmt.block else 0
 
 
-def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, *, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
-    return multiply(_stored(left), _stored(right), out_dtype=out_dtype, fast=fast, out=out)
+def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    return multiply(_stored(left), _stored(right), out_dtype=out_dtype, **options)
 
 
 def _stored(plane: Plane) -> Stored:
@@ -171,8 +176,16 @@ def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _high_precision(
-    name: str, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None
+    name: str,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> torch.Tensor:
+    if invariant:
+        return in_tiles(len(left), left.device.type, lambda cut: _high_precision(name, cut(left), right, out_dtype))
     left, right = left.t() if name == "wgrad" else left, right.t() if name == "fprop" else right
     if out_dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         sums = torch.mm(left, right, out_dtype=torch.float32)  # the sums themselves, without wider operands

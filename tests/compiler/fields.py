@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "on_recipe_change": ("error", "dequantize", "keep"),
     "allow_mixed_emulation": (False, True),
     "split_accumulator": ("backward", "all", "none"),
+    "batch_invariant": (False, True),
     "fp8_format": (Format.HYBRID, Format.E4M3),
     "margin": (0, 2),
     "amax_history_len": (4, 1, 2),

@@ -22,6 +22,7 @@ from opfuse.formats import E2M1, NumberFormat
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products.stored import Stored
+from opfuse.kernels.products.tiles import TileCut, in_tiles
 from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
 from opfuse.numerics.scalars import decode
 
@@ -52,6 +53,17 @@ def multiply(left: Lines, right: Lines) -> torch.Tensor:
         for factor in balanced(left.factor, right.factor.t()):
             result = result.mul_(factor) if alone else result * factor  # in fp32, of which a second one is the peak of a step
     return result
+
+
+def multiply_tiles(left: Lines, right: Lines) -> torch.Tensor:
+    """:func:`multiply`, in which a line of the left has the same bits whatever lines are beside it."""
+    return in_tiles(len(left.values), left.values.device.type, lambda cut: multiply(_lines(left, cut), right))
+
+
+def _lines(left: Lines, cut: TileCut) -> Lines:
+    """The lines of a tile, with those of their scales that are not for all."""
+    factor, blocks = (each if each is None or len(each) < len(left.values) else cut(each) for each in (left.factor, left.blocks))
+    return Lines(cut(left.values), factor, blocks, left.step)
 
 
 def _is_alone() -> bool:

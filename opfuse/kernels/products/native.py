@@ -10,6 +10,9 @@ in fp32: the error, relative to the norm of the result, was 2^-12.9 at every len
 stays in the unit: below 2^-11.5 sqrt(length / 128), once the length exceeds 128. In a 16-bit result split accumulation is hidden
 by the rounding of the result.
 
+A batch-invariant product has one order of sums for any number of lines of the left: that of the package's own kernel, which takes
+each sum in one piece, or that of a library which is only ever asked for one number of lines (tiles.py).
+
 The two scales are multiplied first, in fp32, whatever the sum: where their product is not finite or vanishes, so is the result.
 """
 
@@ -29,6 +32,7 @@ from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
 from opfuse.kernels.products.hopper import grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
+from opfuse.kernels.products.tiles import TileCut, in_tiles, rows_of
 from opfuse.numerics.layouts import Layout, are_known
 
 Version = tuple[int, int]
@@ -166,13 +170,22 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
 
 
 def multiply(
-    left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool = False, out: torch.Tensor | None = None
+    left: Stored,
+    right: Stored,
+    *,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+    out: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """left times right transposed, in ``out_dtype``, rounded once from the sums: (left lines, right lines).
 
     fast: whether sums may stay in the matrix unit, where the back end can do so. out: where a back end may put the result.
-    Queued, without waiting for the device.
+    invariant: whether a line of the left shall have the same bits whatever lines are beside it. Queued, without waiting for the
+    device.
     """
+    if invariant:
+        return _invariant(left, right, out_dtype=out_dtype, fast=fast, out=out)
     if left.data.is_cuda and runs_kernels(left.data):
         device = _machine(left.data.get_device())
         own = not refusal(left, right, out_dtype, device, own=True)
@@ -182,7 +195,44 @@ def multiply(
             return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    return emulation.multiply(*(emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in (left, right))).to(out_dtype)
+    return emulation.multiply(*_operands(left, right)).to(out_dtype)
+
+
+def _operands(*planes: Stored) -> list[emulation.Lines]:
+    return [emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in planes]
+
+
+def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """By what multiplies any number of lines in one way; which one that is does not depend on their number either."""
+    if left.data.is_cuda and runs_kernels(left.data):
+        device, (left, right) = _machine(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
+        if not refusal(left, right, out_dtype, device, own=True):
+            return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
+        if not invariant_refusal(left.layout, right.layout, out_dtype, device):
+            return in_tiles(
+                left.layout.lines[0],
+                left.data.device.type,
+                lambda cut: _scaled_mm(_tile(left, cut), right, out_dtype=out_dtype, fast=fast),
+            )
+    return emulation.multiply_tiles(*_operands(left, right)).to(out_dtype)
+
+
+def invariant_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
+    """Why the library makes no product of tiles of ``left``; an empty string if it does."""
+    if left.format.family == "block" and not left.scale_across:
+        return "tiles: wants scales of single lines on the left, got 128x128 blocks"
+    return layout_refusal(left.replace(shape=(rows_of("cuda"), left.lines[1])), right, out_dtype, machine)
+
+
+def _tile(plane: Stored, cut: TileCut) -> Stored:
+    """Lines of a rowwise plane, with their scales, where these are not for all."""
+    layout = plane.layout
+    data = cut(plane.data)
+    if layout.scale_across:
+        scale = cut(plane.scale.t()[: layout.lines[0]]).t().contiguous()
+    else:
+        scale = plane.scale if layout.format.family == "tensor" else cut(plane.scale)
+    return Stored(data, scale, plane.amax, layout.replace(shape=(len(data), layout.lines[1])))
 
 
 def _own(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:

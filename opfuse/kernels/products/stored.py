@@ -23,3 +23,9 @@ class Stored(NamedTuple):
         """Whether the arrays are what the layout says, contiguous, on 16 bytes (a scale for all or for each row: on any)."""
         arrays = (self.data, self.layout.data_shape, 16), (self.scale, self.layout.scale_shape, 16 if self.scale.ndim > 1 else 4)
         return all(x.shape == shape and x.is_contiguous() and on_bytes(x, start) for x, shape, start in arrays)
+
+    def moved_in_place(self) -> Stored:
+        """Itself, or a copy whose arrays lie as :attr:`in_place` wants them."""
+        if self.in_place:
+            return self
+        return self._replace(data=self.data.clone().contiguous(), scale=self.scale.clone().contiguous())

@@ -189,6 +189,12 @@ class Quantizer(ABC):
     def _reducing(self, group: AmaxRanks, *, reduces: bool = True) -> Self:
         return replace(self, with_amax_reduction=reduces, amax_reduction_group=group)  # type: ignore[call-arg]
 
+    @property
+    def row_local(self) -> bool:
+        """Whether a cast makes of each row, in the rowwise plane, what it makes of the row alone."""
+        mixes = getattr(self, "with_2d_quantization", False) or getattr(self, "stochastic_rounding", False)
+        return self.formats[0].row_local and not (mixes or self.runs_code_of_others)
+
     def copy(self) -> Self:
         """Another object of equal settings; tensors that it holds are shared."""
         return replace(self)

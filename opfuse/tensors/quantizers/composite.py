@@ -94,6 +94,10 @@ class HybridQuantizer(Quantizer):
         return replace(self, rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
 
     @property
+    def row_local(self) -> bool:
+        return self.rowwise_quantizer.row_local
+
+    @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return self.rowwise_quantizer.state + self.columnwise_quantizer.state
 

@@ -42,6 +42,10 @@ class Float8Quantizer(Float8CastingQuantizer):
     def planes_agree(self) -> bool:
         return True
 
+    @property
+    def row_local(self) -> bool:
+        return True  # its scale was there before the tensor
+
     def _format(self, element: Element) -> NumberFormat:
         return fp8_tensor(element)
 

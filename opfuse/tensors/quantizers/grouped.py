@@ -56,6 +56,10 @@ class GroupedQuantizer(Quantizer):
         return self.quantizers[0].formats
 
     @property
+    def row_local(self) -> bool:
+        return self.quantizers[0].row_local
+
+    @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return tuple(chain.from_iterable(q.state for q in self.quantizers))
 

@@ -1,0 +1,66 @@
+"""What batch invariance costs a forward pass: ``python -m benchmarks.invariance``.
+
+Pipelines in inference under a recipe with ``batch_invariant=True`` and without it, in turns, at several numbers of tokens. Few
+tokens read weights and wait for the host; a limit is set where the products are what takes the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+import opfuse
+from benchmarks.models import LARGE, PIPELINES, Sizes
+from benchmarks.timing import Call, device_time
+from opfuse import recipes
+from opfuse.recipes.recipe import Recipe
+
+RECIPES: Mapping[str, Recipe] = {
+    "fp8_block": recipes.Float8BlockScaling(),
+    "fp8_row": recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+    "delayed": recipes.DelayedScaling(),
+}
+"""Those whose products are native on compute capability 9.0."""
+
+TOKENS, LIMIT = (8192, 512, 1), 1.05
+
+
+def _forward(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe) -> Call:
+    def call() -> None:
+        with torch.no_grad(), opfuse.autocast(recipe=recipe):
+            model(x)
+
+    return call
+
+
+def measure(sizes: Sizes = LARGE, tokens: tuple[int, ...] = TOKENS, device: str = "cuda") -> Iterator[tuple[str, int, float]]:
+    """(recipe, tokens, times as long as without the field), of pipeline B."""
+    model = PIPELINES["B"].fused(sizes).to(device, torch.bfloat16)
+    for name, recipe in RECIPES.items():
+        for count in tokens:
+            x = torch.randn(count, sizes.hidden, device=device, dtype=torch.bfloat16)
+            calls = [_forward(model, x, each) for each in (recipe, recipe.replace(batch_invariant=True))]
+            rounds = [[device_time([call], launches=4, repeats=1).median for call in calls] for _ in range(7)]
+            without, with_it = (statistics.median(times) for times in zip(*rounds))
+            yield name, count, with_it / without
+
+
+def records() -> Iterator[dict[str, Any]]:
+    """Figures for the record."""
+    for name, count, ratio in measure():
+        limit = LIMIT if count == max(TOKENS) else None
+        named = {"name": f"B, {name}, {count} tokens, batch-invariant forward", "value": ratio, "unit": "x without"}
+        yield {**named, "limit": limit, "met": None if limit is None else ratio <= limit}
+
+
+def main() -> None:
+    """Print a table."""
+    for name, count, ratio in measure():
+        print(f"B, {name:12s} {count:6d} tokens: {ratio:5.3f} times without", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Products in which a row has the same bits whatever rows are beside it: made in tiles, all of one number of rows.
+
+A library chooses how it multiplies by the number of rows, and with that the order of its sums: a row alone and the same row
+in a batch differ in their last bits. Here it is asked for one shape only, of operands that start on one alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+ROWS: Mapping[str, int] = {"cpu": 64, "cuda": 1024}
+"""Rows of a tile by device: many of them keep a device busy, few cost a small batch little."""
+
+TileCut = Callable[[torch.Tensor], torch.Tensor]
+"""Takes the rows of a tile out of all rows, into memory of its own; zeros fill the last tile."""
+
+
+def rows_of(device: str) -> int:
+    """Rows of a tile on devices of this type."""
+    return ROWS.get(device, ROWS["cuda"])
+
+
+def in_tiles(count: int, device: str, product: Callable[[TileCut], torch.Tensor]) -> torch.Tensor:
+    """The results of ``product`` for each tile of ``count`` rows, one below the other, without those that fill the last tile."""
+    rows = rows_of(device)
+    made = [product(partial(_cut, start=start, rows=rows)) for start in range(0, max(count, 1), rows)]
+    return (made[0] if len(made) == 1 else torch.cat(made))[:count]
+
+
+def _cut(x: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    piece = x[start : start + rows]
+    return torch.constant_pad_nd(piece, (0, 0) * (x.ndim - 1) + (0, rows - len(piece)))

@@ -1,0 +1,148 @@
+"""A recipe's batch_invariant: a row of a forward pass has the bits that it has alone, whatever other rows are in the batch."""
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.compiler.graph import ProductFormats
+from opfuse.compiler.products import how
+from opfuse.core.signature import Env
+from opfuse.errors import RecipeError
+from opfuse.formats import E4M3, fp8_block, fp8_row, mxfp8
+from opfuse.kernels.products import native
+from opfuse.kernels.products.emulated import multiply, multiply_tiles, operand
+from opfuse.kernels.products.stored import Stored
+from opfuse.kernels.products.tiles import in_tiles
+from opfuse.recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from tests.invariance import RECIPES, WIDTH, bits_of_rows, model_of, pieces
+
+FP8 = torch.float8_e4m3fn
+LISTED = {**RECIPES, "high precision": CustomRecipe(qfactory=lambda role: IdentityQuantizer(), batch_invariant=True)}
+
+
+@pytest.mark.row("X07")
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", LISTED)
+def test_a_row_has_the_bits_that_it_has_in_any_batch(kind, training):
+    model, x = model_of(torch.float32), torch.randn(160, WIDTH)
+    whole = bits_of_rows(model, x, LISTED[kind], training=training)
+    for rows in (32,) if training else (1, 3, 65):  # in training formats want whole blocks of rows
+        for part in pieces(160, rows):
+            assert torch.equal(bits_of_rows(model, x[part], LISTED[kind], training=training), whole[part])
+
+
+@pytest.mark.slow
+@pytest.mark.row("X07")
+@pytest.mark.parametrize("kind", LISTED)
+def test_a_row_has_the_bits_that_it_has_in_any_batch_of_up_to_8192(kind):
+    model, x = model_of(torch.float32), torch.randn(8192, WIDTH)
+    whole = bits_of_rows(model, x, LISTED[kind])
+    for rows in (*range(1, 18), 31, 64, 100, 127, 129, 500, 1024, 1025, 4096, 8191):
+        for part in pieces(8192, rows):
+            assert torch.equal(bits_of_rows(model, x[part], LISTED[kind]), whole[part])
+
+
+def test_without_the_field_rows_depend_on_their_batch_and_groups_have_it_too():
+    x, w, sizes = torch.randn(256, WIDTH), torch.randn(WIDTH, WIDTH), torch.tensor([3, 60, 1])
+    if all(torch.equal(x[:rows] @ w.t(), (x @ w.t())[:rows]) for rows in range(1, 9)):
+        pytest.skip("this machine's product is invariant by itself")
+    assert torch.equal(in_tiles(1, "cpu", lambda cut: cut(x[:1]) @ w.t()), in_tiles(256, "cpu", lambda cut: cut(x) @ w.t())[:1])
+    for recipe in (LISTED["block"], LISTED["high precision"]):
+        experts = ops.GroupedLinear(3, WIDTH, WIDTH)
+        with torch.no_grad(), opfuse.autocast(recipe=recipe):
+            whole = experts(x[:64], sizes)
+            assert torch.equal(experts(x[:1], torch.tensor([1, 0, 0])), whole[:1])
+            assert torch.equal(experts(x[63:64], torch.tensor([0, 0, 1])), whole[63:])
+
+
+REFUSED = (
+    (Float8CurrentScaling, {}),
+    (Float8BlockScaling, {"x_block_scaling_dim": 2, "w_block_scaling_dim": 1}),
+    (NVFP4BlockScaling, {}),
+)
+
+
+@pytest.mark.row("X07")
+@pytest.mark.parametrize(("recipe", "fields"), REFUSED)
+def test_rows_that_share_a_scale_of_the_batch_are_refused_at_construction(recipe, fields):
+    with pytest.raises(RecipeError, match=rf"^{recipe.__name__}: wants inputs cast row by row.*in the batch"):
+        recipe(batch_invariant=True, **fields)
+    with pytest.raises(RecipeError, match="wants inputs cast row by row"):
+        recipe(**fields).replace(batch_invariant=True)
+
+
+@pytest.mark.row("X07")
+def test_what_a_factory_answers_is_refused_when_the_plan_is_made():
+    recipe = CustomRecipe(qfactory=lambda role: Float8CurrentScalingQuantizer(FP8), batch_invariant=True)
+    refused = pytest.raises(RecipeError, match=r"Linear\(.*\) input under CustomRecipe: wants inputs cast row by row")
+    with refused, opfuse.autocast(recipe=recipe):
+        ops.Linear(WIDTH, WIDTH)(torch.randn(16, WIDTH))
+
+
+def test_which_quantizers_cast_row_by_row():
+    by_row = [Float8RowQuantizer(FP8), Float8BlockQuantizer(FP8, block_scaling_dim=1), MXFP8Quantizer(), IdentityQuantizer()]
+    assert all(each.row_local for each in (*by_row, NVFP4Quantizer(row_scaled_nvfp4=True)))
+    shared = [Float8CurrentScalingQuantizer(FP8), Float8BlockQuantizer(FP8), NVFP4Quantizer()]
+    assert not any(each.row_local for each in (*shared, MXFP8Quantizer(with_2d_quantization=True)))
+
+
+@pytest.mark.parametrize("quantizer", [Float8RowQuantizer(FP8), Float8BlockQuantizer(FP8, block_scaling_dim=1), MXFP8Quantizer()])
+def test_a_tile_is_what_its_lines_are_in_the_whole(quantizer):
+    """Also as the arrays that a library is given, whose scales lie across for 1x128 blocks."""
+    left, right = (
+        quantizer.wanting(columnwise=False).quantize(torch.randn(lines, 256).bfloat16()).plane("rowwise") for lines in (70, 48)
+    )
+    planes = [Stored(each.data, each.scale, each.amax, each.layout) for each in (left, right)]
+    lines = [operand(*plane[:3], layout=plane.layout) for plane in planes]
+    assert torch.equal(multiply_tiles(*lines), multiply_tiles(*lines)[:70])
+    assert torch.allclose(multiply_tiles(*lines), multiply(*lines), rtol=1e-5, atol=1e-4)
+    if quantizer.formats[0].family != "mx":
+        wanted = multiply_tiles(*lines)
+        assert torch.equal(in_tiles(70, "cpu", lambda cut: _sums(native._tile(planes[0], cut), lines[1])), wanted)
+
+
+def _sums(tile, right):
+    assert tile.in_place
+    return multiply(operand(*tile[:3], layout=tile.layout), right)
+
+
+@pytest.mark.row("X07")
+def test_what_explain_says_does_not_depend_on_the_rows():
+    formats = {"block": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)), "row": (fp8_row(E4M3),) * 2, "mx": (mxfp8(E4M3),) * 2}
+    texts = {}
+    for name, (left, right) in formats.items():
+        said = {
+            how(
+                ProductFormats(0, "fprop", left, right),
+                ops.BasicLinear(256, 256, device="meta").spec,
+                Env(LISTED["block"], None, False, torch.bfloat16, "cuda", (9, 0), rows, True, 2),
+            )
+            for rows in (1, 2, 128)
+        }
+        assert len(said) == 1
+        texts[name] = said.pop()
+    assert texts["mx"].status == "emulated"
+    assert "in tiles of 1024 rows" in texts["mx"].reason
+    assert all("batch-invariant" in text.reason for text in texts.values())
+
+
+def test_delayed_scaling_keeps_its_scale_through_the_batch():
+    """Its scale was there before the batch: rows share it, but none of them decides it."""
+    assert DelayedScaling(batch_invariant=True).batch_invariant
+    assert MXFP8BlockScaling(batch_invariant=True) != MXFP8BlockScaling()

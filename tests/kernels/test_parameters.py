@@ -16,7 +16,7 @@ KERNELS = Path(opfuse.kernels.__file__).parent
 SOURCES = sorted(path.name for path in (KERNELS / "cuda").glob("*.cu"))
 CHAIN = "struct Chain { const bf16* x; bf16 *y, *kept0;  // what is kept\n long long rows, columns; Cut cut; float c0_scale; };"
 OPEN = {
-    "chain_tile.cu": (("Encode", parameter_of("encode_mx.cuh", "Encode")),),
+    "chain_tile.cu": (("Encode", parameter_of("mx_tile.cuh", "MxPlanes")),),
     "norm_cast.cu": (("CAST::Target", parameter_of("norm_cast.cu", "Blocks::Target")),),
 }
 ARRAYS = {"delayed.cu": ("State", "PPPifiI0q"), "product.cu": ("Group", "PPPPPIIIIII0P")}

@@ -36,7 +36,7 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RecordingScale:
-    """One given scale for the tensor, whose amax is recorded: :func:`quantize.cast_recording`.
+    """One given scale for the tensor, whose amax is recorded: :func:`casts.cast_recording`.
 
     scale: fp32 (1,), what values are multiplied by. amax: fp32 (1,), raised in place to the largest magnitude.
     """
@@ -52,7 +52,7 @@ class RecordingScale:
 
 @dataclass(frozen=True, eq=False)
 class Current:
-    """The scale that an amax gives, for the tensor whose amax it is: :func:`quantize.cast_current`.
+    """The scale that an amax gives, for the tensor whose amax it is: :func:`casts.cast_current`.
 
     amax: fp32 (1,), the largest magnitude.
     """
@@ -69,7 +69,7 @@ class Current:
 
 @dataclass(frozen=True, eq=False)
 class RowScaled:
-    """An fp32 scale for each line: :func:`quantize.cast_row`."""
+    """An fp32 scale for each line: :func:`casts.cast_row`."""
 
     layouts: Sequence[Layout]
     eps: float = 0.0
@@ -81,7 +81,7 @@ class RowScaled:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """An fp32 scale for each block of 128, or of 128 x 128: :func:`quantize.cast_block`."""
+    """An fp32 scale for each block of 128, or of 128 x 128: :func:`casts.cast_block`."""
 
     layouts: Sequence[Layout]
     eps: float = 0.0
@@ -93,7 +93,7 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Microscaled:
-    """An E8M0 scale for each ``rows`` x 32 values of a line: :func:`quantize.cast_mx`."""
+    """An E8M0 scale for each ``rows`` x 32 values of a line: :func:`casts.cast_mx`."""
 
     layouts: Sequence[Layout]
     rows: int = 1

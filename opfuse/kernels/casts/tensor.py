@@ -30,7 +30,7 @@ TENSOR_SCALE, _CAST_TENSOR = parameter_of("tensor_scale.cuh", "TensorScale"), pa
 _ROWS_BLOCK = 4096  # elements
 _TILE = (256, 64)
 
-_CAST_MX = parameter_of("cast_mx.cu")
+MX_PLANES, _CAST_MX = parameter_of("mx_tile.cuh", "MxPlanes"), parameter_of("cast_mx.cu")
 _MX_BLOCK = 32
 _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
@@ -137,7 +137,7 @@ def cast_mx(
     x = x.contiguous()
     work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
     planes, fields = new_mx(layouts, x, rounding)
-    launch(*work, _CAST_MX.layout, *_CAST_MX(x=x.data_ptr(), **fields), device=x.get_device())
+    launch(*work, _CAST_MX.layout, *_CAST_MX(x=x.data_ptr(), planes=MX_PLANES(**fields)), device=x.get_device())
     return planes
 
 
@@ -173,7 +173,7 @@ def new_mx(
     layouts: Sequence[Layout], x: torch.Tensor, rounding: ScaleRounding
 ) -> tuple[list[definition.Encoded], dict[str, int]]:
     """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
-    bias = mx_bias(rounding)
+    bias = _bias(rounding)
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
     fields = {"rows": layouts[0].shape[0], "columns": layouts[0].shape[1], "bias": bias}
     for usage, name in zip(USAGES, ("row_scale", "column_scale")):
@@ -181,7 +181,7 @@ def new_mx(
     return [planes[layout.usage] for layout in layouts], fields
 
 
-def mx_bias(rounding: ScaleRounding) -> int:
+def _bias(rounding: ScaleRounding) -> int:
     """What is added to the bits of an amax before its exponent is taken; QuantizerError for another rounding."""
     if rounding not in _MX_BIAS:
         check_choice(rounding, _MX_BIAS, where="cast_mx rounding")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Measured, apart, original
+from opfuse.kernels.casts.room import room_for
 from opfuse.kernels.chains.call import ChainCall, Tensors, backward_call, forward_call
 from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
 from opfuse.kernels.chains.tiles import CASTS
@@ -107,7 +108,7 @@ def _run_cast(launch: Launcher, call: ChainCall, encode: Encoding) -> list[Encod
     if fit is None:
         return None
     tile, defines = fit
-    planes, fields = kind.outputs(call, encode)
+    planes, fields = room_for(encode, call.tensors[0], call.dtype)
     run(launch, "chain_tile", call, tile.cut(call), defines=defines, rest=fields, encode=kind.encode)
     return planes
 

@@ -169,7 +169,7 @@ def run(
 ) -> None:
     """Queue kernel ``name`` of ``name``.cu for a call, then the kernels that add up its partial sums.
 
-    rest: what follows the chain in the parameter. encode: Encode of the header for the cast; then ``rest`` is what it has.
+    rest: what follows the chain in the parameter. encode: Encode of the header for the cast, which takes what it has of ``rest``.
     """
     code, device = call.code, call.tensors[0].get_device()
     pieces, groups, sums = ceil_div(cut.rows, _SUMMED_ROWS), ceil_div(cut.columns, _SUMMED_COLUMNS), {}
@@ -185,7 +185,7 @@ def run(
         **{"row_parts": row_parts, "column_parts": column_parts, "row_pieces": pieces, "column_pieces": groups},
         cut=cut.fields,
     )
-    packed = program.parameter(chain=chain, **(rest if encode is None else {"encode": encode(**rest)}))
+    packed = program.parameter(chain=chain, **(rest if encode is None else {"encode": encode.of(rest)}))
     launch(program.variant, name, cut.grid, program.parameter.layout, *packed, device=device)
     for entry, (_, size) in sums.items():
         if size:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
-from opfuse.kernels.casts.block import BLOCKS, new_blocks
-from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Microscaled, RecordingScale
-from opfuse.kernels.casts.tensor import TENSOR_SCALE, new_mx
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels.casts.block import BLOCKS
+from opfuse.kernels.casts.encoding import Blocks, Current, Encoding, Microscaled, RecordingScale
+from opfuse.kernels.casts.tensor import MX_PLANES
 from opfuse.kernels.chains.call import WIDEST, ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
-from opfuse.numerics.checks import check_cast, check_number
+from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known
 
 _SIXTEEN = 16  # rows whose codes are one store along a column
@@ -175,8 +175,7 @@ def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[
 class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
-    family: of its formats. encode, outputs: its Encode, and the planes of a call with the fields of that.
-    defines: its own definitions, beside those that every cast has.
+    family: of its formats. encode: its Encode. defines: its own definitions, beside those that every cast has.
     table: the tiles for an encoding; None for one that the kernel does not know.
     """
 
@@ -184,7 +183,6 @@ class TileCast(NamedTuple):
     family: str
     encode: CStruct
     defines: tuple[str, ...]
-    outputs: Callable[[ChainCall, Any], tuple[list[EncodedArrays], dict[str, Any]]]
     table: Callable[[Any], str | None]
 
     def fit(self, call: ChainCall, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
@@ -200,46 +198,19 @@ class TileCast(NamedTuple):
         return None if tile is None else (tile, (*tile.defines, *self.defines, *defines))
 
 
-def _tensor_outputs(call: ChainCall, encode: RecordingScale | Current) -> tuple[list[EncodedArrays], dict[str, Any]]:
-    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=call.device) for layout in encode.layouts}
-    decode_scale = torch.empty(1, dtype=torch.float32, device=call.device)
-    rows, columns = encode.layouts[0].shape
-    fields: dict[str, Any] = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
-    given = {"amax": check_number(encode.amax, call.device, where="amax of a cast"), "decode_scale": decode_scale.data_ptr()}
-    if isinstance(encode, RecordingScale):
-        scale = check_number(encode.scale, call.device, where="scale of a cast")
-        fields["scale"] = TENSOR_SCALE(**given, scale=scale, eps=0.0, pow2=0)
-    else:
-        fields["scale"] = TENSOR_SCALE(**given, scale=0, eps=encode.eps, pow2=encode.pow2)
-    return [(data[layout.usage], decode_scale) for layout in encode.layouts], {**fields, "rows": rows, "columns": columns}
-
-
-def _block_outputs(call: ChainCall, encode: Blocks) -> tuple[list[EncodedArrays], dict[str, Any]]:
-    planes, fields = new_blocks(encode.layouts, call.dtype, call.device, eps=encode.eps, pow2=encode.pow2)
-    return [*planes], fields
-
-
-def _mx_outputs(call: ChainCall, encode: Microscaled) -> tuple[list[EncodedArrays], dict[str, Any]]:
-    planes, fields = new_mx(encode.layouts, call.tensors[0], encode.rounding)
-    return [*planes], fields
-
-
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
 _ENCODE_TENSOR = parameter_of("encode_tensor.cuh", "Encode")
 
 CASTS: Mapping[type, TileCast] = {
-    RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=1",), _tensor_outputs, lambda _: "TENSOR"),
-    Current: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=0",), _tensor_outputs, lambda _: "TENSOR"),
-    Blocks: TileCast(
-        "BLOCKS", "block", BLOCKS, (), _block_outputs, lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"
-    ),
+    RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=1",), lambda _: "TENSOR"),
+    Current: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=0",), lambda _: "TENSOR"),
+    Blocks: TileCast("BLOCKS", "block", BLOCKS, (), lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"),
     Microscaled: TileCast(
         "MX",
         "mx",
-        parameter_of("encode_mx.cuh", "Encode"),
+        MX_PLANES,
         (),
-        _mx_outputs,
         lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled)),
     ),
 }

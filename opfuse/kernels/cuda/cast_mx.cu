@@ -1,24 +1,18 @@
 // cast_mx: FP8 codes of a matrix with one E8M0 scale for each 32 values of a row, of a column or both, from one read of it.
 //
 // x              [rows, columns] of IN, contiguous
-// rowwise        [rows, columns] codes of OUT; row_scale has a code for each 32 values of a row
-// columnwise     [rows, columns] codes, not transposed; column_scale has a code for each 32 values of a column
-// scales         of lines (rows of x; its columns) by blocks, in arrays as in mx.cuh, which the host has set to 0. Compact: row by
-//                row for rows, transposed for columns
+// planes         their codes and scales, as in mx_tile.cuh
 // SQUARE         one scale for each 32 x 32 values, repeated in its lines
-// bias           0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
 // Non-finite     a block that holds one has the code 255, and NaN for each value
 // Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
 //                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_mx.
-#include "mx.cuh"
+#include "mx_tile.cuh"
 
 struct Parameters {
     const IN* x;
-    u8 *rowwise, *row_scale, *columnwise, *column_scale;
-    long long rows, columns;
-    u32 bias;
+    MxPlanes planes;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
@@ -33,7 +27,8 @@ static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scale
 
 // Four neighbouring lanes have a block; a warp has eight blocks in each of its packs.
 #if ENTRY_cast_rows
-extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters parameters) {
+    const MxPlanes& p = parameters.planes;
     constexpr int STEP = 8 * 32;
     long long size = p.rows * p.columns, first = (long long)blockIdx.x * (8 * THREADS * PACKS);
     long long warp = first + threadIdx.x / 32 * (STEP * PACKS), lane = threadIdx.x % 32, at = warp + lane * 8;
@@ -41,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     Eight<IN> v[PACKS];
     if (whole) {
 #pragma unroll
-        for (int k = 0; k < PACKS; ++k) v[k] = load_eight(p.x + at + k * STEP);
+        for (int k = 0; k < PACKS; ++k) v[k] = load_eight(parameters.x + at + k * STEP);
     } else {
 #pragma unroll
-        for (int k = 0; k < PACKS; ++k) v[k] = load_some(p.x + at + k * STEP, size - at - k * STEP);
+        for (int k = 0; k < PACKS; ++k) v[k] = load_some(parameters.x + at + k * STEP, size - at - k * STEP);
     }
     Maxima<IN, PACKS> amax = maxima_along(v);
     amax.across(1);
@@ -52,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
     u32 codes = 0;
 #pragma unroll
     for (int k = 0; k < PACKS; ++k) {
-        u32 code = mx_code(amax.bits(k), p.bias);
+        u32 code = mx_code<IN>(amax.bits(k), p.bias);
         float multiplier = mx_multiplier(code);
         uint2 q = encode_eight<OUT>(v[k], [multiplier](int) { return multiplier; });
         codes |= code << 8 * k;
@@ -93,7 +88,7 @@ OPFUSE_FN Codes codes_along(const Eight<IN> (&v)[8], u32 bias) {
     amax.across(2);
     Codes codes;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes.of[i] = mx_code(amax.bits(i), bias);
+    for (int i = 0; i < 8; ++i) codes.of[i] = mx_code<IN>(amax.bits(i), bias);
     return codes;
 }
 
@@ -109,10 +104,10 @@ OPFUSE_FN Codes codes_down(const Eight<IN> (&v)[8], u32 bias) {
         largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code(largest, bias);
+        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code<IN>(largest, bias);
     } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code(amax.bits(j), bias);
+        for (int j = 0; j < 8; ++j) codes.of[j] = mx_code<IN>(amax.bits(j), bias);
     }
     return codes;
 }
@@ -137,7 +132,8 @@ OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
 }
 
 #if ENTRY_cast_tile
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters parameters) {
+    const MxPlanes& p = parameters.planes;
     __shared__ __align__(4) u8 row_codes[TILE_ROWS * TILE_COLUMNS / BLOCK], column_codes[TILE_COLUMNS * 4];
     Piece own = this_piece(p.columns);
     long long column = own.tile_column + own.column, there = p.columns - column;
@@ -146,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         long long row = own.tile_row + own.own_row(i);
-        const IN* x = p.x + row * p.columns + column;
+        const IN* x = parameters.x + row * p.columns + column;
         has_row[i] = row < p.rows, has_column[i] = i < there;
         if constexpr (ALIGNED)
             v[i] = has_row[i] && there > 0 ? load_eight(x) : Eight<IN>{};
@@ -159,14 +155,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
     if (ROWWISE) gather_rows(row_codes, own, within(along, has_row));
     if (COLUMNWISE && threadIdx.x % 32 < 8) {
         Codes c = within(down, has_column);
-        long long block = (own.tile_row + own.row) / BLOCK;
-        if (SWIZZLED) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) column_codes[(own.column + j) * 4 + own.row / BLOCK] = u8(c.of[j]);
-        } else if (column < padded_lines(p.columns)) {
-            uint2 packed = {four_codes(c.of[0], c.of[1], c.of[2], c.of[3]), four_codes(c.of[4], c.of[5], c.of[6], c.of[7])};
-            store_eight(p.column_scale + block * padded_lines(p.columns) + column, packed);
-        }
+        store_column_codes(p, c.of, column, (own.tile_row + own.row) / BLOCK, column_codes, own.column, own.row / BLOCK);
     }
 
 #pragma unroll
@@ -184,17 +173,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
 
     if (!ROWWISE && !SWIZZLED) return;
     __syncthreads();
-    if constexpr (SWIZZLED) {
-        long long tile_down = own.tile_row / 128, tile_across = own.tile_column / 128;
-        if (ROWWISE && threadIdx.x < 128) store_scale_tile(p.row_scale, blockIdx.x, row_codes);
-        if (COLUMNWISE && threadIdx.x >= 128)
-            store_scale_tile(p.column_scale, tile_across * (padded_lines(p.rows) / 128) + tile_down, column_codes);
-    } else {
-        constexpr int WORDS = TILE_COLUMNS / BLOCK / 4;
-        int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
-        if (row >= TILE_ROWS || own.tile_row + row >= p.rows || own.tile_column / BLOCK + block >= padded_blocks(p.columns)) return;
-        u8* scale = p.row_scale + row_scale_at(p.columns, own.tile_row + row, own.tile_column / BLOCK + block);
-        *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
-    }
+    long long tile_down = own.tile_row / 128, tile_across = own.tile_column / 128;
+    ScaleTiles tiles = {blockIdx.x, tile_across * (padded_lines(p.rows) / 128) + tile_down};
+    store_scales<TILE_ROWS, TILE_COLUMNS, TILE_THREADS>(p, own.tile_row, own.tile_column, tiles, row_codes, column_codes);
 }
 #endif

@@ -1,19 +1,11 @@
-// encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, as in cast_mx.cu.
+// encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, in the planes of mx_tile.cuh.
 //
-// rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, if ROWWISE and if COLUMNWISE; row_scale and column_scale: a
-//                        code for each 32 values of a row and of a column, compact or SWIZZLED, whose padding the host has set to 0
-// bias                   0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
-// Tiles                  SWIZZLED: of 128 x 128, whose scales are one tile of scales; compact: of any size. Warps that hold 16 rows
-//                        tell their column maxima to the warps that hold the other 16 of a block
-// Compiled               after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
+// Warps       that hold 16 rows tell their column maxima to the warps that hold the other 16 of a block
+// Compiled    after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
 #pragma once
-#include "mx.cuh"
+#include "mx_tile.cuh"
 
-struct Encode {
-    u8 *rowwise, *row_scale, *columnwise, *column_scale;
-    long long rows, columns;
-    u32 bias, unused;
-};
+using Encode = MxPlanes;
 
 struct Running {};
 
@@ -25,6 +17,7 @@ constexpr bool TOGETHER = true;
 constexpr int BLOCKS_ACROSS = TILE_COLUMNS / MX_BLOCK, WARPS = TILE_THREADS / 32, ROW_CODES = TILE_ROWS * BLOCKS_ACROSS;
 constexpr int COLUMN_WORDS = 8 * 2 * sizeof(IN), EXCHANGE = TILE_STEPS == 1 ? WARPS * COLUMN_WORDS * 4 : 0;
 constexpr int STRAND_BYTES = EXCHANGE + ROW_CODES + TILE_COLUMNS * 4, SHARED_BYTES = STRANDS * STRAND_BYTES;
+static_assert(SWIZZLED || TILE_ROWS * BLOCKS_ACROSS / 4 <= TILE_THREADS, "a word of scales for each thread");
 static_assert(TILE_STEPS <= 2 && (!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128)), "tiles that scales can be found in");
 
 OPFUSE_FN u32 own_block() { return blockIdx.x; }
@@ -71,37 +64,13 @@ OPFUSE_FN void gather_rows(const Encode& p, u8* row_codes, const Tile& tile, con
 }
 
 // Codes of eight columns, of which at.columns are there, by lanes 0 ... 7 of the warps that have a block's first rows.
-OPFUSE_FN void store_column_codes(const Encode& p, const Tile& tile, const Thread& at, const u32 (&code)[8], u8* column_codes) {
+OPFUSE_FN void store_columns_there(const Encode& p, const Tile& tile, const Thread& at, const u32 (&code)[8], u8* column_codes) {
     if (threadIdx.x % 32 >= 8 || tile.group % 8 != 0) return;
     u32 mine[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) mine[j] = at.rows > 0 && is_there(j, at.columns) ? code[j] : 0;
-    if constexpr (SWIZZLED) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) column_codes[(tile.across * 8 + j) * 4 + tile.group / 8] = u8(mine[j]);
-    } else if (at.rows > 0) {
-        long long block = tile.row / MX_BLOCK + tile.group / 8, column = tile.column + tile.across * 8;
-        uint2 packed = {four_codes(mine[0], mine[1], mine[2], mine[3]), four_codes(mine[4], mine[5], mine[6], mine[7])};
-        if (column < padded_lines(p.columns)) store_eight(p.column_scale + block * padded_lines(p.columns) + column, packed);
-    }
-}
-
-// The scales that the block's threads have left in shared memory, to where they belong.
-OPFUSE_FN void store_scales(const Encode& p, const Tile& tile, const u8* row_codes, const u8* column_codes) {
-    if constexpr (SWIZZLED) {
-        long long down = tile.row / 128, across = tile.column / 128;
-        if (ROWWISE && threadIdx.x < 128) store_scale_tile(p.row_scale, down * (padded_blocks(p.columns) / 4) + across, row_codes);
-        if (COLUMNWISE && threadIdx.x / 128 == 1)
-            store_scale_tile(p.column_scale, across * (padded_lines(p.rows) / 128) + down, column_codes);
-    } else {
-        constexpr int WORDS = BLOCKS_ACROSS / 4;
-        static_assert(BLOCKS_ACROSS % 4 == 0 && TILE_ROWS * WORDS <= TILE_THREADS, "a word for each thread");
-        int row = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
-        if (!ROWWISE || row >= TILE_ROWS || tile.row + row >= p.rows) return;
-        if (tile.column / MX_BLOCK + block >= padded_blocks(p.columns)) return;
-        u8* scale = p.row_scale + (tile.row + row) * padded_blocks(p.columns) + tile.column / MX_BLOCK + block;
-        *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
-    }
+    long long column = tile.column + tile.across * 8, block = tile.row / MX_BLOCK + tile.group / 8;
+    if (SWIZZLED || at.rows > 0) store_column_codes(p, mine, column, block, column_codes, tile.across * 8, tile.group / 8);
 }
 
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
@@ -116,8 +85,8 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
         u32 code[8];
         float multiplier[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) code[j] = mx_code(down.bits(j), p.bias), multiplier[j] = mx_multiplier(code[j]);
-        store_column_codes(p, tile, at, code, column_codes);
+        for (int j = 0; j < 8; ++j) code[j] = mx_code<IN>(down.bits(j), p.bias), multiplier[j] = mx_multiplier(code[j]);
+        store_columns_there(p, tile, at, code, column_codes);
         RowCodes rows = codes_of_rows(p.columnwise, p.columns, at);
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) rows.store(i, encode_eight<OUT>(v[i], [&](int j) { return multiplier[j]; }));
@@ -129,7 +98,7 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
         u32 code[OWN_ROWS];
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) {
-            code[i] = mx_code(along.bits(i), p.bias);
+            code[i] = mx_code<IN>(along.bits(i), p.bias);
             float multiplier = mx_multiplier(code[i]);
             rows.store(i, encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
         }
@@ -138,7 +107,9 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
 }
 
 OPFUSE_FN void store_prepared(const Encode& p, const Tile& tile, u8* shared) {
-    store_scales(p, tile, shared + EXCHANGE, shared + EXCHANGE + ROW_CODES);
+    long long down = tile.row / 128, across = tile.column / 128;
+    ScaleTiles tiles = {down * (padded_blocks(p.columns) / 4) + across, across * (padded_lines(p.rows) / 128) + down};
+    store_scales<TILE_ROWS, TILE_COLUMNS, TILE_THREADS>(p, tile.row, tile.column, tiles, shared + EXCHANGE, shared + EXCHANGE + ROW_CODES);
 }
 
 OPFUSE_FN void leave(const Running&, u8*) {}

@@ -1,15 +1,18 @@
 // mx: E8M0 codes of blocks of 32, and where they are stored: by lines (rows, or columns) and blocks of them, compact or swizzled.
 //
 // Arrays      padded to whole tiles of 128 lines x 4 blocks; SWIZZLED: see swizzle.cuh
-// Compiled    after vectors.cuh, with IN, OUT and SWIZZLED
+// Compiled    after vectors.cuh, with OUT and SWIZZLED
 #pragma once
 #include "vectors.cuh"
 #include "swizzle.cuh"
 
 constexpr int MX_BLOCK = 32;
 
-// The code of a block of values of IN from the bits of its amax; bias as in cast_mx.cu.
-OPFUSE_FN u32 mx_code(u32 amax, u32 bias) { return e8m0_of_block<OUT, IN>(amax, bias); }
+// The code of a block of values of T from the bits of its amax; bias as in mx_tile.cuh.
+template <class T>
+OPFUSE_FN u32 mx_code(u32 amax, u32 bias) {
+    return e8m0_of_block<OUT, T>(amax, bias);
+}
 
 // 2^(127 - code) for a code of a block: that of the largest finite amax is far below 254.
 OPFUSE_FN float mx_multiplier(u32 code) { return float_of(code == E8M0_NAN ? NAN_BITS : (254 - code) << 23); }

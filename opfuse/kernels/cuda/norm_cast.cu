@@ -79,7 +79,7 @@ struct Recording : Cast {
 
 struct RowScaled : Cast {
     struct Target {
-        float* scale;
+        float* row_scale;
         float eps;
         u32 unused;
     };
@@ -92,7 +92,7 @@ struct RowScaled : Cast {
     OPFUSE_FN void begin(F amax_of_row, const Row& at) {
         float amax = amax_of_row();
         scale = block_scale<OUT>(amax, target.eps, LARGEST_FLOAT, POW2);
-        if (at.lane == 0 && at.exists) target.scale[at.row] = block_decode_scale(scale, amax, POW2);
+        if (at.lane == 0 && at.exists) target.row_scale[at.row] = block_decode_scale(scale, amax, POW2);
     }
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row&, int) {
@@ -103,8 +103,8 @@ struct RowScaled : Cast {
 
 struct Blocks : Cast {
     struct Target {
-        float* scale;  // [blocks, rows], rows of which are `pitch` long, at most 3 more than are used; the rest becomes 0
-        long long pitch;
+        float* row_scale;  // [blocks, rows], rows of which are `row_pitch` long, at most 3 more than are used; the rest becomes 0
+        long long row_pitch;
         float eps, inf_value;
     };
     const Target& target;
@@ -121,16 +121,16 @@ struct Blocks : Cast {
         });
     }
     OPFUSE_FN void store(float scale, long long row, long long block) const {
-        float* stored = target.scale + block * target.pitch;
+        float* stored = target.row_scale + block * target.row_pitch;
         stored[row] = scale;
         if (row + 1 == rows)
-            for (long long r = rows; r < target.pitch; ++r) stored[r] = 0.0f;
+            for (long long r = rows; r < target.row_pitch; ++r) stored[r] = 0.0f;
     }
 };
 
 struct Microscaled : Cast {
     struct Target {
-        u8* scale;
+        u8* row_scale;
         u32 bias, unused;
     };
     const Target& target;
@@ -141,9 +141,9 @@ struct Microscaled : Cast {
     template <int N>
     OPFUSE_FN void operator()(uint2 (&codes)[N], const Eight<IO> (&y)[N], const Row& at, int first) {
         cast_blocks<4>(codes, y, [&](int k, u32 bits) {
-            u32 code = e8m0_of_block<OUT, IO>(bits, target.bias);
+            u32 code = mx_code<IO>(bits, target.bias);
             if (k < N && has_block<4>(at, first + k))
-                target.scale[row_scale_at(columns, at.row, at.column(first + k) / MX_BLOCK)] = u8(code);
+                target.row_scale[row_scale_at(columns, at.row, at.column(first + k) / MX_BLOCK)] = u8(code);
             return mx_multiplier(code);
         });
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -46,6 +46,10 @@ class CStruct:
         if len(filled) != self.count:
             self._refuse(f"{self.count} values", len(filled), "call the struct of each field for it")
         return tuple(filled)
+
+    def of(self, fields: Mapping[str, int | float]) -> tuple[int | float, ...]:
+        """Its values out of those by name that several structs choose from, also for the structs inside."""
+        return self(**{n: fields[n] if isinstance(kind, str) else kind.of(fields) for n, kind in self.fields if n != _UNUSED})
 
     def _refuse(self, wanted: str, got: object, cure: str) -> NoReturn:
         raise KernelError(describe(f"struct {self.name}", wanted=wanted, got=got, cure=cure))

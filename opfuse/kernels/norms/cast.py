@@ -10,7 +10,7 @@ kernel that casts it by rows, and read by one that casts it in another way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from opfuse.kernels.casts.encoding import (
     apart,
     original,
 )
-from opfuse.kernels.casts.tensor import mx_bias, new_scale
+from opfuse.kernels.casts.room import room_for
 from opfuse.kernels.chains.cast import forward_chain_cast
 from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.compiling import Variant
@@ -38,14 +38,10 @@ from opfuse.kernels.engine.variants import C_TYPES, variant_of
 from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
-from opfuse.numerics.checks import check_cast, check_number
+from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known
 from opfuse.numerics.norm import Norm, NormKind, Statistics
 from opfuse.numerics.pointwise import OperandKind, Pointwise
-from opfuse.numerics.scalars import FLT_MAX
-
-Target = tuple[dict[str, int | float], Tensor]
-"""The fields of the target of a cast by rows, and the decode scale that the kernel stores."""
 
 
 def norm_then_cast(
@@ -118,13 +114,13 @@ def _is_by_rows(encode: Encoding) -> bool:
 
 def _by_rows(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[EncodedArrays]:
     (layout,) = encode.layouts
-    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=call.x.device)
+    planes, fields = room_for(encode, call.x, dtype)
+    data = planes[0][0]
     form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
     parameters, variant = _variant(form, type(encode), layout, dtype, pow2=pow2, stores=y is not None)
-    target, scale = _TARGETS[type(encode)].fields(encode, layout, dtype, data)
-    fields = parameters(norm=call.fields(), **addresses(codes=data, y=y), target=_TARGETS[type(encode)].target(**target))
-    launch(variant, "norm_cast", call.grid, parameters.layout, *fields, device=call.x.get_device())
-    return [(data, scale)]
+    packed = parameters(norm=call.fields(), **addresses(codes=data, y=y), target=_TARGETS[type(encode)].target.of(fields))
+    launch(variant, "norm_cast", call.grid, parameters.layout, *packed, device=call.x.get_device())
+    return planes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,38 +144,14 @@ def _variant(
     return parameters, variant
 
 
-def _recording(encode: RecordingScale, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
-    decode_scale = torch.empty(1, dtype=torch.float32, device=data.device)
-    scaling = [check_number(value, data.device, where="norm_cast scale or amax") for value in (encode.scale, encode.amax)]
-    scale, amax = scaling
-    return {"scale": scale, "amax": amax, "decode_scale": decode_scale.data_ptr()}, decode_scale
-
-
-def _row_scaled(encode: RowScaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
-    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
-    return {"scale": scale.data_ptr(), "eps": encode.eps}, scale
-
-
-def _blocks(encode: Blocks, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
-    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=data.device)
-    inf_value = min(torch.finfo(dtype).max, FLT_MAX)
-    return {"scale": scale.data_ptr(), "pitch": scale.shape[1], "eps": encode.eps, "inf_value": inf_value}, scale
-
-
-def _microscaled(encode: Microscaled, layout: Layout, dtype: torch.dtype, data: Tensor) -> Target:
-    scale = new_scale(layout, data.device)
-    return {"scale": scale.data_ptr(), "bias": mx_bias(encode.rounding)}, scale
-
-
 class _RowCast(NamedTuple):
-    """What norm_cast.cu calls it, the family of its formats, and how the fields of its Target are made.
+    """What norm_cast.cu calls it, and the family of its formats.
 
     twice: whether values are made twice, first for the amax of the row.
     """
 
     name: str
     family: str
-    fields: Callable[..., Target]
     twice: bool = False
 
     @property
@@ -189,10 +161,10 @@ class _RowCast(NamedTuple):
 
 
 _TARGETS: Mapping[type, _RowCast] = {
-    RecordingScale: _RowCast("Recording", "tensor", _recording),
-    RowScaled: _RowCast("RowScaled", "row", _row_scaled, twice=True),
-    Blocks: _RowCast("Blocks", "block", _blocks),
-    Microscaled: _RowCast("Microscaled", "mx", _microscaled),
+    RecordingScale: _RowCast("Recording", "tensor"),
+    RowScaled: _RowCast("RowScaled", "row", twice=True),
+    Blocks: _RowCast("Blocks", "block"),
+    Microscaled: _RowCast("Microscaled", "mx"),
 }
 """The casts by rows, by the type of the encoding."""
 

@@ -1,0 +1,66 @@
+"""Room for the planes of a cast that another kernel does, and what that kernel is told of them: a function for each encoding.
+
+A kernel declares what it takes, by name, in a struct of its own: Encode of one that casts tiles, Target of one that casts rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse.formats import USAGES
+from opfuse.kernels.casts.block import new_blocks
+from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Microscaled, RecordingScale, RowScaled
+from opfuse.kernels.casts.tensor import new_mx
+from opfuse.numerics.checks import check_number
+
+Room = tuple[list[EncodedArrays], dict[str, Any]]
+"""The planes of an encoding, in its order, and the fields that kernels choose from."""
+
+
+def room_for(encode: Encoding, x: Tensor, dtype: torch.dtype) -> Room:
+    """Room on the device of ``x`` for the cast of values that were rounded to ``dtype``."""
+    return _ROOMS[type(encode)](encode, x, dtype)
+
+
+def _tensor(encode: RecordingScale | Current, x: Tensor, dtype: torch.dtype) -> Room:
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in encode.layouts}
+    decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    rows, columns = encode.layouts[0].shape
+    fields: dict[str, Any] = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
+    fields |= {"rows": rows, "columns": columns, "decode_scale": decode_scale.data_ptr()}
+    fields["amax"] = check_number(encode.amax, x.device, where="amax of a cast")
+    if isinstance(encode, RecordingScale):
+        fields |= {"scale": check_number(encode.scale, x.device, where="scale of a cast"), "eps": 0.0, "pow2": 0}
+    else:
+        fields |= {"scale": 0, "eps": encode.eps, "pow2": encode.pow2}
+    return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
+
+
+def _rows(encode: RowScaled, x: Tensor, dtype: torch.dtype) -> Room:
+    (layout,) = encode.layouts
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=x.device)
+    return [(data, scale)], {"rowwise": data.data_ptr(), "row_scale": scale.data_ptr(), "eps": encode.eps}
+
+
+def _blocks(encode: Blocks, x: Tensor, dtype: torch.dtype) -> Room:
+    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps, pow2=encode.pow2)
+    return [*planes], fields
+
+
+def _microscaled(encode: Microscaled, x: Tensor, dtype: torch.dtype) -> Room:
+    planes, fields = new_mx(encode.layouts, x, encode.rounding)
+    return [*planes], fields
+
+
+_ROOMS: Mapping[type, Callable[[Any, Tensor, torch.dtype], Room]] = {
+    RecordingScale: _tensor,
+    Current: _tensor,
+    RowScaled: _rows,
+    Blocks: _blocks,
+    Microscaled: _microscaled,
+}

@@ -1,0 +1,49 @@
+// mx_tile: planes of FP8 codes and E8M0 scales, and the way of a tile's scales to where they belong, in every kernel that holds tiles.
+//
+// rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, if ROWWISE and if COLUMNWISE
+// row_scale              a code for each 32 values of a row; column_scale: of a column. By lines (rows, or columns) and blocks of them,
+//                        in arrays as in mx.cuh, which the host has set to 0
+// bias                   0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
+// Tiles                  of TILE_ROWS x TILE_COLUMNS; SWIZZLED: 128 x 128, whose scales are one tile of scales
+// Compiled               with what mx.cuh needs, and with ROWWISE and COLUMNWISE
+#pragma once
+#include "mx.cuh"
+
+struct MxPlanes {
+    u8 *rowwise, *row_scale, *columnwise, *column_scale;
+    long long rows, columns;
+    u32 bias, unused;
+};
+
+// Codes of eight columns from `column` on, of one block of rows; first and down: the same in the tile. To shared memory, if SWIZZLED.
+OPFUSE_FN void store_column_codes(const MxPlanes& p, const u32 (&code)[8], long long column, long long block, u8* shared, int first, int down) {
+    if constexpr (SWIZZLED) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) shared[(first + j) * 4 + down] = u8(code[j]);
+    } else if (column < padded_lines(p.columns)) {
+        uint2 packed = {four_codes(code[0], code[1], code[2], code[3]), four_codes(code[4], code[5], code[6], code[7])};
+        store_eight(p.column_scale + block * padded_lines(p.columns) + column, packed);
+    }
+}
+
+// Where the scales of a tile are stored, if they are stored as one: those of its rows, and those of its columns.
+struct ScaleTiles {
+    long long of_rows, of_columns;
+};
+
+// The scales that COUNT threads, of the tile of HIGH x WIDE from `row` and `column` on, left in shared memory; after a barrier.
+template <int HIGH, int WIDE, int COUNT>
+OPFUSE_FN void store_scales(const MxPlanes& p, long long row, long long column, ScaleTiles at, const u8* row_codes, const u8* column_codes) {
+    if constexpr (SWIZZLED) {
+        if (ROWWISE && threadIdx.x < 128) store_scale_tile(p.row_scale, at.of_rows, row_codes);
+        if (COLUMNWISE && threadIdx.x >= 128 && (COUNT == 256 || threadIdx.x < 256)) store_scale_tile(p.column_scale, at.of_columns, column_codes);
+    } else {
+        constexpr int WORDS = WIDE / MX_BLOCK / 4;
+        static_assert(WIDE / MX_BLOCK % 4 == 0, "words of four codes");
+        int line = threadIdx.x / WORDS, block = threadIdx.x % WORDS * 4;
+        if (!ROWWISE || line >= HIGH || row + line >= p.rows) return;
+        if (column / MX_BLOCK + block >= padded_blocks(p.columns)) return;
+        u8* scale = p.row_scale + (row + line) * padded_blocks(p.columns) + column / MX_BLOCK + block;
+        *reinterpret_cast<u32*>(scale) = reinterpret_cast<const u32*>(row_codes)[threadIdx.x];
+    }
+}

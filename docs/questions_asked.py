@@ -184,7 +184,7 @@ QUESTIONS = (
         FUSIONS,
         "Does one rule of my file leave nothing to another?",
         config(
-            "  rules:\n    - {name: all, pattern: 'linear bias? gelu'}\n    - {name: mine, pattern: 'linear bias gelu', when: {recipe.kind: mxfp8}}"
+            "  rules:\n    - {name: all, pattern: 'basic_linear bias? gelu'}\n    - {name: mine, pattern: 'basic_linear bias gelu', when: {recipe.kind: mxfp8}}"
         ),
         "opfuse check mine.yaml",
         ("shadowed-rule", "'all' comes first"),
@@ -192,14 +192,14 @@ QUESTIONS = (
     Question(
         FUSIONS,
         "Does my rule fire as often as I think?",
-        config("  rules: [{name: mine, pattern: 'linear bias gelu', expect: {fused: 2}}]"),
+        config("  rules: [{name: mine, pattern: 'basic_linear bias gelu', expect: {fused: 2}}]"),
         "opfuse check mine.yaml",
         ("not-as-expected", "'mine' is fused 1 times, not 2"),
     ),
     Question(
         FUSIONS,
         "Did I mistype an op in a pattern?",
-        config("  rules: [{name: mine, pattern: 'linear bias gellu'}]"),
+        config("  rules: [{name: mine, pattern: 'basic_linear bias gellu'}]"),
         "opfuse check mine.yaml",
         ("unknown-op", "did you mean 'gelu'?"),
     ),

@@ -1,7 +1,7 @@
 """The language of patterns: places of nodes in a row, as Python, configuration files and explanations write them.
 
-A pattern is a row of places, ``linear bias? act=gelu|silu elementwise* quantize?``. A place is one or more words, of which any
-will do, with a count behind them and, where it shall have another name than its words, a name before them::
+A pattern is a row of places, ``basic_linear bias? act=gelu|silu elementwise* quantize?``. A place is one or more words, of which
+any will do, with a count behind them and, where it shall have another name than its words, a name before them::
 
     place = [name "="] word {"|" word} ["?" | "*" | "+" | "{2}" | "{2,}" | "{2,5}"]
 
@@ -29,7 +29,7 @@ _BETWEEN = re.compile(r"\s*,\s*(?![^{}]*\})|\s+")
 _COUNTS: Mapping[str, tuple[int, int | None]] = {"": (1, 1), "?": (0, 1), "*": (0, None), "+": (1, None)}
 """How many nodes the sign behind a place stands for."""
 
-_EXAMPLE = "write 'linear bias? act=gelu|silu elementwise* quantize?'"
+_EXAMPLE = "write 'basic_linear bias? act=gelu|silu elementwise* quantize?'"
 
 
 @dataclass(frozen=True)

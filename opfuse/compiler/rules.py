@@ -84,9 +84,10 @@ TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 class Guard:
     """A condition as data: the dotted path it reads, a word of :data:`TESTS`, the value wanted.
 
-    Paths start at a pattern name (``linear.in_features``, ``linear.weight.dtype``) or at ``env`` (``env.recipe.kind``). They
-    lead through compared fields only: anything else of an object is not in the key, and so is absent to a guard.
-    FusionError for a value wanted that has no identity (a list is taken for a tuple), and for one the word cannot take.
+    Paths start at a pattern name (``basic_linear.in_features``, ``basic_linear.weight.dtype``) or at ``env``
+    (``env.recipe.kind``). They lead through compared fields only: anything else of an object is not in the key, and so is absent
+    to a guard. FusionError for a value wanted that has no identity (a list is taken for a tuple), and for one the word cannot
+    take.
     """
 
     reads: str
@@ -258,7 +259,7 @@ class Fusion:
 def fusion(name: str, pattern: object, **fields: Any) -> Fusion:
     """A :class:`Fusion` whose pattern is written in any way that :func:`~opfuse.compiler.patterns.terms_of` reads.
 
-    ``"linear bias? act=gelu|silu"``, a list of such places, or a dictionary from names to places.
+    ``"basic_linear bias? act=gelu|silu"``, a list of such places, or a dictionary from names to places.
     """
     known = keywords(Fusion) or ()
     if unknown := [field for field in fields if field not in known]:

@@ -139,12 +139,13 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
     A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
-    kind: name in patterns and quantizer roles (default: the class name in snake case). saves: names that ``ctx.save`` takes, or
-    None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out of ``"input"``, ``"grad_output"``
-    and parameter names. forward_kwargs: keyword arguments that a caller may pass to its forward; None leaves it to the signature
-    of ``op_forward``. asks_quantizers, knows_reads: it overrides ``num_quantizers``, ``reads_saved``. reads_training: what it may
-    do depends on ``training``, as in any method; so it is True unless a class with methods outside of this package says False.
-    derives: what else its methods keep in a context, as functions of what is always there. meets_ranks: it waits for other ranks.
+    kind: name in patterns; in quantizer roles too, unless there is a module_type (default: the class name in snake case). saves:
+    names that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
+    of ``"input"``, ``"grad_output"`` and parameter names. forward_kwargs: keyword arguments that a caller may pass to its
+    forward; None leaves it to the signature of ``op_forward``. asks_quantizers, knows_reads: it overrides ``num_quantizers``,
+    ``reads_saved``. reads_training: what it may do depends on ``training``, as in any method; so it is True unless a class with
+    methods outside of this package says False. derives: what else its methods keep in a context, as functions of what is always
+    there. meets_ranks: it waits for other ranks.
 
     What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
     traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its

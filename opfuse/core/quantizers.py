@@ -79,6 +79,7 @@ class QuantizerSlotsMixin:
     """
 
     kind: ClassVar[str]
+    module_type: ClassVar[str] = ""
     name: str
     quantizer_states: DelayedScalingStates
     parameter_values: Any
@@ -142,7 +143,7 @@ class QuantizerSlotsMixin:
     def quantizer_role(self, name: str) -> QuantizerRole:
         """The role of a tensor type, or of a parameter by its name."""
         known = name in SLOTS["forward"] or name in SLOTS["backward"]
-        return QuantizerRole(module_type=self.kind, tensor_type=name if known else "weight", name=self.name)
+        return QuantizerRole(module_type=self.module_type or self.kind, tensor_type=name if known else "weight", name=self.name)
 
     def quantizer_of(
         self, role: QuantizerRole, recipe: Recipe, *, slot: QuantizerRole | None = None

@@ -26,28 +26,34 @@ def backward_elementwise(dy: torch.Tensor, *, chain: Sequence[Context]) -> torch
     return run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
 
 
-def backward_linear_add(dy: Value, *, extra: Context, linear: Context) -> torch.Tensor | None:
+def backward_linear_add(dy: Value, *, extra: Context, basic_linear: Context) -> torch.Tensor | None:
     """dx = dy W, summed into the gradient of the extra output."""
     d_extra = extra.grad_extras[0]
-    single = linear.env.rounding == "single" and d_extra is not None
-    dx: torch.Tensor | None = linear.op.input_gradient(linear, dy, out_dtype=compute_dtype(dy.dtype) if single else None)
-    linear.set_grads(params=(linear.op.weight_gradient(linear, dy),))
+    single = basic_linear.env.rounding == "single" and d_extra is not None
+    dx: torch.Tensor | None = basic_linear.op.input_gradient(
+        basic_linear, dy, out_dtype=compute_dtype(dy.dtype) if single else None
+    )
+    basic_linear.set_grads(params=(basic_linear.op.weight_gradient(basic_linear, dy),))
     if dx is None or d_extra is None:
         return dx if d_extra is None else d_extra
     return (dx + d_extra).to(d_extra.dtype)
 
 
-def backward_linear_scale(dy: torch.Tensor, *, linear: Context, quantize: Context | None, scale: Context) -> torch.Tensor | None:
+def backward_linear_scale(
+    dy: torch.Tensor, *, basic_linear: Context, quantize: Context | None, scale: Context
+) -> torch.Tensor | None:
     """dx and dW of c x W^T. Rounded once, c multiplies the sums of both products; else it multiplies dy, as the op does."""
-    single = linear.env.rounding == "single"
+    single = basic_linear.env.rounding == "single"
     if single:
         grad: Value = dy if quantize is None else quantize.op(dy)
     else:
         grad = run_chain_backward(dy, [scale]) if quantize is None else run_chain_backward_cast(dy, [scale], quantize.op)
     factor = scale.spec.scale if single else None
-    dx: torch.Tensor | None = linear.op.input_gradient(linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None)
-    linear.set_grads(params=(linear.op.weight_gradient(linear, grad, scale=factor),))
-    return dx if dx is None or factor is None else (dx * factor).to(linear.input_dtype)
+    dx: torch.Tensor | None = basic_linear.op.input_gradient(
+        basic_linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None
+    )
+    basic_linear.set_grads(params=(basic_linear.op.weight_gradient(basic_linear, grad, scale=factor),))
+    return dx if dx is None or factor is None else (dx * factor).to(basic_linear.input_dtype)
 
 
 def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) -> torch.Tensor:
@@ -64,7 +70,7 @@ def backward_add_rms_norm(dy: torch.Tensor, *, extra: Context, norm: Context) ->
 
 BACKWARD_LINEAR_ADD = fusion(
     "backward_linear_add",
-    {"extra": "make_extra_output", "linear": "linear"},
+    {"extra": "make_extra_output", "basic_linear": "basic_linear"},
     when=(is_("extra.in_place", True),),
     backward=backward_linear_add,
     doc=backward_linear_add.__doc__ or "",
@@ -72,7 +78,7 @@ BACKWARD_LINEAR_ADD = fusion(
 
 BACKWARD_LINEAR_SCALE = fusion(
     "backward_linear_scale",
-    {"linear": "linear", "quantize": maybe("quantize"), "scale": "constant_scale"},
+    {"basic_linear": "basic_linear", "quantize": maybe("quantize"), "scale": "constant_scale"},
     backward=backward_linear_scale,
     doc=backward_linear_scale.__doc__ or "",
 )

@@ -192,7 +192,7 @@ def declared(
 ) -> Fusion:
     """The rule that runs ``pattern`` as one ``emit``.
 
-    pattern: as :func:`~opfuse.compiler.patterns.terms_of` reads it, in :data:`WORDS`; a Linear is ``linear`` followed by
+    pattern: as :func:`~opfuse.compiler.patterns.terms_of` reads it, in :data:`WORDS`; a Linear is ``basic_linear`` followed by
     ``bias``. direction: of :data:`DIRECTIONS`. FusionError for an unknown word, emitter or direction, and for a pattern that
     ``emit`` cannot run.
     """
@@ -203,7 +203,7 @@ def declared(
             raise FusionError(describe(where, wanted=f"{what} of {tuple(known)}", got=got, cure="name one of them"))
     terms = terms_of(pattern, where)
     if not terms or len({term.name for term in terms}) < len(terms):
-        cure = "write ['linear', 'gelu']"
+        cure = "write ['basic_linear', 'gelu']"
         raise FusionError(describe(where, wanted="places of different names", got=repr(pattern), cure=cure))
     if unknown := [word for term in terms if (word := unknown_word(term)) is not None]:
         got, cure = f"{unknown[0]!r}{nearest(unknown[0], WORDS)}", f"use words of {sorted(WORDS)}"

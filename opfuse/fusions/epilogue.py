@@ -49,20 +49,20 @@ def norm_quantize(x: Value, *, norm: Context, quantize: Context) -> Any:
     return norm.op.produce_cast(norm, x, quantize.op)
 
 
-def linear_add(x: Value, *, linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
+def linear_add(x: Value, *, basic_linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
     """y = x W^T (+ b), added into the extra tensor in place."""
     chain = [ctx for ctx in (bias, add) if ctx is not None]
-    return write_in_place(add, produce_and_chain(x, linear, chain))
+    return write_in_place(add, produce_and_chain(x, basic_linear, chain))
 
 
-def linear_scale_add(x: Value, *, linear: Context, scale: Context, add: Context) -> torch.Tensor:
+def linear_scale_add(x: Value, *, basic_linear: Context, scale: Context, add: Context) -> torch.Tensor:
     """y = c x W^T, added into the extra tensor in place."""
-    return write_in_place(add, produce_and_chain(x, linear, [scale, add]))
+    return write_in_place(add, produce_and_chain(x, basic_linear, [scale, add]))
 
 
 LINEAR_SCALE_ADD = fusion(
     "linear_scale_add",
-    {"linear": "linear", "scale": "constant_scale", "add": "add_extra_input"},
+    {"basic_linear": "basic_linear", "scale": "constant_scale", "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_scale_add,
     doc=linear_scale_add.__doc__ or "",
@@ -70,7 +70,7 @@ LINEAR_SCALE_ADD = fusion(
 
 LINEAR_ADD = fusion(
     "linear_add",
-    {"linear": "linear", "bias": maybe("bias"), "add": "add_extra_input"},
+    {"basic_linear": "basic_linear", "bias": maybe("bias"), "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_add,
     doc=linear_add.__doc__ or "",

@@ -46,11 +46,11 @@ from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
 OPS: dict[str, type[FusibleOperation]] = {
     cls.kind: cls
     for cls in (
-        *(BasicLinear, Bias, GELU, GELUErf, QGELU, ReLU, SReLU, SiLU),
+        *(Linear, BasicLinear, Bias, GELU, GELUErf, QGELU, ReLU, SReLU, SiLU),
         *(GLU, GEGLU, GEGLUErf, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
         *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
         *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
         *(GroupedLinear, TokenDispatch, TokenCombine),
     )
-} | {"basic_linear": BasicLinear, "linear": Linear}
+}
 """Built-in ops by the name that configurations use."""

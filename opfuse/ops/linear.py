@@ -37,7 +37,7 @@ class BasicLinear(BasicOperation):
     gradient is added, in fp32, to ``weight.main_grad``, a buffer of the caller, and not to ``weight.grad`` (``main_grad.py``).
     """
 
-    kind = "linear"
+    module_type = "linear"
     traits = frozenset(("gemm", "producer"))
     roles = ("weight", "input", "grad_output")
     saves = ("x", "w")

@@ -89,11 +89,11 @@ def test_x02_outcomes_of_a_pipeline():
     modules = (ops.RMSNorm(64), ops.Linear(64, 64), ops.AddExtraInput(in_place=True), ops.GELU(), ops.Linear(64, 64))
     plan = planned(*modules, rules=RULES, recipe=MXFP8BlockScaling(backward_override="dequantized"))
     assert only(plan, "norm_quantize").ops == ("0:rms_norm", "1:quantize[input]")
-    assert only(plan, "linear_add").ops == ("3:linear", "4:bias", "5:add_extra_input")
+    assert only(plan, "linear_add").ops == ("3:basic_linear", "4:bias", "5:add_extra_input")
     first, second, third = outcomes(plan, "epilogue")
     assert (first.status, first.by, first.ops) == ("shadowed", "norm_quantize", ("0:rms_norm", "1:quantize[input]"))
-    assert (second.status, second.by, second.ops) == ("shadowed", "linear_add", ("3:linear", "4:bias"))
-    assert (third.status, third.ops) == ("fused", ("9:linear", "10:bias"))
+    assert (second.status, second.by, second.ops) == ("shadowed", "linear_add", ("3:basic_linear", "4:bias"))
+    assert (third.status, third.ops) == ("fused", ("9:basic_linear", "10:bias"))
     scale = only(plan, "linear_scale_add")
     assert (scale.status, scale.guard, scale.wanted, scale.got) == ("absent", "pattern.scale", "constant_scale", "bias")
 
@@ -123,7 +123,7 @@ def test_an_absent_rule_tells_how_far_it_got():
     near = only(plan, "linear_add")
     assert (near.status, near.ops, near.guard, near.got) == (
         "absent",
-        ("0:linear", "1:bias"),
+        ("0:basic_linear", "1:bias"),
         "pattern.add",
         "the end of the run",
     )
@@ -131,7 +131,7 @@ def test_an_absent_rule_tells_how_far_it_got():
 
 # -- guards ------------------------------------------------------------------------------------------------------------------
 
-PAIR = {"linear": "linear", "act": "gelu"}
+PAIR = {"linear": "basic_linear", "act": "gelu"}
 GUARDS = [
     # guard, whether it passes, what it wants in words, what it got
     (is_("linear.in_features", 64), True, "64", "64"),
@@ -158,7 +158,7 @@ GUARDS = [
     (is_("env.device", "cpu"), True, "'cpu'", "'cpu'"),
     (is_("env.autocast", None), True, "None", "None"),
     (is_("env.grad", True), True, "True", "True"),
-    (is_("linear.kind", "linear"), True, "'linear'", "'linear'"),
+    (is_("linear.kind", "basic_linear"), True, "'basic_linear'", "'basic_linear'"),
     # what is absent is a miss under every word, never an error
     (is_("linear.bias", None), False, "None", "nothing"),
     (is_not("linear.bias", 1), False, "not 1", "nothing"),
@@ -265,7 +265,7 @@ def test_without_a_recipe_its_fields_are_absent():
 
 
 def test_a_guard_reads_every_node_of_a_run_and_none_of_an_absent_place():
-    pattern = {"linear": "linear", "bias": maybe("bias"), "chain": run_of("constant_scale", low=1)}
+    pattern = {"linear": "basic_linear", "bias": maybe("bias"), "chain": run_of("constant_scale", low=1)}
     guarded = rule("chain", pattern, when=(one_of("chain.scale", 2.0, 3.0), is_("bias.size", 64)))
 
     def status(*scales: float) -> Outcome:
@@ -288,7 +288,7 @@ def test_a_narrowed_rule_keeps_its_guards():
 
 
 def test_earlier_rules_claim_first_and_priority_overrules_order():
-    wide, narrow = rule("wide", {"linear": "linear", "rest": run_of("elementwise", low=1)}), rule("narrow", PAIR)
+    wide, narrow = rule("wide", {"linear": "basic_linear", "rest": run_of("elementwise", low=1)}), rule("narrow", PAIR)
     modules = (ops.Linear(64, 64, bias=False), ops.GELU(), ops.ConstantScale(2.0))
 
     def fusions(*rules: Fusion) -> tuple[str, ...]:
@@ -299,7 +299,7 @@ def test_earlier_rules_claim_first_and_priority_overrules_order():
     assert fusions(wide, replace(narrow, priority=1)) == ("narrow",)
     assert fusions(replace(wide, priority=2), replace(narrow, priority=1)) == ("wide",)
     shadowed = only(planned(*modules, rules=RuleSet((wide, narrow))), "narrow")
-    assert (shadowed.status, shadowed.by, shadowed.ops) == ("shadowed", "wide", ("0:linear", "1:gelu"))
+    assert (shadowed.status, shadowed.by, shadowed.ops) == ("shadowed", "wide", ("0:basic_linear", "1:gelu"))
 
 
 def test_a_run_stops_at_a_claimed_node():
@@ -317,7 +317,7 @@ def test_a_run_stops_at_a_claimed_node():
 def test_a_rule_fires_at_every_place():
     modules = [op for _ in range(3) for op in (ops.Linear(64, 64, bias=False), ops.GELU())]
     plan = planned(*modules, rules=RuleSet((rule("pair", PAIR),)))
-    assert [outcome.ops for outcome in outcomes(plan, "pair")] == [(f"{i}:linear", f"{i + 1}:gelu") for i in (0, 2, 4)]
+    assert [outcome.ops for outcome in outcomes(plan, "pair")] == [(f"{i}:basic_linear", f"{i + 1}:gelu") for i in (0, 2, 4)]
 
 
 def test_a_single_node_is_no_fusion():
@@ -345,7 +345,7 @@ def test_levels(level, rounding, status):
 
 def test_a_value_with_another_reader_is_not_hidden():
     """Forward and joint rules keep values that leave the pipeline or go through a channel."""
-    pattern = {"linear": "linear", "tap": "make_extra_output", "act": "gelu"}
+    pattern = {"linear": "basic_linear", "tap": "make_extra_output", "act": "gelu"}
     implementations = {"forward": lambda x, *, linear, tap, act: x, "backward": lambda dy, *, linear, tap, act: dy}
 
     def modules() -> tuple[torch.nn.Module, ...]:
@@ -370,7 +370,7 @@ def test_fusion_functions_make_a_plan_opaque():
     rules = RULES.with_function(FusionFunction("fuse", "forward", fuse))
     plan = planned(ops.Linear(64, 64, bias=False), ops.GELU(), ops.ReLU(), rules=rules)
     assert plan.opaque
-    assert (only(plan, "fuse").status, only(plan, "fuse").ops) == ("fused", ("0:linear", "1:gelu"))
+    assert (only(plan, "fuse").status, only(plan, "fuse").ops) == ("fused", ("0:basic_linear", "1:gelu"))
     assert (outcomes(plan, "epilogue")[0].status, outcomes(plan, "epilogue")[0].by) == ("shadowed", "Pair")
     assert not planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RULES).opaque
 
@@ -424,10 +424,17 @@ def test_bad_places_die_at_construction(name):
 
 
 @pytest.mark.parametrize(
-    ("word", "nearest"), [("geluu", "gelu"), ("elementwse", "elementwise"), ("quantise", "quantize"), ("LINEAR", "linear")]
+    ("word", "nearest"),
+    [
+        ("geluu", "gelu"),
+        ("elementwse", "elementwise"),
+        ("quantise", "quantize"),
+        ("LINEAR", "basic_linear"),
+        ("linear", "basic_linear"),
+    ],
 )
 def test_an_unknown_word_dies_when_the_rule_enters_a_set(word, nearest):
-    unknown = rule("r", {"linear": "linear", "act": maybe("relu", word)})
+    unknown = rule("r", {"linear": "basic_linear", "act": maybe("relu", word)})
     for enter in (lambda: RuleSet((unknown,)), lambda: RULES.with_rule(unknown), lambda: opfuse.register_fusion(unknown)):
         with pytest.raises(FusionError, match=f"fusion 'r' place 'act': .*got {word!r}; did you mean {nearest!r}"):
             enter()
@@ -435,7 +442,7 @@ def test_an_unknown_word_dies_when_the_rule_enters_a_set(word, nearest):
 
 
 def test_a_kind_is_known_once_its_class_exists():
-    early = rule("early", {"linear": "linear", "act": "made_after_its_rule"})
+    early = rule("early", {"linear": "basic_linear", "act": "made_after_its_rule"})
     with pytest.raises(FusionError, match=r"define \(import\) the class of your op before its rule is registered"):
         opfuse.register_fusion(early)
 
@@ -521,7 +528,7 @@ def test_a_pattern_of_one_op_is_told_as_fused():
 
 def test_a_producer_alone_is_no_chain():
     """Patterns that may match more take two nodes at least, as the built-in ones rely on."""
-    chain = rule("chain", {"linear": "linear", "chain": run_of("elementwise")})
+    chain = rule("chain", {"linear": "basic_linear", "chain": run_of("elementwise")})
     plan = planned(ops.Linear(64, 64, bias=False), ops.Reshape((32, 64)), rules=RuleSet((chain,)))
     assert only(plan, "chain").status == "absent"
 
@@ -634,7 +641,7 @@ def test_a_group_reads_weights_that_are_cast_aside():
         seen.append(linear.operands["weight"])
         return linear.op.produce(linear, y if quantize is None else quantize.op(y))
 
-    made = fusion("norm_linear", {"norm": "norm", "quantize": maybe("quantize"), "linear": "linear"}, forward=forward)
+    made = fusion("norm_linear", {"norm": "norm", "quantize": maybe("quantize"), "linear": "basic_linear"}, forward=forward)
     fused = compared(pipeline(["rms norm", "linear"]), RuleSet((made,)), MXFP8BlockScaling())
     assert [outcome.status for outcome in fused.outcomes("norm_linear")] == ["fused"]
     assert all(isinstance(weight, QuantizedStorage) for weight in seen)
@@ -652,7 +659,7 @@ def test_a_joint_rule_sees_ops_that_want_no_gradient():
         assert (linear.requires_grad, bias.requires_grad, quantize) == (False, True, None)
         run_chain_backward(dy, [bias])
 
-    pattern = {"linear": "linear", "quantize": maybe("quantize"), "bias": "bias"}
+    pattern = {"linear": "basic_linear", "quantize": maybe("quantize"), "bias": "bias"}
     rules = RuleSet((fusion("joint", pattern, forward=forward, backward=backward),))
     model = to(ops.Sequential(ops.Linear(64, 64)), BF16)
     model[0].weight.requires_grad_(False)
@@ -680,7 +687,7 @@ def test_a_backward_rule_runs_only_where_its_last_output_got_a_gradient():
 
 @pytest.mark.parametrize(("between", "status"), [({"cast": "quantize"}, "fused"), ({}, "absent")])
 def test_a_joint_rule_names_the_cast_of_the_gradient_between_its_ops(between, status):
-    pattern = {"linear": "linear", **between, "bias": "bias"}
+    pattern = {"linear": "basic_linear", **between, "bias": "bias"}
     either = rule("either", pattern).forward
     made = fusion("joint", pattern, forward=either, backward=either)
     plan = planned(ops.Linear(64, 64), rules=RuleSet((made,)), recipe=MXFP8BlockScaling())

@@ -39,9 +39,9 @@ def spec_of(graph: Graph, role: str) -> CastSpec:
 
 
 def test_a_linear_is_a_product_and_a_bias():
-    assert names(lowered(ops.Linear(64, 64))) == ["linear", "bias"]
-    assert names(lowered(ops.Linear(64, 64, bias=False))) == ["linear"]
-    assert names(lowered(ops.BasicLinear(64, 64))) == ["linear"]
+    assert names(lowered(ops.Linear(64, 64))) == ["basic_linear", "bias"]
+    assert names(lowered(ops.Linear(64, 64, bias=False))) == ["basic_linear"]
+    assert names(lowered(ops.BasicLinear(64, 64))) == ["basic_linear"]
 
 
 def test_graphs_of_equal_pipelines_are_equal_and_hash_alike():
@@ -56,13 +56,13 @@ def test_quantize_nodes_stand_around_a_product():
         "rms_norm",
         "quantize[input]",
         "quantize[weight]",
-        "linear",
+        "basic_linear",
         "quantize[grad_output]",
         "bias",
         "gelu",
     ]
-    assert names(graph, FORWARD) == ["rms_norm", "quantize[input]", "linear", "bias", "gelu"]
-    assert names(graph, BACKWARD) == ["rms_norm", "linear", "quantize[grad_output]", "bias", "gelu"]
+    assert names(graph, FORWARD) == ["rms_norm", "quantize[input]", "basic_linear", "bias", "gelu"]
+    assert names(graph, BACKWARD) == ["rms_norm", "basic_linear", "quantize[grad_output]", "bias", "gelu"]
     cast, weight, linear, gradient = graph.nodes[1:5]
     assert (cast.directions, weight.directions, gradient.directions) == ({FORWARD}, {FORWARD}, {BACKWARD})
     assert (linear.inputs, dict(linear.operands)) == (cast.outputs, {"weight": weight.outputs[0]})
@@ -92,7 +92,7 @@ def test_b08_b12_casts_make_the_planes_that_are_read(x_grad, w_grad, override):
         assert "quantize[grad_output]" not in names(graph)
     else:
         assert spec_of(graph, "grad_output").quantizer.usages == ("rowwise",) * x_grad + ("columnwise",) * w_grad
-    (node,) = [node for node in graph.nodes if node.kind == "linear"]
+    (node,) = [node for node in graph.nodes if node.kind == "basic_linear"]
     assert node.needs == {name for name, wanted in (("input", x_grad), ("weight", w_grad)) if wanted}
     assert node.directions == (BOTH if x_grad or w_grad else {FORWARD})
 
@@ -119,7 +119,14 @@ def test_u05_a_quantized_weight_gets_no_quantize_node():
 def test_an_explicit_quantize_makes_what_the_product_reads(between):
     modules = (ops.GELU(), ops.Quantize(), *(cls() for cls in between), ops.Linear(64, 64, bias=False))
     graph = lowered(*modules, recipe=MXFP8BlockScaling())
-    expected = ["gelu", "quantize[input]", *["identity"] * len(between), "quantize[weight]", "linear", "quantize[grad_output]"]
+    expected = [
+        "gelu",
+        "quantize[input]",
+        *["identity"] * len(between),
+        "quantize[weight]",
+        "basic_linear",
+        "quantize[grad_output]",
+    ]
     assert names(graph) == expected
     assert spec_of(graph, "input").quantizer.usages == ("rowwise", "columnwise")
     alone = lowered(ops.GELU(), ops.Quantize(), ops.GELU(), recipe=MXFP8BlockScaling())

@@ -127,7 +127,7 @@ def overlapped_backward(dy, *, linear, quantize, bias):
     return linear.op.input_gradient(linear, dy)
 
 
-PATTERN = {"linear": "linear", "quantize": maybe("quantize"), "bias": "bias"}
+PATTERN = {"linear": "basic_linear", "quantize": maybe("quantize"), "bias": "bias"}
 NO_OVERRIDE = is_("env.recipe.backward_override", None)
 FORWARD_RULE = fusion("overlapped", PATTERN, when=(NO_OVERRIDE,), forward=overlapped_forward)
 BOTH_RULE = fusion("overlapped", PATTERN, when=(NO_OVERRIDE,), forward=overlapped_forward, backward=overlapped_backward)

@@ -5,14 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import opfuse
+from opfuse import ops
 from opfuse.compiler.cover import bound
 from opfuse.compiler.graph import Node
 from opfuse.compiler.patterns import Term, named, printed, terms_of
 from opfuse.compiler.rules import fusion, maybe, one, run
+from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError
 from opfuse.fusions import RULES
+from opfuse.fusions.declared import KINDS
 
-WORDS = st.sampled_from(("linear", "bias", "gelu", "elementwise", "mine.gelu", "lambda", "env", "x-y"))
+WORDS = st.sampled_from(("basic_linear", "bias", "gelu", "elementwise", "mine.gelu", "lambda", "env", "x-y"))
 COUNTS = st.sampled_from(((1, 1), (0, 1), (0, None), (1, None), (2, 2), (2, None), (0, 3), (2, 5)))
 PLACES = st.builds(
     lambda name, words, bounds: Term(name, tuple(words), *bounds),
@@ -40,17 +43,17 @@ def test_the_table_of_built_in_rules_can_be_written(rule):
 
 def test_every_spelling_is_one_pattern():
     wanted = (
-        Term("linear", ("linear",)),
+        Term("linear", ("basic_linear",)),
         Term("bias", ("bias",), 0),
         Term("act", ("gelu", "silu")),
         Term("tail", ("relu",), 2, None),
     )
     spellings = (
-        "linear bias? act=gelu|silu tail=relu{2,}",
-        "[linear, bias?, act=gelu|silu, tail=relu{2,None}]",
-        ["linear", "bias?", {"act": "gelu|silu"}, "tail=relu{2,}"],
-        {"linear": "linear", "bias": "bias?", "act": ("gelu", "silu"), "tail": "relu{2,}"},
-        {"linear": one("linear"), "bias": maybe("bias"), "act": "gelu|silu", "tail": run("relu", low=2)},
+        "linear=basic_linear bias? act=gelu|silu tail=relu{2,}",
+        "[linear=basic_linear, bias?, act=gelu|silu, tail=relu{2,None}]",
+        ["linear=basic_linear", "bias?", {"act": "gelu|silu"}, "tail=relu{2,}"],
+        {"linear": "basic_linear", "bias": "bias?", "act": ("gelu", "silu"), "tail": "relu{2,}"},
+        {"linear": one("basic_linear"), "bias": maybe("bias"), "act": "gelu|silu", "tail": run("relu", low=2)},
     )
     assert all(terms_of(spelling) == wanted for spelling in spellings)
 
@@ -63,7 +66,7 @@ def test_places_are_called_by_their_words():
 
 @pytest.mark.parametrize("text", ["gelu|", "|gelu", "gelu??", "a=b=c", "gelu{,2}", "gelu{x}", "=gelu", "a:gelu", "linear (bias)"])
 def test_what_is_no_place_says_what_is(text):
-    with pytest.raises(FusionError, match=r"wants a place such as act=gelu\|silu.*Cure: write 'linear bias\?"):
+    with pytest.raises(FusionError, match=r"wants a place such as act=gelu\|silu.*Cure: write 'basic_linear bias\?"):
         terms_of(text)
 
 
@@ -74,10 +77,12 @@ def test_what_is_no_pattern_is_refused(pattern):
 
 
 def test_a_rule_is_written_as_it_is_printed():
-    rule = fusion("mine", "linear bias? act=gelu|silu", forward=lambda x, *, linear, bias, act: x)
-    assert rule == fusion("mine", {"linear": "linear", "bias": maybe("bias"), "act": ("gelu", "silu")}, forward=rule.forward)
+    rule = fusion("mine", "linear=basic_linear bias? act=gelu|silu", forward=lambda x, *, linear, bias, act: x)
+    assert rule == fusion(
+        "mine", {"linear": "basic_linear", "bias": maybe("bias"), "act": ("gelu", "silu")}, forward=rule.forward
+    )
     with pytest.raises(FusionError, match="got 'gellu'; did you mean 'gelu'"):
-        opfuse.register_fusion(fusion("typo", "linear act=gellu", forward=lambda x, *, linear, act: x))
+        opfuse.register_fusion(fusion("typo", "linear=basic_linear act=gellu", forward=lambda x, *, linear, act: x))
 
 
 def nodes(*kinds):
@@ -111,3 +116,10 @@ def test_many_open_places_are_no_trouble():
         "r", " ".join(["elementwise*"] * 30 + ["gelu"]), forward=_implementation(" ".join(["elementwise*"] * 30 + ["gelu"]))
     )
     assert bound(rule, nodes(*["relu"] * 60)) is None
+
+
+def test_a_word_means_one_op_in_patterns_and_in_pipelines() -> None:
+    """Every name of an op that is one node is a word of patterns, and that of several nodes is none."""
+    for name, op in ops.OPS.items():
+        assert op.kind == name
+        assert (name in KINDS) == issubclass(op, BasicOperation)

@@ -23,7 +23,7 @@ fusions:
   rules:
     - {use: epilogue, when: {env.arch: ">= 9.0"}}
     - {disable: backward_activation_bias}
-    - {name: mine, pattern: [linear, gelu, quantize], when: {recipe.kind: [mxfp8, fp8_block], linear.in_features: multiple of 32}}
+    - {name: mine, pattern: [p=basic_linear, gelu, quantize], when: {recipe.kind: [mxfp8, nvfp4], p.in_features: multiple of 32}}
 data: {kind: pydoc_topics, context: 16, embedding: 16}
 train: {steps: 3, batch_size: 32, learning_rate: 1e-3}
 """,
@@ -87,6 +87,7 @@ WORDS = (
         "when",
         "pattern",
         "linear",
+        "basic_linear",
         "gelu",
         "mxfp8",
         "custom",
@@ -232,11 +233,11 @@ KEYS = (
         "env.recipe",
         "recipe.kind",
         "recipe.margin",
-        "linear.weight.dtype",
+        "p.weight.dtype",
         "1",
     ),
     *(
-        "linear.in_features",
+        "p.in_features",
         "quantize.role",
         "chain.p",
         "env.autocast",

@@ -34,14 +34,14 @@ def test_the_shape_is_that_of_a_compiler(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text(
         "version: 1\nrecipe: {kind: none}\npipeline: {ops: [{op: gelu}]}\nfusions:\n  rules: [{name: x,\n"
-        "    pattern: [linear, gellu]}]\n"
+        "    pattern: [basic_linear, gellu]}]\n"
     )
     with pytest.raises(ConfigError) as raised:
         load("bad.yaml")
     assert str(raised.value) == (
-        "bad.yaml:6:23: error[unknown-op]: pattern has no operation 'gellu'\n"
-        "    6 |     pattern: [linear, gellu]}]\n"
-        "      |                       ^^^^^\n"
+        "bad.yaml:6:29: error[unknown-op]: pattern has no operation 'gellu'\n"
+        "    6 |     pattern: [basic_linear, gellu]}]\n"
+        "      |                             ^^^^^\n"
         "      = help: did you mean 'gelu'?"
     )
 

@@ -35,14 +35,14 @@ class Place:
 PLACES = {
     "linear_scale_add": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH, bias=False), ops.ConstantScale(0.3), ops.AddExtraInput(in_place=True)),
-        ("linear", "constant_scale", "add_extra_input"),
-        ("linear", "constant_scale", "add_extra_input"),
+        ("basic_linear", "constant_scale", "add_extra_input"),
+        ("basic_linear", "constant_scale", "add_extra_input"),
         extras=1,
     ),
     "linear_add": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.AddExtraInput(in_place=True)),
-        ("linear", "bias", "add_extra_input"),
-        ("linear", "bias", "add_extra_input"),
+        ("basic_linear", "bias", "add_extra_input"),
+        ("basic_linear", "bias", "add_extra_input"),
         extras=1,
     ),
     "norm_quantize": Place(
@@ -54,8 +54,8 @@ PLACES = {
         lambda: ops.Sequential(
             ops.Linear(WIDTH, 2 * WIDTH), ops.SwiGLU(), ops.Dropout(0.3), ops.AddExtraInput(), ops.Linear(WIDTH, WIDTH)
         ),
-        ("linear", "bias", "swiglu", "dropout", "add_extra_input", "quantize"),
-        ("linear", "bias", "swiglu", "dropout", "add_extra_input"),
+        ("basic_linear", "bias", "swiglu", "dropout", "add_extra_input", "quantize"),
+        ("basic_linear", "bias", "swiglu", "dropout", "add_extra_input"),
         extras=1,
     ),
     "elementwise": Place(
@@ -66,13 +66,13 @@ PLACES = {
     ),
     "backward_linear_add": Place(
         lambda: ops.Sequential(ops.RMSNorm(WIDTH), ops.MakeExtraOutput(in_place=True), ops.Linear(WIDTH, WIDTH)),
-        ("make_extra_output", "linear"),
-        ("make_extra_output", "linear"),
+        ("make_extra_output", "basic_linear"),
+        ("make_extra_output", "basic_linear"),
     ),
     "backward_linear_scale": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH, bias=False), ops.ConstantScale(0.3)),
-        ("linear", "quantize", "constant_scale"),
-        ("linear", "constant_scale"),
+        ("basic_linear", "quantize", "constant_scale"),
+        ("basic_linear", "constant_scale"),
     ),
     "backward_add_rms_norm": Place(
         lambda: ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)),

@@ -118,7 +118,7 @@ def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain
     unfused = step(activation, name, UNFUSED, "high_precision")
     assert casts == sum(kernel in CASTING for kernel, *_ in launched) - 1
     assert differences(unfused.tensors, fused.tensors) == []
-    assert fused.tensors["saved 3:linear.x"].dtype == torch.bfloat16
+    assert fused.tensors["saved 3:basic_linear.x"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8"])

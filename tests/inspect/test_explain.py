@@ -57,7 +57,7 @@ def test_json_has_what_the_text_says() -> None:
         assert [o["rule"] for o in values[side]] == [o.rule for o in found.outcomes(side)]
         assert all(set(o) >= {"rule", "status", "ops"} for o in values[side])
     (pipeline,) = values["pipelines"]
-    assert pipeline["nodes"][3] == "3:linear"
+    assert pipeline["nodes"][3] == "3:basic_linear"
     lines = str(found).splitlines()
     assert len(lines) > 10
     assert values["backend"] == found.backend == "emulated"

@@ -76,11 +76,11 @@ def test_b11_b31_every_value_with_its_planes(override):
         ("layer_norm", "weight", "plain", (), "bfloat16", (K,)),
         ("layer_norm", "mean", "plain", (), "float32", (ROWS,)),
         ("layer_norm", "rstd", "plain", (), "float32", (ROWS,)),
-        ("linear", "x", form, usage, "bfloat16", (ROWS, K)),
-        ("linear", "w", form, usage, "bfloat16", (N, K)),
+        ("basic_linear", "x", form, usage, "bfloat16", (ROWS, K)),
+        ("basic_linear", "w", form, usage, "bfloat16", (N, K)),
         ("gelu", "x", "plain", (), "bfloat16", (ROWS, N)),
-        ("linear", "x", form, usage, "bfloat16", (ROWS, N)),
-        ("linear", "w", form, usage, "bfloat16", (K, N)),
+        ("basic_linear", "x", form, usage, "bfloat16", (ROWS, N)),
+        ("basic_linear", "w", form, usage, "bfloat16", (K, N)),
     ]
     weights = ["parameter 1.weight", "parameter 3.weight"] if override == "high_precision" else ["own", "own"]
     assert [v.memory for v in found.values] == [

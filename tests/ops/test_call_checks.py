@@ -218,7 +218,7 @@ def test_an_input_gradient_of_another_shape(before):
 
 
 def with_rule(**parts):
-    rule = opfuse.fusion("halved", {"linear": "linear", "act": "gelu"}, **parts)
+    rule = opfuse.fusion("halved", {"linear": "basic_linear", "act": "gelu"}, **parts)
     return opfuse.RuleSet(()).with_rule(rule)
 
 

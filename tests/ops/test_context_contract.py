@@ -113,7 +113,7 @@ def test_a_rule_that_saves_the_declared_names_alone_trains():
         act.save(x=h)
         return torch.nn.functional.gelu(h, approximate="tanh")
 
-    rule = opfuse.fusion("mine", "linear act=gelu", forward=forward)
+    rule = opfuse.fusion("mine", "linear=basic_linear act=gelu", forward=forward)
     model, x = ops.Sequential(ops.Linear(8, 8, bias=False), ops.GELU()), torch.randn(4, 8, requires_grad=True)
     mine = ops.Sequential(*model, rules=opfuse.RuleSet((rule,)))
     found, wanted = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (mine, model))

@@ -41,11 +41,11 @@ def block() -> tuple[torch.nn.Module, ...]:
 
 
 def test_unfused_ops_stand_alone():
-    assert cut(planned(*block())) == [["rms_norm"], ["linear"], ["bias"], ["gelu"]]
+    assert cut(planned(*block())) == [["rms_norm"], ["basic_linear"], ["bias"], ["gelu"]]
 
 
 def test_quantized_values_stay_inside_a_segment():
-    product = ["quantize[input]", "quantize[weight]", "linear", "quantize[grad_output]"]
+    product = ["quantize[input]", "quantize[weight]", "basic_linear", "quantize[grad_output]"]
     assert cut(planned(*block(), recipe=MXFP8BlockScaling())) == [["rms_norm"], product, ["bias"], ["gelu"]]
     two = planned(ops.Linear(64, 64, bias=False), ops.Linear(64, 64, bias=False), recipe=MXFP8BlockScaling())
     assert cut(two) == [product, product]
@@ -63,14 +63,14 @@ def only(name: str) -> RuleSet:
 
 def test_a_segment_is_as_wide_as_its_groups():
     forward = planned(*block(), rules=only("norm_quantize"), recipe=MXFP8BlockScaling())
-    assert cut(forward)[0] == ["rms_norm", "quantize[input]", "quantize[weight]", "linear", "quantize[grad_output]"]
+    assert cut(forward)[0] == ["rms_norm", "quantize[input]", "quantize[weight]", "basic_linear", "quantize[grad_output]"]
     assert len(cut(forward)) == 3
     backward = planned(*block(), rules=only("backward_activation_bias"), recipe=MXFP8BlockScaling())
     assert cut(backward) == [
         ["rms_norm"],
-        ["quantize[input]", "quantize[weight]", "linear", "quantize[grad_output]", "bias", "gelu"],
+        ["quantize[input]", "quantize[weight]", "basic_linear", "quantize[grad_output]", "bias", "gelu"],
     ]
-    assert cut(planned(*block(), *block(), rules=RULES)) == [["rms_norm"], ["linear", "bias", "gelu"]] * 2
+    assert cut(planned(*block(), *block(), rules=RULES)) == [["rms_norm"], ["basic_linear", "bias", "gelu"]] * 2
 
 
 def test_a_residual_joins_nothing():

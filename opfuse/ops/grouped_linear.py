@@ -46,7 +46,8 @@ class GroupedLinear(BasicOperation):
     takes ``splits`` as a list of ints too. Anything else is a DtypeError or a ShapeError.
 
     Parameters: ``weight0`` … and ``bias0`` …, or ``weight`` (num_groups, out_features, in_features) and ``bias`` (num_groups,
-    out_features) where ``single_grouped_weight`` and ``single_grouped_bias`` ask for one.
+    out_features) where ``single_grouped_weight`` and ``single_grouped_bias`` ask for one; ``weight[i]``, to be read and written,
+    is that of a group, quantized where the whole lives so.
 
     Each group is a :class:`~opfuse.ops.Linear` of its own: under a recipe its rows, its weight and its gradients are cast as
     tensors of their own, with states of their own. What was quantized as one tensor is cast again group by group. pad_splits:

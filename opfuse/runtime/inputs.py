@@ -132,6 +132,10 @@ def _check_parameters(op: BasicOperation) -> None:
             raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=got, cure=cure))
 
 
+_VALUES = "give it memory, module.to_empty(device=...), and values, reset_parameters() of each op or load_state_dict()"
+"""What the meta device lacks. A first call gives neither: random weights that nobody asked for would pass for loaded ones."""
+
+
 def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
     """PipelineError for tensors that are not where the input is; from the first op of a user's own on, that op decides.
 
@@ -144,7 +148,7 @@ def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[t
         named += [(f"{op.label} {name}", p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
     for where, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
         if tensor.device != x.device and id(tensor) not in counts:
-            cure = "move the module or the tensor with .to(device)"
+            cure = _VALUES if tensor.is_meta else "move the module or the tensor with .to(device)"
             raise PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.copied_view import copied_views, written
+from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.pieces import Cut
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
@@ -123,11 +124,27 @@ def _split(func: Any, t: Quantized, sizes: int | Sequence[int], dim: int = 0) ->
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
+def _group(t: Quantized, index: int) -> Any:
+    """One matrix of a stack whose matrices were cast apart, over the very bytes, to be read and written; None of another."""
+    sizes = sizes_of(t.held)
+    if sizes is None or t.dim() != 3 or sizes != (t.shape[1],) * t.shape[0]:
+        return None
+    of_groups = getattr(t.quantizer, "quantizers", ())
+    return t.over(groups_of(t.held, sizes)[index], readonly=t.readonly, quantizer=of_groups[index] if of_groups else None)
+
+
+def _unbind(func: Any, t: Quantized, dim: int = 0) -> Any:
+    groups = [_group(t, i) for i in range(t.shape[0])] if dim in (0, -t.dim()) else []
+    return groups if groups and groups[0] is not None else NotImplemented
+
+
 def _select(func: Any, t: Quantized, dim: int, index: int) -> Any:
     """One matrix of a stack of matrices."""
     count = t.shape[0]
     if dim not in (0, -t.dim()) or t.dim() < 3 or not -count <= index < count:
         return NotImplemented
+    if (group := _group(t, index % count)) is not None:
+        return group
     piece = _rows(t, index % count, index % count + 1)
     return piece if piece is NotImplemented else t.over(with_shape(piece.record, t.shape[1:]), readonly=_SLICE)
 
@@ -234,6 +251,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.select.int: _select,
+    aten.unbind.int: _unbind,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,

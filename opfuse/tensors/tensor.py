@@ -53,6 +53,8 @@ class QuantizedTensor(Quantized):
     - ``detach``, ``view`` to other leading dimensions or to one dimension, and ``as_strided`` to the tensor's own geometry
       return a new QuantizedTensor over the same bytes. ``clone``, ``.to(device)`` and ``new_zeros`` of other rows (which is
       how FSDP2 makes a shard) return one over new bytes.
+    - Matrices of a stack that were cast apart, as those of experts, are QuantizedTensors over the same bytes, read and written
+      one by one: ``t[i]``, ``t.unbind()``.
     - Entries of the first dimension, cut between blocks, are a QuantizedTensor that takes quantized rows of its layout alone.
       Any other view is a copy of the values that raises QuantizedTensorError when it is written to; ``t[index] = value`` writes.
     """
@@ -261,9 +263,9 @@ class QuantizedTensor(Quantized):
     ) -> Any:
         return dispatch.run(QuantizedTensor, func, args, kwargs or {})
 
-    def over(self, storage: QuantizedStorage, *, readonly: str = "") -> QuantizedTensor:
-        """A new tensor over ``storage`` with this one's quantizer; ``readonly`` says why it must not be written."""
-        tensor = QuantizedTensor(storage, quantizer=self._quantizer)
+    def over(self, storage: QuantizedStorage, *, readonly: str = "", quantizer: Quantizer | None = None) -> QuantizedTensor:
+        """A new tensor over ``storage``, by default with this one's quantizer; ``readonly`` says why it must not be written."""
+        tensor = QuantizedTensor(storage, quantizer=quantizer or self._quantizer)
         tensor._readonly, tensor.ranks, tensor.alternates = readonly, self.ranks, self.alternates
         if storage is self._storage:
             tensor.halves, tensor.cut = self.halves, self.cut
@@ -313,6 +315,13 @@ class QuantizedTensor(Quantized):
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(first, int) and isinstance(group := self[first], QuantizedTensor) and not group.readonly:
+            if rest or not isinstance(value, torch.Tensor):
+                group[tuple(rest) or ...] = value
+            else:
+                group.copy_(value)
+            return
         values = self.dequantize().clone()
         values[index] = value
         self.copy_(values)

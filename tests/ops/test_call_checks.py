@@ -70,8 +70,9 @@ def test_a_tensor_that_moved_after_a_call_is_refused_as_at_the_first():
         model(x, extra.to("meta"))
     model(x, extra)
     model.to("meta")
-    with raised(errors.PipelineError, ValueError, "Bias.* bias", f"device {HERE}", "got meta"):
+    with raised(errors.PipelineError, ValueError, "Bias.* bias", f"device {HERE}", "got meta") as refused:
         model(x, extra)
+    assert "to_empty" in str(refused.value)
 
 
 def test_an_op_of_ones_own_decides_on_its_devices():

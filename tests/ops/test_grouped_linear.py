@@ -476,6 +476,31 @@ def test_u04_an_optimizer_step_rewrites_a_weight_stored_as_one(name):
     step(op, x, EVEN, recipe)
 
 
+@pytest.mark.row("U04", "H17")
+@pytest.mark.parametrize("name", [*HAS_OVERRIDE, "delayed"])
+def test_u04_groups_of_a_weight_stored_as_one_are_read_and_written_one_by_one(name):
+    """Each is quantized, over the bytes of the whole; who writes one leaves every byte of the others."""
+    recipe, x = recipe_of(name, None), randn(128, K)
+    op, apart = stored(recipe, single_grouped_weight=True), stored(recipe)
+    whole, values = op.weight, randn(4, *op.weight.shape[1:], seed=5)
+    assert all(same(whole[i].dequantize(), group.dequantize()) for i, group in enumerate(whole.unbind()))
+    with torch.no_grad():
+        for i, write in enumerate((lambda: whole[0].copy_(values[0]), lambda: whole.__setitem__(1, values[1]))):
+            before = [[tensor.clone() for tensor in group.record.tensors()] for group in whole]
+            count = whole._version
+            write()
+            changed = [not all(map(same, was, group.record.tensors())) for was, group in zip(before, whole)]
+            assert changed == [group == i for group in range(4)]
+            assert whole._version > count
+            getattr(apart, f"weight{i}").copy_(values[i])
+        whole[2].copy_(apart.weight2)  # bytes, not a cast of values
+        whole[3, 1:] = values[3, 1:]
+        for i in (0, 1, 2):
+            assert all(map(same, whole[i].record.tensors(), getattr(apart, f"weight{i}").record.tensors()))
+        apart.weight3.copy_(whole[3])
+    assert same(step(op, x, EVEN, recipe)["output"], step(apart, x, EVEN, recipe)["output"])
+
+
 @pytest.mark.row("U04", "U02")
 def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
     recipe = recipe_of("mxfp8", None)
@@ -490,8 +515,8 @@ def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
     wanted = step(op, x, EVEN, recipe)
     for each in (other, copy.deepcopy(op)):
         assert different(step(each, x, EVEN, recipe), wanted) == []
-    assert type(op.weight[0]) is CopiedView
-    assert same(op.weight[2], op.weight.dequantize()[2].detach())
+    assert type(op.weight[0:2]) is CopiedView
+    assert same(op.weight[2].dequantize(), op.weight.dequantize()[2])
     with pytest.raises(errors.QuantizedTensorError, match="members"):
         _ = op.weight.rowwise.data
 

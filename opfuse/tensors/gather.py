@@ -1,6 +1,7 @@
 """The all-gather protocol of FSDP2, for parameters that are sharded along their rows.
 
-Shards travel quantized, as row parts: of two planes that hold the same values one travels, and the other is made from it. What
+Shards travel quantized, as row parts: of two planes that hold the same values one travels, and the other is made from it. Where
+FSDP2 frees parameters between the passes, each pass has the plane that it reads (:mod:`opfuse.tensors.halves`). What
 all rows share is equal on all ranks (:mod:`opfuse.tensors.shards`) and stays where it is; where it cannot be, values travel and
 the parameter is plain.
 """
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from opfuse.errors import ShapeError, describe
 from opfuse.formats import ROWWISE
-from opfuse.tensors.halves import half, halves, travelling
+from opfuse.tensors.halves import Halves, alone, half, halves, mirrors
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
@@ -24,14 +25,15 @@ from opfuse.tensors.storage import QuantizedStorage
 
 
 class Gathering(NamedTuple):
-    """sent: the record whose row parts travel; None: values do. made: how the planes of the whole come of it.
+    """sent: the record whose row parts travel; None: values do. mirrors: whether the columnwise plane is made of what travels.
 
-    shape: of the whole parameter. owned: the tensors of this rank's shard. group: the ranks. source: what was gathered from: the
-    shard, or a copy of one that FSDP2 keeps on the CPU.
+    alone: the usage of the plane that this pass reads; None: all are there. shape: of the whole parameter. owned: the tensors of
+    this rank's shard. group: the ranks. source: what was gathered from: the shard, or a copy of one that FSDP2 keeps on the CPU.
     """
 
     sent: QuantizedStorage | None
-    made: Literal["sent", "mirrored", "alternating"]
+    mirrors: bool
+    alone: str | None
     shape: torch.Size
     owned: tuple[torch.Tensor, ...]
     group: Any
@@ -47,14 +49,15 @@ def before(
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
         raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
                                   cure="pad the parameter's rows"))  # fmt: skip
-    gathering = Gathering(storage, "sent", torch.Size(shape), storage.tensors(), None, shard)
+    gathering = Gathering(storage, is_mirror(shard), None, torch.Size(shape), storage.tensors(), None, shard)
     if not agree(shard, mesh):
         return (storage.dequantize(dtype),), gathering._replace(sent=None)
-    if is_mirror(shard):
-        gathering = gathering._replace(sent=half(storage, ROWWISE), made="mirrored")
-    elif (usage := travelling(shard, ranks)) is not None:
-        gathering = gathering._replace(sent=half(storage, usage), made="alternating", group=mesh.get_group())
-    return tuple(row_parts(cast(QuantizedStorage, gathering.sent))), gathering
+    usage = alone(shard, ranks)
+    if usage is not None:
+        gathering = gathering._replace(alone=usage, group=None if gathering.mirrors else mesh.get_group())
+    travels = ROWWISE if gathering.mirrors else usage
+    sent = storage if travels is None else half(storage, travels)
+    return tuple(row_parts(sent)), gathering._replace(sent=sent)
 
 
 def after(
@@ -80,22 +83,24 @@ def after(
             return _owned(whole, [whole], gathered, gathering)
         _write([out], [whole])
         return None
-    storage = replace(_joined(shard, gathered, gathering), dtype=dtype)
+    storage = replace(_joined(shard, gathered, gathering, first=out is None), dtype=dtype)
     if out is None:
         return _first(shard, storage, gathered, gathering)
-    if gathering.made == "alternating":
-        out.hold(gathering.sent.usages[0])
-    _write(out.held.tensors(), storage.tensors())
+    for usage in storage.usages:
+        out.hold(usage)
+        _write(out.held.plane(usage).tensors(), storage.plane(usage).tensors())
+    if gathering.alone is not None:
+        out.hold(gathering.alone)
     return None
 
 
-def _joined(shard: Quantized, gathered: Sequence[torch.Tensor], gathering: Gathering) -> QuantizedStorage:
-    """The planes that ``gathered`` makes."""
+def _joined(shard: Quantized, gathered: Sequence[torch.Tensor], gathering: Gathering, *, first: bool) -> QuantizedStorage:
+    """The planes that ``gathered`` makes: those of this pass, and the first time all that can be made, for memory to be there."""
     sent = cast(QuantizedStorage, gathering.sent)
     if sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
         gathered = [part.clone() for part in row_parts(sent)]
     storage = join_rows(sent, gathered, gathering.shape)
-    if gathering.made != "mirrored":
+    if not gathering.mirrors or (gathering.alone == ROWWISE and not first):
         return storage
     return replace(storage, columnwise=mirrored(storage.plane(ROWWISE)), why=shard.held.why)
 
@@ -106,9 +111,11 @@ def _first(
     """The whole parameter of ``storage``. All ranks have it, so that writes into it reduce nothing."""
     whole = shard.over(storage)
     whole.ranks, tensors = None, list(storage.tensors())
-    if gathering.made == "alternating":
-        whole.halves = halves(shard, storage, gathered, gathering.group)
-        tensors = [tensor for record in whole.halves.records.values() for tensor in record.tensors()]
+    if gathering.alone is not None:
+        records = mirrors(storage) if gathering.mirrors else halves(shard, storage, gathered)
+        whole.halves = Halves(records, shard, gathering.group)
+        whole.hold(gathering.alone)
+        tensors = [tensor for record in records.values() for tensor in record.tensors()]
     return _owned(whole, tensors, gathered, gathering)
 
 

@@ -1,8 +1,9 @@
 """Parameters of FSDP2 that hold one plane at a time: in the forward pass the rowwise one, in the backward pass the other.
 
-Planes that were cast apart take as many bytes on the wire as bf16 if both travel. A pipeline reads one of them in each pass, and
-FSDP2 gathers in each pass, where it frees parameters in between: so the plane that is read travels. The other one is fetched
-from the shards when something reads it: a recomputation in the backward pass, or code outside of pipelines. That is a collective
+A pipeline reads one plane in each pass, and FSDP2 gathers in each pass, where it frees parameters in between. So of planes that
+were cast apart, which take as many bytes on the wire as bf16 if both travel, that one travels. Of planes that hold the same
+values the rowwise one always travels, and is transposed in the backward pass alone. What else reads a plane that is not there, a
+recomputation or code outside of pipelines, has it made from the other one or fetched from the shards. That is a collective
 operation, which all ranks come to, as they run the same program.
 """
 
@@ -17,16 +18,20 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
-from opfuse.tensors.planes import map_tensors
+from opfuse.tensors.planes import map_tensors, mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.shards import is_mirror
+from opfuse.tensors.storage import Plane, QuantizedStorage
 
 _WHY = "it did not travel in this pass"
 
 
 class Halves(NamedTuple):
-    """The records of a whole parameter, each of one plane, over the buffers of the gather; and where a plane is fetched from."""
+    """The records of a whole parameter, each of one plane, over memory that FSDP2 fills and frees; where one is fetched from.
+
+    group: the ranks to fetch from; None where the columnwise plane is made from the rowwise one, which is always there.
+    """
 
     records: dict[str, QuantizedStorage]
     shard: Quantized
@@ -40,28 +45,37 @@ class Halves(NamedTuple):
         return {usage: record.format for usage, record in self.records.items() if usage not in held.usages}
 
     def whole(self, held: QuantizedStorage) -> QuantizedStorage:
-        """``held`` with the plane that is away, fetched from all ranks into memory of its own."""
+        """``held`` with the plane that is away: fetched from all ranks into memory of its own, or made from the other one."""
         for usage in self.away(held):
-            piece, outputs = _half_on(held.device, self.shard, usage), []
-            for part in row_parts(piece):
-                outputs.append(part.new_empty((part.shape[0] * dist.get_world_size(self.group), *part.shape[1:])))
-                _gather(outputs[-1], part, group=self.group)
-            plane = join_rows(piece, outputs, held.shape).plane(usage)
+            plane = self._mirrored(usage) if self.group is None else self._fetched(held, usage)
             held = replace(held, rowwise=plane) if usage == ROWWISE else replace(held, columnwise=plane)
         return held
 
+    def _mirrored(self, usage: str) -> Plane:
+        rowwise = self.records[ROWWISE].plane(ROWWISE)
+        return rowwise if usage == ROWWISE else mirrored(rowwise)
 
-def travelling(shard: Quantized, ranks: int) -> str | None:
-    """The usage of the plane that travels alone in the pass that gathers now; None: all planes do, in every pass.
+    def _fetched(self, held: QuantizedStorage, usage: str) -> Plane:
+        piece, outputs = _half_on(held.device, self.shard, usage), []
+        for part in row_parts(piece):
+            outputs.append(part.new_empty((part.shape[0] * dist.get_world_size(self.group), *part.shape[1:])))
+            _gather(outputs[-1], part, group=self.group)
+        return join_rows(piece, outputs, held.shape).plane(usage)
 
-    Decided at the first gather, when FSDP2 makes its buffers: these fit both planes where their parts are of one size.
+
+def alone(shard: Quantized, ranks: int) -> str | None:
+    """The usage of the plane that the pass which gathers now reads alone; None: all planes are there in every pass.
+
+    Decided at the first gather, when FSDP2 makes its buffers: these fit both planes where their parts are of one size, or where
+    one of the planes is all that travels.
     """
     if shard.usages != USAGES:
         return None
     group = _group_of_parameters()
     if shard.alternates is None:
         frees = group is not None and group._reshard_after_forward and getattr(group, "reshard_after_backward", True)
-        shard.alternates = bool(ranks > 1 and frees and len({_sizes(shard, usage) for usage in USAGES}) == 1)
+        fits = is_mirror(shard) or len({_sizes(shard, usage) for usage in USAGES}) == 1
+        shard.alternates = bool(ranks > 1 and frees and fits)
     if not shard.alternates:
         return None
     return COLUMNWISE if group is not None and group._training_state.name == "PRE_BACKWARD" else ROWWISE
@@ -72,14 +86,19 @@ def half(storage: QuantizedStorage, usage: str) -> QuantizedStorage:
     return storage.only(usage, why=_WHY)
 
 
-def halves(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Tensor], group: Any) -> Halves:
+def mirrors(storage: QuantizedStorage) -> dict[str, QuantizedStorage]:
+    """A record of each plane of ``storage``."""
+    return {usage: half(storage, usage) for usage in storage.usages}
+
+
+def halves(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Tensor]) -> dict[str, QuantizedStorage]:
     """The record ``here`` of the plane that came as ``gathered``, and one of the other plane, over the same buffers."""
     (usage,) = here.usages
     other = COLUMNWISE if usage == ROWWISE else ROWWISE
     piece, rows = _half_on(here.device, shard, other), here.shape[0] // shard.shape[0]
     views = [buffer.view(rows * part.shape[0], *part.shape[1:]) for buffer, part in zip(gathered, row_parts(piece), strict=True)]
     there = replace(join_rows(piece, views, here.shape), dtype=here.dtype)
-    return Halves({usage: here, other: there}, shard, group)
+    return {usage: here, other: there}
 
 
 def _half_on(device: torch.device, shard: Quantized, usage: str) -> QuantizedStorage:

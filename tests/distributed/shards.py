@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import opfuse
 from opfuse import ops
 from opfuse.errors import OpfuseWarning
-from opfuse.tensors import QuantizedTensor, quantizers
+from opfuse.tensors import QuantizedTensor, gather, halves, quantizers
 from opfuse.tensors.masters import stored_in
+from opfuse.tensors.planes import mirrored
+from opfuse.tensors.storage import Plane
 from tests.distributed.running import Task
 from tests.distributed.training import RECIPES, copied, region_of
 from tests.tensors.quantized_samples import QUANTIZERS, values
 
 
-def sharded(recipe: str, rows: int, ranks: int, device: str, *, meta: bool = False) -> nn.Module:
+def sharded(recipe: str, rows: int, ranks: int, device: str, *, meta: bool = False, **options: Any) -> nn.Module:
+    """options: of ``fully_shard``."""
     torch.manual_seed(0)
     with opfuse.quantized_model_init(recipe=RECIPES[recipe]()):
         layer = ops.Sequential(ops.Linear(128, rows, dtype=torch.bfloat16, device="meta" if meta else device))
-    return fully_shard(layer, mesh=init_device_mesh(device, (ranks,)))
+    return fully_shard(layer, mesh=init_device_mesh(device, (ranks,)), **options)
 
 
 def called(model: nn.Module, recipe: str, device: str) -> tuple[torch.Tensor, list[str]]:
@@ -84,6 +88,31 @@ def check_cut_tiles(recipe: str, rank: int, ranks: int, device: str) -> list[str
     return wrong + (["quantized"] if isinstance(stored_in(model[0].weight), QuantizedTensor) else [])
 
 
+def check_mirrored(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A columnwise plane that is the rowwise one transposed is made for the backward pass alone, and for who reads it."""
+    model, made = sharded(recipe, 128 * ranks, ranks, device, reshard_after_forward=True), []
+    x = torch.ones(32, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def count(plane: Plane) -> Plane:
+        made.append(plane)
+        return mirrored(plane)
+
+    with mock.patch.object(gather, "mirrored", count), mock.patch.object(halves, "mirrored", count):
+        counts = []
+        for _ in range(2):
+            with region_of(recipe):
+                y = model(x)
+            counts.append(len(made))
+            y.sum().backward()
+            counts.append(len(made))
+        model.unshard()
+        whole: Any = model[0].weight
+        same = all(map(torch.equal, whole.columnwise.tensors(), mirrored(whole.rowwise).tensors()))
+        counts.append(len(made))
+    wanted = [1, 2, 2, 3, 4] if ranks > 1 else counts
+    return ([] if same else ["another plane"]) + ([] if counts == wanted else [f"made {counts} times, not {wanted}"])
+
+
 class Layer(nn.Module):
     """A module that is no pipeline: it reads the values of its weight, in both passes."""
 
@@ -136,4 +165,5 @@ TASKS: list[Task] = [
     (check_written_apart, "nvfp4"),
     (check_materialised, "current"),
     (check_cut_tiles, "block"),
+    *((check_mirrored, kind) for kind in ("current", "block", "nvfp4")),
 ]

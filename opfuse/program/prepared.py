@@ -14,6 +14,7 @@ from opfuse.kernels.engine.bindings import driver
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, function, is_current, on_device
 from opfuse.kernels.engine.registry import Kernel, leading, runs_kernels
+from opfuse.kernels.engine.variants import parameter_bytes
 
 
 def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
@@ -24,9 +25,8 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
     launches: list[Callable[[], None]] = []
 
     def prepare(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
-        launches.append(
-            functools.partial(_launch, function(variant, entry, device), grid, _Parameter(layout.pack(*fields)), device)
-        )
+        parameter = _Parameter(layout.pack(*fields).ljust(parameter_bytes(variant), b"\0"))
+        launches.append(functools.partial(_launch, function(variant, entry, device), grid, parameter, device))
 
     def run() -> None:
         for launch in launches:
@@ -37,7 +37,7 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
 
 
 class _Parameter:
-    """A packed parameter, and the address that the driver takes."""
+    """A packed parameter, whole, since the driver reads all of it, and the address that it takes."""
 
     def __init__(self, packed: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(packed, len(packed))

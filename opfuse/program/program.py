@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from opfuse.kernels.engine import launch as launching
 from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.program.frame import Frame, Reader, Readers
+from opfuse.program.joining import joined_launches
 from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
 from opfuse.program.slab import Slab, slab_of
 from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
@@ -41,7 +42,9 @@ class Recording:
     @classmethod
     def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
         """What is on a tape, without what nobody needs; products go to cuBLASLt where they can."""
-        steps = _needed([each for step in _joined(tape.steps) for each in _by_address(tape, step)], results)
+        told = _without_same_views(tape, _joined(tape.steps), results)
+        steps = _needed([each for step in told for each in _by_address(tape, step)], results)
+        steps = joined_launches(steps, tape.homes)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
         sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) and size <= SMALL}
         return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
@@ -180,6 +183,21 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
     )
     gone = {id(call) for call, _ in others}
     return [joined if step is first else step for step in steps if id(step) not in gone]
+
+
+def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
+    """Without views that show a tensor as it is, unless a view goes out: who gets it must not get the tensor itself."""
+    same: dict[int, int] = {}
+    for step in steps:
+        if not isinstance(step, OpStep):
+            yield step
+            continue
+        step = step.renamed(same)
+        number = step.results[0] if step.op.is_view and step.single else None
+        if number is None or number in results or not tape.are_same(number, source := next(step.reads())):
+            yield step
+        else:
+            same[number] = source
 
 
 def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:

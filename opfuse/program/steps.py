@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
@@ -46,6 +47,13 @@ class OpStep:
     def reads(self) -> Iterator[int]:
         """Numbers of the tensors that the step reads or writes."""
         return numbers_in((self.args, self.kwargs))
+
+    def renamed(self, names: Mapping[int, int]) -> OpStep:
+        """The same for other numbers of what it reads."""
+        if names.keys().isdisjoint(self.reads()):
+            return self
+        args, kwargs = tree_map_only(Ref, lambda ref: Ref(names.get(ref.number, ref.number)), (self.args, self.kwargs), _is_ref)
+        return replace(self, args=args, kwargs=kwargs)
 
     @property
     def is_pure(self) -> bool:
@@ -108,6 +116,10 @@ class Joining(Protocol):
 
     def together(self, others: Sequence[Any]) -> Callable[[], Sequence[torch.Tensor]]:
         """One function that gives the tensors of it, and then those of the others."""
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)
 
 
 Step = OpStep | LaunchStep | ProductStep | CallStep

@@ -122,6 +122,18 @@ class Tape(TorchDispatchMode):
         """Where a tensor begins."""
         return self._at(self.tensors[number].data_ptr())
 
+    def homes(self, numbers: Iterable[int]) -> set[int] | None:
+        """The memory of these tensors, by the numbers of the first that were seen there; None if one is no plain tensor."""
+        tensors = [self.tensors[number] for number in numbers]
+        if not all(type(tensor) in _PLAIN for tensor in tensors):
+            return None
+        return {self._at(tensor.data_ptr()).number for tensor in tensors if tensor.numel()}
+
+    def are_same(self, *numbers: int) -> bool:
+        """Whether these plain tensors show the same memory in the same way."""
+        tensors = [self.tensors[number] for number in numbers]
+        return all(type(tensor) in _PLAIN for tensor in tensors) and len({_look(tensor) for tensor in tensors}) == 1
+
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
         self.tensors.append(tensor)

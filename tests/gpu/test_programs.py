@@ -32,11 +32,11 @@ def gated(device):
     return ops.Sequential(*layers).to(device, BF16)
 
 
-def step(model, recipe, x, dy):
+def step(model, recipe, x, dy, *inputs):
     x = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
-        y = model(x)
+        y = model(x, *inputs)
     y.backward(dy)
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
@@ -156,3 +156,19 @@ def test_the_thread_of_a_backward_pass_gets_the_context(device):
     for _ in range(4):
         model(Look.apply(x)).sum().backward()
     assert all(seen)
+
+
+@pytest.mark.parametrize("splits", [(128,) * 10, (256, 0, 128, 384, 128, 0, 16, 112, 128, 128)])
+def test_casts_of_experts_are_joined_with_the_same_bits(device, splits):
+    """A launch for eight groups, of the input and of the weights, where the interpreter has one for each."""
+    model, recipe = ops.Sequential(ops.GroupedLinear(10, 256, 512, bias=False)).to(device, BF16), RECIPES["block"]
+    other, sizes = copy.deepcopy(model), torch.tensor(splits)
+    for _ in range(5):
+        x, dy = (torch.randn(sum(splits), width, device=device, dtype=BF16) for width in (256, 512))
+        with interpreted():
+            wanted = step(other, recipe, x, dy, sizes)
+        assert all(map(torch.equal, step(model, recipe, x, dy, sizes), wanted))
+    (made,) = recorded_in(model)
+    for program in made.programs():
+        casts = [each for each in program.recording.steps if isinstance(each, LaunchStep) and each.entry == "cast_block"]
+        assert 1 <= len(casts) <= 4

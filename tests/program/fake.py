@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import Grid, Launch
 from opfuse.program import line
 from opfuse.program.line import plain_room
@@ -23,6 +24,8 @@ from opfuse.runtime import recorded
 
 LAYOUT = struct.Struct("PPq")
 """Where floats come from, where they go, how many."""
+
+VARIANT = Variant("none.cu", (f"PARAMETER_BYTES={LAYOUT.size}",))
 
 Kernel = Callable[[np.ndarray], np.ndarray]
 KERNELS: dict[str, Kernel] = {"double": lambda x: 2 * x, "square": lambda x: x * x, "negate": lambda x: -x}
@@ -36,7 +39,7 @@ def launch(entry: str, x: Tensor, out: Tensor) -> Tensor:
     """``out`` becomes what kernel ``entry`` makes of ``x``, both fp32 and contiguous; a tape that listens is told."""
     fields = x.data_ptr(), out.data_ptr(), x.numel()
     if (tape := launching.listener()) is not None:
-        tape.launched(Launch(Variant("none.cu"), entry, Grid(1, 32), LAYOUT, fields, 0))
+        tape.launched(Launch(VARIANT, entry, Grid(1, 32), LAYOUT, fields, 0))
     _run(entry, *fields)
     return out
 
@@ -45,17 +48,22 @@ def _run(entry: str, x: int, out: int, count: int) -> None:
     floats(out, count)[:] = KERNELS[entry](floats(x, count))
 
 
-def launch_kernel(entry: str, *arguments: int) -> None:
-    """What the driver does: read the parameter whose address it is given, and run."""
-    pointer = ctypes.c_void_p.from_address(arguments[-2]).value
-    _run(entry, *LAYOUT.unpack(ctypes.string_at(pointer, LAYOUT.size)))
+def launch_kernel(kernel: tuple[Variant, str], blocks: int, *arguments: int) -> None:
+    """What the driver and the kernel do: read the parameter whose address is given, and run; of a joined launch each part."""
+    variant, entry = kernel
+    size = int(dict(define.split("=") for define in variant.defines)["PARAMETER_BYTES"])
+    parameter = ctypes.string_at(ctypes.c_void_p.from_address(arguments[-2]).value, size)
+    firsts = struct.unpack(f"{JOINED}I", parameter[LAYOUT.size * JOINED :]) if variant != VARIANT else (0,)
+    for part, first in enumerate(firsts):
+        if first < blocks:
+            _run(entry, *LAYOUT.unpack_from(parameter, part * LAYOUT.size))
 
 
 @contextmanager
 def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside the block, programs take the CPU for their device."""
     with patch.context() as patched:
-        patched.setattr(launching, "function", lambda variant, entry, device: entry)
+        patched.setattr(launching, "function", lambda variant, entry, device: (variant, entry))
         patched.setattr(launching, "is_current", lambda device: True)
         patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
         patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))

@@ -11,9 +11,13 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.program import prepared as module
 from opfuse.program.prepared import prepared
-from tests.program.fake import LAYOUT, launch_kernel
+from tests.program.fake import LAYOUT, VARIANT, launch_kernel
 
 pytestmark = pytest.mark.cpu
+
+
+LARGER = Variant("none.cu", ("PARAMETER_BYTES=4000",))
+"""A kernel whose parameter has more room than a launch fills."""
 
 
 def reference(x, out):
@@ -24,7 +28,7 @@ def run(launcher, x, out):
     """Two launches: what the first one writes the second one reads."""
     for source in (x, out):
         fields = source.data_ptr(), out.data_ptr(), x.numel()
-        launcher(Variant("none.cu"), "double", Grid(1, 32), LAYOUT, *fields, device=0)
+        launcher(LARGER, "double", Grid(1, 32), LAYOUT, *fields, device=0)
 
 
 def test_elsewhere_it_runs_the_definition():
@@ -39,7 +43,7 @@ def test_elsewhere_it_runs_the_definition():
 def test_on_the_device_it_launches_what_was_packed(monkeypatch):
     monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
     monkeypatch.setattr(module, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(module, "function", lambda variant, entry, device: entry)
+    monkeypatch.setattr(module, "function", lambda variant, entry, device: (VARIANT, entry))
     monkeypatch.setattr(module, "is_current", lambda device: True)
     monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -49,3 +53,13 @@ def test_on_the_device_it_launches_what_was_packed(monkeypatch):
         x += 1
         call()
         assert torch.equal(out, 4 * x)
+
+
+def test_the_driver_finds_all_bytes_of_a_parameter_that_is_filled_in_part(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
+    monkeypatch.setattr(module, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(module, "function", lambda variant, entry, device: None)
+    monkeypatch.setattr(module, "_launch", lambda kernel, grid, parameter, device: sizes.append(len(parameter._buffer)))
+    prepared(SimpleNamespace(reference=reference, run=run), torch.ones(8), torch.empty(8))()
+    assert sizes == [4000, 4000]

@@ -226,6 +226,20 @@ def test_what_came_in_is_let_go_after_its_last_reader():
 PLACE = torch.zeros(2)
 
 
+def test_a_view_that_shows_what_came_in_is_a_step_only_if_it_goes_out():
+    def run(x: Tensor) -> list[Tensor]:
+        return [(x.view(2, 2).view(2, 2) + 1).sum(0), x.view(2, 2)]
+
+    x = torch.ones(2, 2)
+    tape, results = record(run, x)
+    program = Program(tape, [tape.number(each) for each in results])
+    views = [step for step in program.recording.steps if step.op.is_view]
+    assert [tape.number(results[1])] == [number for step in views for number in step.results]
+    got, out = program([x])
+    assert got.tolist() == [4.0, 4.0]
+    assert out is not x
+
+
 def test_a_view_that_shows_what_is_known_is_no_step():
     tape, (y,) = record(lambda x: [(x + 1).t().view(4)], torch.ones(4))
     assert [step.op for step in tape.steps] == [torch.ops.aten.add.Tensor]

@@ -11,6 +11,7 @@
 //                of two if pow2. Rows of scales are row_pitch and column_pitch long, at most 3 more than are used; the rest becomes 0
 // Non-finite     a block that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks of scales are parts
+// JOINED         if it is there, so many casts at most are one launch: each has the blocks from its `first` on, up to the next one's
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if there is columnwise; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_block.
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;
@@ -21,7 +22,6 @@ struct Parameters {
     const IN* x;
     Blocks blocks;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
 OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile) {
     long long column = tile.column + tile.across * 8, there = p.columns - column;
@@ -39,14 +39,21 @@ OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Til
 // Without conversion instructions, codes take more registers.
 constexpr int RESIDENT = sizeof(IN) == 2 && ALIGNED && __CUDA_ARCH__ >= 890 ? 4 : 2;
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block(const __grid_constant__ Parameters parameters) {
+OPFUSE_FN void cast_block_of(const Parameters& parameters, u32 block) {
     const Blocks& p = parameters.blocks;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
-    Tile tile = tile_of_block(blockIdx.x, p.columns);
+    Tile tile = tile_of_block(block, p.columns);
     Values v;
     load_values(v, parameters.x, p, tile);
     cast_tile(p, tile, v, shared);
     if constexpr (!COLUMNWISE) return;
     __syncthreads();
     store_columns<ALIGNED>(p.columnwise, shared, tile, p.rows, p.columns);
+}
+
+#include "joined.cuh"
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    cast_block_of(own.parameters, own.block);
 }

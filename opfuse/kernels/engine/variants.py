@@ -12,6 +12,7 @@ from opfuse.kernels.engine.compiling import Variant
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16
 """Bytes that a thread loads or stores at once."""
+_BYTES = "PARAMETER_BYTES"
 WIDEST = 1 << 31
 """Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""
 
@@ -27,5 +28,10 @@ def variant_of(source: str, parameters: struct.Struct, *, entry: str | None = No
 
     entry: the one kernel that is compiled, of a source that has each of them under ``#if ENTRY_name``.
     """
-    values = {"PARAMETER_BYTES": parameters.size, **defines, **({} if entry is None else {f"ENTRY_{entry}": 1})}
+    values = {_BYTES: parameters.size, **defines, **({} if entry is None else {f"ENTRY_{entry}": 1})}
     return Variant(source, tuple(f"{name}={int(v) if isinstance(v, bool) else v}" for name, v in values.items()))
+
+
+def parameter_bytes(variant: Variant) -> int:
+    """Of the parameter that a kernel of the variant takes: so many the driver reads at a launch, used or not."""
+    return next(int(value) for name, _, value in (define.partition("=") for define in variant.defines) if name == _BYTES)

@@ -1,0 +1,32 @@
+// joined: one launch of a kernel, or JOINED launches of it as one: their parameters one after another, and the first block of each.
+//
+// Launched       what the kernel takes: Parameters, or with JOINED so many of them; parts that are not there begin behind all blocks
+// Compiled       after the struct Parameters of the source
+#pragma once
+
+#ifdef JOINED
+struct Launched {
+    Parameters parts[JOINED];
+    u32 first[JOINED];
+};
+#else
+using Launched = Parameters;
+#endif
+static_assert(sizeof(Launched) == PARAMETER_BYTES, "the fields that the host packs");
+
+struct Own {
+    const Parameters& parameters;
+    u32 block;
+};
+
+// The parameters of this block, and which block of theirs it is.
+OPFUSE_FN Own own_part(const Launched& launched) {
+#ifdef JOINED
+    u32 part = 0;
+#pragma unroll
+    for (u32 i = 1; i < JOINED; ++i) part += blockIdx.x >= launched.first[i];
+    return {launched.parts[part], blockIdx.x - launched.first[part]};
+#else
+    return {launched, blockIdx.x};
+#endif
+}

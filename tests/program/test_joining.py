@@ -1,0 +1,133 @@
+"""Launches that become one: which may, and that results are those of the launches one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuse.formats import E4M3, USAGES, fp8_block
+from opfuse.kernels.casts import block
+from opfuse.kernels.engine import compiling, joining
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.numerics.layouts import Layout
+from opfuse.program.program import Program
+from opfuse.program.steps import LaunchStep
+from opfuse.program.tape import Tape
+from tests.program.fake import KERNELS, VARIANT, fake_device, launch
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def _joins(monkeypatch):
+    """The kernels of the fake device read by their first word."""
+    monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
+    with fake_device(monkeypatch):
+        yield
+
+
+def room(size: int = 8) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
+def program_of(run, x: Tensor) -> Program:
+    tape = Tape([x])
+    with torch.no_grad(), tape.recording():
+        results = run(x)
+    return Program(tape, [tape.number(each) for each in results])
+
+
+def launches(program: Program) -> list[LaunchStep]:
+    return [step for step in program.recording.steps if isinstance(step, LaunchStep)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wanted"), [(1, [1]), (3, [3]), (joining.JOINED, [joining.JOINED]), (joining.JOINED + 2, [8, 2])]
+)
+def test_casts_of_the_groups_of_a_tensor_are_one_launch(pieces, wanted):
+    def run(x: Tensor) -> list[Tensor]:
+        return [launch("double", piece, room()) for piece in x.split(8)]
+
+    program = program_of(run, torch.randn(8 * pieces))
+    assert [step.grid.blocks for step in launches(program)] == wanted
+    other = torch.randn(8 * pieces)
+    assert torch.equal(torch.cat(program([other])), 2 * other)
+
+
+ORDERS = {
+    "one reads what another wrote": (lambda x: [launch("square", launch("square", x, room()), room())], 2),
+    "a kernel between reads what was written": (
+        lambda x: [launch("double", x, first := room()), launch("square", first, room()), launch("double", x, room())],
+        3,
+    ),
+    "an op between reads what was written": (lambda x: [launch("double", x, room()) + 1, launch("double", x, room())], 2),
+    "an op between writes what was read": (
+        lambda x: [launch("double", y := x + 1, room()), y.mul_(3), launch("double", x, room())],
+        2,
+    ),
+    "an op between writes another view of it": (
+        lambda x: [launch("double", (y := x + 1)[:4], room(4)), y[2:].mul_(3), launch("double", x, room())],
+        2,
+    ),
+    "an op between has nothing to do with them": (lambda x: [launch("double", x, room()), x + 1, launch("double", x, room())], 2),
+    "both write one place": (lambda x: [launch("double", x[:4], y := room()), launch("double", x, y)], 2),
+    "nothing": (lambda x: [launch("double", x, room()), launch("double", x, room())], 1),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_what_waits_for_another_is_a_launch_of_its_own(name):
+    run, count = ORDERS[name]
+    program = program_of(run, torch.randn(8))
+    assert len(launches(program)) == count
+    x = torch.randn(8)
+    for got, wanted in zip(program([x.clone()]), run(x.clone()), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_random_runs_have_the_results_of_their_launches_one_by_one():
+    draw, fewer = random.Random(3), 0
+    for _ in range(60):
+        choices = [(draw.choice(["launch"] * 4 + ["op", "write"]), draw.choice([*KERNELS]), draw.random()) for _ in range(12)]
+
+        def run(x: Tensor, choices=choices) -> list[Tensor]:
+            known = [x + 0, *x.split(4)]
+            for kind, entry, where in choices:
+                taken = known[int(where * len(known))]
+                if kind == "launch":
+                    known.append(launch(entry, taken, room(len(taken))))
+                elif kind == "op":
+                    known.append(taken + 1)
+                elif taken is known[0]:
+                    taken.mul_(2)
+            return known[3:]
+
+        program, x = program_of(run, torch.ones(8)), torch.rand(8)
+        fewer += len(launches(program)) < sum(kind == "launch" for kind, *_ in choices)
+        for got, wanted in zip(program([x.clone()]), run(x.clone()), strict=True):
+            assert torch.equal(got, wanted)
+    assert fewer > 20
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_a_joined_cast_compiles_without_spills(square):
+    noted: list[Variant] = []
+    x = torch.zeros(256, 256, dtype=torch.bfloat16)
+    layouts = [Layout(fp8_block(E4M3, 128 if square else 1), usage, tuple(x.shape)) for usage in USAGES]
+    block.cast_block.run(lambda variant, *_, **__: noted.append(variant), x, layouts)
+    (single,) = noted
+    once, joined = [*joining.with_joined(noted)], [*joining.with_joined(noted * 3)]
+    assert (once, joined) == ([single], [single, joining.joined_variant(single)])
+    made = compiling.compile_text(compiling.assemble(joined[1]), "sm_90a", single.source)
+    assert [used.spills for used in made.entries.values()] == [0]
+
+
+def test_a_parameter_has_its_parts_and_where_each_begins():
+    parameter = joining.joined_parameter([b"12345678", b"abcdefgh", b"ABCDEFGH"], [3, 1, 4])
+    assert parameter[:24] == b"12345678abcdefghABCDEFGH"
+    words = memoryview(parameter[8 * joining.JOINED :]).cast("I").tolist()
+    assert words == [0, 3, 4, *itertools.repeat(0xFFFFFFFF, joining.JOINED - 3)]

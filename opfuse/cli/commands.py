@@ -136,11 +136,14 @@ def parity(
     parity(model, checkpoint, source=source, cast=cast, plain=plain, as_json=as_json)
 
 
-def schema(as_json: Json = True) -> None:
+def schema(
+    policy: Annotated[bool, typer.Option("--policy", help="That of policies, which say how fuse_ converts a model.")] = False,
+    as_json: Json = True,
+) -> None:
     """Print the JSON schema of configurations."""
     from opfuse.cli.schema import schema
 
-    schema()
+    schema(policy=policy)
 
 
 def kernels(

@@ -1,11 +1,13 @@
-"""``opfuse schema``: the JSON schema of configurations."""
+"""``opfuse schema``: the JSON schema of configurations, or of policies."""
 
 from __future__ import annotations
 
+import json
+
 from opfuse.cli.output import echo
-from opfuse.config.schema import schema_text
+from opfuse.config.schema import policy_schema, schema_text
 
 
-def schema() -> None:
-    """Print the JSON schema of configurations."""
-    echo(schema_text().rstrip("\n"))
+def schema(*, policy: bool = False) -> None:
+    """Print the JSON schema of configurations. policy: of files that choose for a model, which fuse_ takes."""
+    echo(json.dumps(policy_schema(), indent=2) if policy else schema_text().rstrip("\n"))

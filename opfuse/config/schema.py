@@ -1,10 +1,11 @@
-"""The JSON schema of a configuration, for editors: what a file may say, derived from the same models that read it."""
+"""The JSON schemas of configurations and of policies, for editors: what files may say, derived from the models that read them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from opfuse.config.policies import PolicyFile
 from opfuse.config.root import Root
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -31,6 +32,11 @@ def schema() -> dict[str, Any]:
         "fragments": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Entries"}},
     }
     return {"$schema": DIALECT, **found}
+
+
+def policy_schema() -> dict[str, Any]:
+    """That of a file for :func:`opfuse.load_policy`."""
+    return {"$schema": DIALECT, **PolicyFile.model_json_schema(mode="validation")}
 
 
 def _without(value: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import opfuse
+from opfuse.cli import main
 from opfuse.config.load import check
 from opfuse.config.policies import loads_policy
 from opfuse.convert.gains import GAINS, RECORD
 from opfuse.errors import ConfigError, ConversionError
-from opfuse.recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.recipes import RECIPES, CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
 from tests.convert.blocks import Model
 from tests.convert.test_fuse import nothing_quantized
 
@@ -79,6 +80,17 @@ def test_a_policy_in_a_file(tmp_path):
 def test_findings_have_places(line, finding):
     with pytest.raises(ConfigError, match=re.escape(finding)):
         loads_policy(f"version: 1\nrecipe: {{kind: none}}\npolicy:\n{line}\n")
+
+
+def test_editors_have_a_schema_of_such_files(capsys):
+    assert main(["schema", "--policy"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert (schema["required"], schema["additionalProperties"]) == (["version", "recipe"], False)
+    said = schema["properties"]["policy"]["additionalProperties"]["discriminator"]["mapping"]
+    assert said.keys() == {*RECIPES, "none", "default"}
+    block = schema["$defs"]["Float8BlockScaling"]
+    assert block["additionalProperties"] is False
+    assert block["properties"]["backward_override"]["enum"] == [None, "high_precision", "dequantized"]
 
 
 def test_gains_are_those_of_the_record():

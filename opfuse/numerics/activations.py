@@ -97,6 +97,18 @@ def softcap(x: Tensor, beta: float) -> Tensor:
     return beta * torch.tanh(x / beta)
 
 
+def tanh_srelu(x: Tensor, *, tanh_clamp_scale: float) -> Tensor:
+    """softcap(x, tanh_clamp_scale)^2 for x > 0, else 0: at most tanh_clamp_scale^2."""
+    cap = softcap(x, tanh_clamp_scale)
+    return zero_where(x <= 0, cap * cap)
+
+
+def tanh_srelu_backward(dy: Tensor, x: Tensor, *, tanh_clamp_scale: float) -> Derivatives:
+    """dy * 2 s t (1 - t^2), s the scale, t = tanh(x / s)."""
+    t = torch.tanh(x / tanh_clamp_scale)
+    return (zero_where(x <= 0, dy * (2 * (tanh_clamp_scale * t) * (1 - t * t))),)
+
+
 def situglu(a: Tensor, b: Tensor, *, beta1: float, beta2: float) -> Tensor:
     """softcap(a, beta1) * sigmoid(a) * softcap(b, beta2)."""
     return softcap(a, beta1) * sigmoid(a) * softcap(b, beta2)
@@ -156,6 +168,14 @@ SRELU = Pointwise(
     value=lambda x: zero_where(x <= 0, x * x),
     grad=lambda dy, x: (zero_where(x <= 0, dy * (2 * x)),),
 )
+TANH_SRELU = Pointwise(
+    "tanh_srelu",
+    forward="tanh_srelu(x, tanh_clamp_scale)",
+    backward=("tanh_srelu_backward(dy, x, tanh_clamp_scale)",),
+    value=tanh_srelu,
+    grad=tanh_srelu_backward,
+    constants=("tanh_clamp_scale",),
+)
 
 CLAMPED_SWIGLU = Pointwise(
     "clamped_swiglu",
@@ -214,6 +234,7 @@ SCALED = table(
     scaled(SITUGLU, "scaled_situglu"),
     scaled(CLAMPED_SWIGLU, "scaled_clamped_qgeglu"),
     scaled(SRELU, "scaled_srelu"),
+    scaled(TANH_SRELU, "scaled_tanh_srelu"),
 )
 """y times one differentiable scale for each row."""
 

@@ -28,6 +28,7 @@ from opfuse.ops.activation import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -48,7 +49,8 @@ OPS: dict[str, type[FusibleOperation]] = {
     for cls in (
         *(Linear, BasicLinear, Bias, GELU, GELUErf, QGELU, ReLU, SReLU, SiLU),
         *(GLU, GEGLU, GEGLUErf, QGEGLU, ReGLU, SReGLU, SwiGLU, ClampedSwiGLU, SiTUGLU),
-        *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
+        *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, ScaledTanhSReLU),
+        *(AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
         *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
         *(GroupedLinear, TokenDispatch, TokenCombine),
     )

@@ -211,3 +211,16 @@ class ScaledSReLU(SReLU):
     math = activations.SCALED["scaled_srelu"]
     sources = {"scale": "extra0"}
     num_extra_inputs = 1
+
+
+class ScaledTanhSReLU(Activation):
+    """(c tanh(x / c))^2 * s[..., None] for x > 0, else 0, with c the tanh_clamp_scale and extra input s."""
+
+    kind = "scaled_tanh_srelu"
+    math = activations.SCALED["scaled_tanh_srelu"]
+    sources = {"scale": "extra0"}
+    num_extra_inputs = 1
+
+    @hyper_parameters
+    def __init__(self, *, tanh_clamp_scale: Positive, cache_quantized_input: bool = False) -> None:
+        super().__init__()

@@ -20,6 +20,7 @@ _PARALLEL = {
     "rng_state_tracker_function": (None, "set the seed around the constructor"),
     "userbuffers_options": (None, "leave it out: products and communication do not overlap here"),
 }
+_SCALED = {"activation_recompute_in_mlp": (False, "leave it out: the input is kept, and torch.utils.checkpoint keeps less")}
 _MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
 
 KEYWORDS: Mapping[str, Keywords] = {
@@ -27,6 +28,7 @@ KEYWORDS: Mapping[str, Keywords] = {
     "BasicLinear": _PARALLEL,
     "AllReduce": {"reduce_in_backward": (True, "leave it out: gradients are equal on all ranks, as there")},
     "GroupedLinear": {"rng_state_tracker_function": _PARALLEL["rng_state_tracker_function"]},
+    **dict.fromkeys(("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledTanhSReLU"), _SCALED),
     "LayerNorm": _MARGINS,
     "RMSNorm": _MARGINS,
 }

@@ -50,6 +50,10 @@ def srelu(x):
     return torch.clamp(x, min=0) ** 2
 
 
+def tanh_srelu(x, scale=1.5):
+    return (scale * torch.tanh(torch.clamp(x, min=0) / scale)) ** 2
+
+
 def clamped(a, b, limit, alpha, offset):
     a = torch.clamp(a, max=limit)
     return a * torch.sigmoid(alpha * a) * (torch.clamp(b, -limit, limit) + offset)
@@ -237,6 +241,9 @@ CASES: dict[str, list[Case]] = {
             extras=("row",),
             kinks=(-LIMIT, LIMIT),
         ),
+    ],
+    "scaled_tanh_srelu": [
+        Case(lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=1.5), unary(tanh_srelu), extras=("row",), kinks=(0.0,))
     ],
     "scaled_srelu": [Case(ops.ScaledSReLU, unary(srelu), extras=("row",), kinks=(0.0,))],
     "add_extra_input": [Case(ops.AddExtraInput, lambda x, p, e: x + e[0], extras=("full",))],

@@ -176,6 +176,7 @@ WRONG_SPECS = {
     **{f"SiTUGLU beta2 {b}": (lambda b=b: ops.SiTUGLU(beta2=b), r"SiTUGLU\.beta2") for b in (0.0, -1.0, NAN, INF)},
     "ScaledSiTUGLU": (lambda: ops.ScaledSiTUGLU(beta1=0.0), "beta1"),
     "ClampedSwiGLU": (lambda: ops.ClampedSwiGLU(limit=0.0), r"limit"),
+    "ScaledTanhSReLU": (lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=-1.0), r"ScaledTanhSReLU\.tanh_clamp_scale"),
     **{f"interleave {g}": (lambda g=g: ops.SwiGLU(glu_interleave_size=g), "glu_interleave_size") for g in (0, -2, 1.5)},
 }
 

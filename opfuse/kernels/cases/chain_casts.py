@@ -153,6 +153,7 @@ _ORDINARY = (
     ("bias", "situglu"),
     ("bias", "clamped_swiglu"),
     ("bias", "scaled_srelu"),
+    ("bias", "scaled_tanh_srelu"),
     ("bias", "gelu", "add"),
     ("bias", "add", "silu"),
     ("bias", "dropout", "add"),

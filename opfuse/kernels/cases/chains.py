@@ -17,7 +17,15 @@ from opfuse.numerics.pointwise import Pointwise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-CONSTANTS = {"limit": 1.5, "alpha": 1.702, "glu_linear_offset": 1.0, "beta1": 4.0, "beta2": 25.0, "scale": 1.1}
+CONSTANTS = {
+    "limit": 1.5,
+    "alpha": 1.702,
+    "glu_linear_offset": 1.0,
+    "beta1": 4.0,
+    "beta2": 25.0,
+    "scale": 1.1,
+    "tanh_clamp_scale": 2.5,
+}
 
 SOFTSIGN = Pointwise(
     "softsign",

@@ -89,6 +89,16 @@ OPFUSE_FN float clamped_swiglu_backward_b(float dy, float a, float b, float limi
 
 OPFUSE_FN float softcap(float x, float beta) { return beta * tanhf(x / beta); }
 
+OPFUSE_FN float tanh_srelu(float x, float scale) {
+    float cap = softcap(x, scale);
+    return x <= 0.0f ? 0.0f : cap * cap;
+}
+
+OPFUSE_FN float tanh_srelu_backward(float dy, float x, float scale) {
+    float t = tanhf(x / scale);
+    return x <= 0.0f ? 0.0f : dy * (2.0f * (scale * t) * (1.0f - t * t));
+}
+
 OPFUSE_FN float situglu(float a, float b, float beta1, float beta2) {
     return softcap(a, beta1) * sigmoid(a) * softcap(b, beta2);
 }

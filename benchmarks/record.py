@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 from benchmarks import (
     calls,
     casts,
+    chained,
     compiling,
     converted,
     epilogues,
@@ -106,6 +107,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "peers": peers,
     "gemm": gemm.records,
     "products": products.records,
+    "chained": chained.records,
     "pipelines": pipelines.records,
     "invariance": invariance.records,
     "grouped": grouped.records,

@@ -80,17 +80,17 @@ def products(record: Mapping[str, Any]) -> str:
     return told + table(("product, tokens x inputs x outputs", *kinds), rows)
 
 
-def own_products(record: Mapping[str, Any]) -> str:
-    """For each problem what the package's own product reaches, kinds across."""
+def own_products(record: Mapping[str, Any], script: str = "products") -> str:
+    """For each kind what the package's own product reaches, problems across."""
     found: dict[str, dict[str, str]] = {}
-    for name, units in of_script(record, "products").items():
+    for name, units in of_script(record, script).items():
         kind, problem = name.split(": ", 1)
-        ratios = "; ".join(f"{shown(value, 2)} {unit}" for unit, value in units.items() if unit.startswith("x "))
-        found.setdefault(problem, {})[kind] = f"{shown(units.get('TFLOP/s'), 0)}{', ' * ('TFLOP/s' in units)}{ratios}"
-    kinds = list(dict.fromkeys(kind for cells in found.values() for kind in cells))
-    rows = [(problem, *(cells.get(kind, "") for kind in kinds)) for problem, cells in found.items()]
-    told = "TFLOP/s, and times the speed (at least) of what stands behind it.\n\n"
-    return told + table(("lines x sum x columns", *kinds), rows)
+        cell = "; ".join(f"{shown(figure, 2 if unit.startswith('x ') else 0)} {unit}" for unit, figure in units.items())
+        found.setdefault(kind, {})[problem] = cell
+    problems = list(dict.fromkeys(problem for cells in found.values() for problem in cells))
+    rows = [(kind, *(cells.get(problem, "") for problem in problems)) for kind, cells in found.items()]
+    told = "Lines x length of the sum x columns: what it reaches, and times the speed (at least) of what stands behind it.\n\n"
+    return told + table(("product", *problems), rows)
 
 
 def pipelines(record: Mapping[str, Any]) -> str:
@@ -230,6 +230,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "peers": ("Kernels beside PyTorch, 16384 x 8192", peers),
         "gemm": ("Matrix products of a linear layer", products),
         "products": ("Products of the package's own beside cuBLASLt's", own_products),
+        "chained": ("Products, their chains and casts in one launch", lambda record: own_products(record, "chained")),
         "pipelines": ("Pipelines beside their matrix products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "invariance": ("Batch-invariant forward passes beside others", lambda record: others(record, "invariance")),
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import distributed, grouped, products, record, stamp
+from benchmarks import chained, distributed, grouped, products, record, stamp
 from docs import performance
 
 RECORD, RANKS = (json.loads(file.read_text(encoding="utf-8")) for file in (performance.RECORD, performance.RANKS))
@@ -39,7 +39,7 @@ def test_the_record_of_several_gpus_has_every_variant_and_meets_its_limits() -> 
     assert all(figure["met"] for figure in RANKS["results"] if figure["limit"] is not None)
 
 
-LATER = {"converted", "invariance", "overhead", "products", "pytorch"}
+LATER = {"chained", "converted", "invariance", "overhead", "products", "pytorch"}
 """Scripts that the record does not have yet."""
 
 
@@ -61,14 +61,17 @@ def test_d10_the_shapes_of_mixtures_of_experts_are_in_the_record_under_every_ove
 
 
 def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"library": 1000.0, "own": 990.0, "least": 0.98}
-    rows = [{"kind": kind, "problem": "8x16x32", **sizes} for kind in products.KINDS]
-    monkeypatch.setattr(products, "measure", lambda _: iter(rows))
-    made = [{**figure, "script": "products"} for figure in products.records()]
+    plain = [{"kind": kind, "problem": "8x16x32", "library": 1000.0, "own": 990.0, "least": 0.98} for kind in products.KINDS]
+    one = [{"chain": name, "problem": "8x16x32", "apart": 1.1, "one": 1.0, "least": 1.05} for name in chained.CHAINS]
+    monkeypatch.setattr(products, "measure", lambda _: iter(plain))
+    monkeypatch.setattr(chained, "measure", lambda _: iter(one))
+    scripts = {"products": products.records, "chained": chained.records}
+    made = [{**figure, "script": script} for script, records in scripts.items() for figure in records()]
     assert {figure["met"] for figure in made} == {None, True}
-    ((_, text),) = performance.sections({"results": made})
-    assert "990, 0.99 (0.98) x cuBLASLt" in text
+    (_, text), (_, together) = performance.sections({"results": made})
+    assert "990 TFLOP/s; 0.99 (0.98) x cuBLASLt" in text
     assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
+    assert "1.10 (1.05) x apart" in together
 
 
 REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}"/></testsuites>'

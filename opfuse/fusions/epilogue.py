@@ -11,6 +11,7 @@ from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
 from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.chains import run_chain, run_chain_cast
+from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import write_in_place
 
 
@@ -23,10 +24,11 @@ def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> 
     return run_chain(result, chain, **_flow(x, producer)) if chain else result
 
 
-def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
+def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
+    """What the producer makes; of a matrix product that a chain follows, the chain decides how."""
     wide = producer.env.rounding == "single" and bool(chain)
-    result: torch.Tensor = producer.op.produce(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
-    return result
+    make = producer.op.pending if chain and isinstance(producer.op, BasicLinear) else producer.op.produce
+    return make(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
 
 
 def _flow(x: Value, producer: Context) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opfuse.kernels.cases import chain_casts, chains, delayed, figures, matrices, norms, nvfp4, planes, products
+from opfuse.kernels.cases import chain_casts, chained, chains, delayed, figures, matrices, norms, nvfp4, planes, products
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
@@ -22,6 +22,7 @@ from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, for
 from opfuse.kernels.engine.registry import Arguments, Case, Kernel
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
+from opfuse.kernels.products.chained import product_chain
 from opfuse.kernels.products.hopper import grouped_product
 
 _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
@@ -50,6 +51,7 @@ _TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
     norm_backward: norms.BACKWARD,
     norm_cast: norms.CAST,
     grouped_product: products.PRODUCTS,
+    product_chain: chained.CHAINED,
 }
 
 

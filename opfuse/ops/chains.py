@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from typing import cast as cast_to
 
 import torch
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
+from opfuse.kernels.products.chained import ProductResult
 from opfuse.numerics.chain import Rounding, Stage
 from opfuse.ops.operands import values_of
+from opfuse.tensors.gemm import PendingProduct
 from opfuse.tensors.storage import QuantizedStorage
 
+Input = torch.Tensor | PendingProduct
+"""What a chain runs over."""
 
-def run_chain(x: torch.Tensor, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
-    """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``."""
+
+def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
+    """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``.
+
+    A product that is yet to be made is made with them, in one kernel where that saves time.
+    """
     stages, _ = _forward_stages(x, contexts, dtype)
-    values = values_of(x)
-    y, kept = forward_chain(values, stages, rounding=rounding, dtype=dtype, keep=_kept(contexts))
-    _save_stages(contexts, stages, {i: x if tensor is values else tensor for i, tensor in kept.items()})
+    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
+    y, kept = made.stored()
+    _save_stages(contexts, stages, kept)
     return y
 
 
 def run_chain_cast(
-    x: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, dtype: torch.dtype, rounding: Rounding = "per_op"
+    x: Input,
+    contexts: Sequence[Context],
+    cast: Cast,
+    *,
+    dtype: torch.dtype,
+    rounding: Rounding = "per_op",
 ) -> QuantizedStorage:
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
     fused = cast.fused(shape, dtype, x.device)
-    keep, values = _kept(contexts), values_of(x)
+    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
     if fused is None:
-        y, kept = forward_chain(values, stages, rounding=rounding, dtype=dtype, keep=keep)
+        y, kept = made.stored()
         result = cast(y)
     else:
-        encoded, kept = forward_chain_encoded(values, stages, fused.encoding, rounding=rounding, dtype=dtype, keep=keep)
+        encoded, kept = made.encoded(fused.encoding)
         result = fused.storage(encoded)
-    _save_stages(contexts, stages, {i: x if tensor is values else tensor for i, tensor in kept.items()})
+    _save_stages(contexts, stages, kept)
     return result
 
 
-def _forward_stages(x: torch.Tensor, contexts: Sequence[Context], dtype: torch.dtype) -> tuple[list[Stage], torch.Size]:
+class _Chain(NamedTuple):
+    """Stages over a tensor, or over a product that is yet to be made, and how they run."""
+
+    x: Input
+    stages: list[Stage]
+    options: dict[str, Any]
+
+    def stored(self) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The result, and what is kept."""
+        if (made := self._together(None)) is not None:
+            _, y, kept = made
+            return cast_to(torch.Tensor, y), kept
+        x, values = self._input()
+        y, kept = forward_chain(values, self.stages, **self.options)
+        return y, {i: x if tensor is values else tensor for i, tensor in kept.items()}
+
+    def encoded(self, encode: Encoding) -> tuple[list[EncodedArrays], dict[int, torch.Tensor]]:
+        """The planes of the result, and what is kept."""
+        if (made := self._together(encode)) is not None:
+            encoded, _, kept = made
+            return encoded, kept
+        x, values = self._input()
+        encoded, kept = forward_chain_encoded(values, self.stages, encode, **self.options)
+        return encoded, {i: x if tensor is values else tensor for i, tensor in kept.items()}
+
+    def _together(self, encode: Encoding | None) -> ProductResult | None:
+        return self.x.chained(self.stages, encode, **self.options) if isinstance(self.x, PendingProduct) else None
+
+    def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input as it is saved, and as a kernel reads it."""
+        x = self.x.made() if isinstance(self.x, PendingProduct) else self.x
+        return x, values_of(x)
+
+
+def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -> tuple[list[Stage], torch.Size]:
     """The stages of a chain over ``x``, and the shape of its result."""
     stages: list[Stage] = []
     shape = x.shape

@@ -24,7 +24,7 @@ from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.tensors.gemm import gemm
+from opfuse.tensors.gemm import PendingProduct, gemm
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -88,6 +88,15 @@ class BasicLinear(BasicOperation):
 
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
+        return self._product(ctx, x, out_dtype).made()
+
+    def pending(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | PendingProduct:
+        """What :meth:`produce` makes, yet to be made where that is this class's own."""
+        own = getattr(self.produce, "__func__", None) is BasicLinear.produce
+        return self._product(ctx, x, out_dtype) if own else self.produce(ctx, x, out_dtype=out_dtype)
+
+    def _product(self, ctx: Context, x: Value, out_dtype: torch.dtype | None) -> PendingProduct:
+        """The product of both operands' casts, of which the context has what the backward pass reads."""
         weight = self.parameter("weight")
         dtype, ctx.input_dtype = ctx.dtype_of(x), x.dtype
         self._check_input(x)
@@ -99,7 +108,7 @@ class BasicLinear(BasicOperation):
             x=kept(ctx, x, "input") if "weight" in ctx.needs else None,
             w=kept(ctx, w, "weight") if "input" in ctx.needs else None,
         )
-        return gemm("fprop", x, multiplied(w, x), dtype=dtype, out_dtype=out_dtype, **ctx.env.product("fprop"))
+        return PendingProduct(x, multiplied(w, x), dtype, out_dtype, ctx.env.product("fprop"))
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         dy = self._gradient(ctx, grad_output)

@@ -10,7 +10,7 @@ precision, so is the product, and the other one is dequantized to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +18,12 @@ import torch
 
 from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
+from opfuse.kernels.casts.encoding import Encoding
+from opfuse.kernels.products.chained import ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import multiply, multiply_groups
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
+from opfuse.numerics.chain import Rounding, Stage
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 Operand = torch.Tensor | QuantizedStorage
@@ -84,6 +87,49 @@ def gemm(
     if out is not None:
         return out if torch._C._is_alias_of(out, result) else out.copy_(result)  # type: ignore[attr-defined]
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
+
+
+class PendingProduct(NamedTuple):
+    """An fprop that is yet to be made, by :func:`gemm` or together with what follows it.
+
+    out_dtype: of what :meth:`made` gives. options: others of :func:`gemm`.
+    """
+
+    left: Operand
+    right: Operand
+    dtype: torch.dtype
+    out_dtype: torch.dtype | None
+    options: Mapping[str, Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the result."""
+        return torch.Size((*self.left.shape[:-1], self.right.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    def made(self) -> torch.Tensor:
+        """The result."""
+        return gemm("fprop", self.left, self.right, dtype=self.dtype, out_dtype=self.out_dtype, **self.options)
+
+    def chained(
+        self, stages: Sequence[Stage], encode: Encoding | None, *, dtype: torch.dtype, rounding: Rounding, keep: Collection[int]
+    ) -> ProductResult | None:
+        """The elementwise ops over the result, and its cast, in one launch with it; None where that saves no time."""
+        if rounding != "per_op" or self.options.get("invariant"):
+            return None
+        _check_shapes("fprop", self.left, self.right)
+        planes = _planes("fprop", self.left, self.right)
+        if planes is None or clash("fprop", *(plane.format for plane in planes)) is not None:
+            return None
+        left, right = (_stored(plane) for plane in planes)
+        fast = self.options.get("fast", False)
+        whole = left.layout.lines[0] == matrix_shape(self.left.shape)[0]
+        if not whole or why_apart(left, right, stages, encode, dtype=dtype, fast=fast):
+            return None
+        return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, fast=fast)
 
 
 def gemm_of_groups(

@@ -16,6 +16,9 @@ from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.compiling import ARCHITECTURES, Variant
 
 FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.ftz.*$", re.MULTILINE)
+WAITS = re.compile(r"\(C75\d\d\)[^\n]*")
+"""What the compiler says where it waits for the matrix unit in a kernel's place, which then is slow, or wrong."""
+
 MOST_REGISTERS = {
     "amax.cu": {"amax": 40},
     "cast_tensor.cu": {"cast_rows": 40, "cast_tile": 64},
@@ -38,6 +41,7 @@ MOST_REGISTERS = {
     "norm_cast.cu": {"norm_cast": 168},
     "norm_forward.cu": {"norm_forward": 168},
     "product.cu": {"product": 168},
+    "product_chain.cu": {"product_chain": 168},
 }
 """Entries, and what lets as many of their blocks as they are tuned for share an sm_90a multiprocessor."""
 
@@ -45,7 +49,11 @@ TYPES = ({"IN=bf16", "OUT=E4M3"}, {"IN=float", "OUT=E5M2"})
 QUICK = {
     "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
     "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
-    "product.cu": ({"OUT=bf16"},),
+    "product.cu": ({"RESULT=bf16"},),
+    "product_chain.cu": (
+        {"RESULT=bf16", "OUT=E4M3", "CAST=TENSOR", "FAST=1", "ROWWISE=1"},
+        {"RESULT=bf16", "OUT=E4M3", "CAST=BLOCKS"},
+    ),
 }
 """Types that are compiled at every run, by source, ``TYPES`` of all others; what is left differs in conversions alone."""
 
@@ -53,9 +61,16 @@ OPS = re.compile(r"\bstage\d+_(\w+)\(")
 """The functions of a chain's ops, in the text written for it."""
 
 
+HEAVY = {"product_chain.cu": ({"FAST=1", "ROWWISE=1", "TURNED=1"}, {"CAST=BLOCKS"})}
+"""Of sources that take seconds to compile, the definitions of variants that are compiled at every run."""
+
+TYPED = ("IN=", "OUT=", "ELEMENT=", "RESULT=")
+
+
 def is_quick(variant):
-    types = {define for define in variant.defines if define.startswith(("IN=", "OUT=", "ELEMENT="))}
-    return any(types <= each for each in QUICK.get(variant.source, TYPES))
+    types = {define for define in variant.defines if define.startswith(TYPED)}
+    heavy = HEAVY.get(variant.source, (set(),))
+    return any(types <= each for each in QUICK.get(variant.source, TYPES)) and any(each <= {*variant.defines} for each in heavy)
 
 
 def parts(variant):
@@ -108,6 +123,7 @@ def complaints(variant, arch):
         "entries": None if made.entries.keys() == entries_of(variant) else [*made.entries],
         "spills": {name: used.spills for name, used in made.entries.items() if used.spills},
         "registers": {name: used.registers for name, used in made.entries.items() if used.registers > most[name]},
+        "waits": WAITS.findall(made.log),
         "flushes": FLUSHES.findall(made.ptx),
         "cubin": None if made.cubin.startswith(b"\x7fELF") else made.cubin[:4],
         "target": None if f".target {arch}" in made.ptx else made.ptx[:200],

@@ -124,9 +124,16 @@ class Combination(NamedTuple):
 def chain_case(chain: ChainCase, direction: str, turn: Combination, device: torch.device) -> Arguments:
     args, kwargs = getattr(chain, direction)(device)
     shape = chain.stages(device, chain.generator())[0] if direction == "backward" else chain.shape
-    kind, matrix = _KINDS[turn.kind], (torch.Size(shape[:-1]).numel(), shape[-1])
-    layouts = [Layout(kind.format(turn.element), usage, matrix, kind.swizzled) for usage in turn.usages]
-    return Arguments((*args, kind.encoding(layouts, device)), {**kwargs, "stores": turn.stores})
+    matrix = (torch.Size(shape[:-1]).numel(), shape[-1])
+    return Arguments(
+        (*args, encoding_of(turn.kind, turn.element, turn.usages, matrix, device)), {**kwargs, "stores": turn.stores}
+    )
+
+
+def encoding_of(name: str, element: Element, usages: Sequence[Usage], matrix: tuple[int, int], device: torch.device) -> Encoding:
+    """The cast of a matrix by the kind of this name."""
+    kind = _KINDS[name]
+    return kind.encoding([Layout(kind.format(element), usage, matrix, kind.swizzled) for usage in usages], device)
 
 
 def _cases(direction: str, chains: Mapping[str, Sequence[ChainCase]]) -> dict[str, Case]:

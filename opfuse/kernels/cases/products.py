@@ -19,7 +19,7 @@ from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.scalars import encode
 
-_FORMATS: dict[str, tuple[NumberFormat, NumberFormat]] = {
+FORMATS: dict[str, tuple[NumberFormat, NumberFormat]] = {
     "tensors": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
     "tensors, e5m2": (fp8_tensor(E5M2), fp8_tensor(E4M3)),
     "tensors, e5m2 on the right": (fp8_tensor(E4M3), fp8_tensor(E5M2)),
@@ -43,7 +43,7 @@ _NUMBERS = ("a line", "more groups than some launches", "more groups than a laun
 """Sizes that differ from the others in the number of groups alone: one way of scaling meets them."""
 
 
-def _stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generator, device: torch.device) -> Stored:
+def stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generator, device: torch.device) -> Stored:
     layout = Layout(fmt, ROWWISE, (lines, length))
     values = torch.randint(-1, 2, (lines, length), generator=generator).float()
     scale = torch.full(layout.scale_shape, 0.75)
@@ -55,9 +55,9 @@ def _stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generat
 def _case(kind: str, sizes: str, out_dtype: torch.dtype, fast: bool, device: torch.device) -> Arguments:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {sizes}".encode()))
     columns, groups = _SIZES[sizes]
-    left, right = _FORMATS[kind]
-    lefts = [_stored(left, lines, length, generator, device) for lines, length in groups]
-    rights = [_stored(right, columns, length, generator, device) for _, length in groups]
+    left, right = FORMATS[kind]
+    lefts = [stored(left, lines, length, generator, device) for lines, length in groups]
+    rights = [stored(right, columns, length, generator, device) for _, length in groups]
     counts = [max(1, lines - i % 2) for i, (lines, _) in enumerate(groups)]  # the last line of each second one only fills a block
     return Arguments((lefts, rights, counts), {"out_dtype": out_dtype, "fast": fast})
 
@@ -76,6 +76,6 @@ def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
 
 PRODUCTS: dict[str, Case] = {
     f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, _DTYPES[dtype], fast)
-    for kind, sizes, dtype, fast in itertools.product(_FORMATS, _SIZES, _DTYPES, (False, True))
+    for kind, sizes, dtype, fast in itertools.product(FORMATS, _SIZES, _DTYPES, (False, True))
     if _meet(kind, sizes, dtype, fast)
 }

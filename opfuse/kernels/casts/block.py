@@ -23,7 +23,7 @@ from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
 from opfuse.numerics.scalars import FLT_MAX
 
-BLOCKS, _PARAMETERS = parameter_of("blocks.cuh", "Blocks"), parameter_of("cast_block.cu")
+BLOCKS, _PARAMETERS = parameter_of("block_scale.cuh", "Blocks"), parameter_of("cast_block.cu")
 _BLOCK, _THREADS = 128, 256
 
 

@@ -134,7 +134,7 @@ def forward_call(
 ) -> ChainCall | None:
     """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
     dtype = dtype or x.dtype
-    shapes = _result_shapes(x, stages)
+    shapes = _result_shapes(x.shape, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
     if operands is None or not _runs(dtype, x, *_flat(operands)) or _is_wide(stages, shapes):
         return None
@@ -145,6 +145,30 @@ def forward_call(
     code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores).interned
     tensors = [x, *_flat(operands), *_one(y), *kept.values()]
     return ChainCall(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, given) for i in keep}, [])
+
+
+def product_call(
+    left: Tensor,
+    stages: Sequence[Stage],
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    keep: Collection[int],
+    stores: bool,
+) -> ChainCall | None:
+    """The call of a chain over a product of ``shape`` that its kernel makes, in ``left``'s place; None if no kernel can take it.
+
+    The product is rounded to ``dtype``, and so is what each op makes of it.
+    """
+    shapes = _result_shapes(shape, stages)
+    operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
+    if operands is None or dtype not in C_TYPES or not _runs(dtype, left, *_flat(operands)) or _is_wide(stages, shapes):
+        return None
+    kept = {i: torch.empty(shapes[i], dtype=dtype, device=left.device) for i in sorted(keep)}
+    y = torch.empty(shapes[-1], dtype=dtype, device=left.device) if stores else None
+    codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
+    code = ChainCode("forward", codes, *_flow(dtype, dtype, "per_op"), stores=stores).interned
+    return ChainCall(code, [left, *_flat(operands), *_one(y), *kept.values()], shapes[-1], _constants(stages), dtype, y, kept, [])
 
 
 def backward_call(
@@ -222,9 +246,9 @@ def _is_wide(stages: Sequence[Stage], shapes: Sequence[torch.Size]) -> bool:
     return any(stage.math.is_gated or {"row", "column"} & {*stage.math.operands.values()} for stage in stages)
 
 
-def _result_shapes(x: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:
+def _result_shapes(shape: torch.Size, stages: Sequence[Stage]) -> list[torch.Size]:
     """Of x and of each stage's result; none if there are none."""
-    shapes = [x.shape] if x.dim() and stages else []
+    shapes = [shape] if shape and stages else []
     for stage in stages if shapes else ():
         if stage.math.is_gated and shapes[-1][-1] % (2 * (stage.interleave or 1)):
             return []

@@ -200,7 +200,7 @@ class TileCast(NamedTuple):
 
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
-_ENCODE_TENSOR = parameter_of("encode_tensor.cuh", "Encode")
+_ENCODE_TENSOR = parameter_of("tensor_scale.cuh", "TensorCodes")
 
 CASTS: Mapping[type, TileCast] = {
     RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=1",), lambda _: "TENSOR"),

@@ -4,37 +4,16 @@
 // Blocks         what the host packs; its fields are described in cast_block.cu
 // Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE, ROWWISE, COLUMNWISE and ALIGNED
 #pragma once
-
-struct Blocks {
-    u8 *rowwise, *columnwise;
-    float *row_scale, *column_scale;
-    long long rows, columns, row_pitch, column_pitch;
-    float eps, inf_value;
-    u32 pow2, unused;
-};
+#include "block_scale.cuh"
 
 constexpr int BLOCK = 128, WARPS = TILE_THREADS / 32, WARPS_DOWN = WARPS / WARPS_ACROSS;
 static_assert(TILE_ROWS == BLOCK && TILE_COLUMNS == BLOCK && TILE_THREADS >= 2 * BLOCK, "a tile is a block of scales");
 
 using Values = Eight<IN>[OWN_ROWS];
 
-struct Scale {
-    float encode, decode;
-};
-
-OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
-    float amax = float_of(bits), scale = block_scale<OUT>(amax, p.eps, p.inf_value, p.pow2);
-    return {scale, block_decode_scale(scale, amax, p.pow2)};
-}
-
 OPFUSE_FN RowCodes rowwise_codes(const Blocks& p, const Tile& tile) {
     long long row = tile.row + own_row(tile, 0), column = tile.column + tile.across * 8, rows = p.rows - row, columns = p.columns - column;
     return codes_of_rows(p.rowwise, p.columns, row, column, at_most(rows, BLOCK), at_most(columns, 8));
-}
-
-// Scale `at` of a row of scales, of which `used` hold something.
-OPFUSE_FN void store_scale(float* scales, long long at, long long used, long long pitch, float value) {
-    if (at < pitch) scales[at] = at < used ? value : 0.0f;
 }
 
 // ------------------------------------------------------------------------------------------------------------- 128 x 128 blocks

@@ -7,11 +7,7 @@
 #pragma once
 #include "tensor_scale.cuh"
 
-struct Encode {
-    u8 *rowwise, *columnwise;
-    TensorScale scale;
-    long long rows, columns;
-};
+using Encode = TensorCodes;
 
 // What a thread knows of all that it casts.
 struct Running {

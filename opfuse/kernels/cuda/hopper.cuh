@@ -80,10 +80,17 @@ DEVICE_FN void load_window(u32 to, const Map* map, const Window& w, u32 barrier)
         : "memory");
 }
 
+// ADDS: fp32 values are added to those in memory.
+template <bool ADDS = false>
 DEVICE_FN void store_window(const Map* map, const Window& w, u32 from) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from), "r"(w.x),
-                 "r"(w.y), "r"(w.near), "r"(w.far)
-                 : "memory");
+    if constexpr (ADDS)
+        asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
+                     "r"(w.x), "r"(w.y), "r"(w.near), "r"(w.far)
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from), "r"(w.x),
+                     "r"(w.y), "r"(w.near), "r"(w.far)
+                     : "memory");
 }
 
 // Neighbouring bytes, a multiple of 16 on 16.
@@ -167,5 +174,13 @@ DEVICE_FN void take_registers() {
 DEVICE_FN void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
+// The same of the transposed matrices, of which thread i gives pieces of columns.
+DEVICE_FN void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+DEVICE_FN void store_two(u32 to, float a, float b) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory"); }
+DEVICE_FN void store_half(u32 to, u32 bits) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(static_cast<u16>(bits)) : "memory"); }
 
 #endif

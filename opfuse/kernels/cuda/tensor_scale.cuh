@@ -13,6 +13,13 @@ struct TensorScale {
     u32 pow2;
 };
 
+// Planes of codes under it, null where they are not made, of a [rows, columns] matrix and of its transpose.
+struct TensorCodes {
+    u8 *rowwise, *columnwise;
+    TensorScale scale;
+    long long rows, columns;
+};
+
 // What values are multiplied by; the grid's first thread stores what codes are.
 OPFUSE_FN float encode_scale(const TensorScale& p) {
     float scale, inverse;

@@ -26,7 +26,7 @@ _FAR = 1 << 15  # so that 49 bits of addresses are reached
 _SWIZZLE_128, _PROMOTION_256 = 3, 3
 
 
-_KINDS = {torch.uint8: 0, torch.bfloat16: 9, torch.float16: 6}
+_KINDS = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """CUtensorMapDataType of dtypes."""
 
 

@@ -79,15 +79,17 @@ def grouped_product(
     out_dtype: torch.dtype,
     fast: bool = False,
     out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """The products of groups one below the other, each rounded once to ``out_dtype``: (sum of ``lines``, lines of a right).
 
     lines: how many of each left count; those after them fill its last block. fast: whether sums may have fewer bits than fp32,
     which those of this definition do not. out: a contiguous matrix on 16 bytes to write the result into.
+    accumulate: add the result, in fp32, to what ``out`` holds.
     """
     pairs = ([operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair] for pair in zip(lefts, rights, strict=True))
     result = torch.cat([multiply(*pair)[:count].to(out_dtype) for pair, count in zip(pairs, lines, strict=True)])
-    return result if out is None else out.copy_(result)
+    return result if out is None else out.add_(result) if accumulate else out.copy_(result)
 
 
 def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,37 +43,93 @@ FASTER = {
 }
 """By scaling and fast sums, as measured on an H200 for 256 to 16384 lines. Scales of lines on both sides cost it 2 %."""
 
-_LEAST_LINES = 256  # fewer were not measured
+LEAST_LINES = 256
+"""Fewer were not measured."""
 
 CAPACITIES = (1, 8, 32, 128)
 """Groups of a launch that are compiled for."""
 
 _THREADS = 3 * 128
-_BOX, _STORED = (128, 128), (64, 64)
+_STORED_LINES = 64
 _MAP, _END = f"{WORDS}Q", "IIIf48x"
 _GROUP = parameter_of("product.cu", "Group")
 _NO_GROUP = (0,) * _GROUP.count
 _PROCESSORS = 132  # of an H100 and an H200, where no device is asked
 
 
-_Pair = tuple[Stored, Stored, int]
+Pair = tuple[Stored, Stored, int]
 """Left, right, and how many lines of the left count."""
 
 
-class _Form(NamedTuple):
-    """What a launch is compiled for, but for the number of groups."""
+class Form(NamedTuple):
+    """What a launch is compiled for, but for the number of groups. turned: it makes a transpose, too."""
 
     scaling: int
     fast: bool
     left: str
     right: str
     out_dtype: torch.dtype
+    turned: bool = False
 
     @property
     def shared(self) -> int:
         """Bytes of a block: stages of both operands, the result on its way, scales, barriers."""
         stages, boxes = (6, 2) if self.fast else (4, 3)
-        return stages * (boxes * 128 * 128 + (512 if self.scaling == LINES else 0) + 16) + 4 * 64 * 128
+        own = 4 * 64 * 128 + self.turned * 2 * 128 * 128
+        return (stages - self.turned) * (boxes * 128 * 128 + (512 if self.scaling == LINES else 0) + 16) + own
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Lines and columns of the results that a block makes at once."""
+        return (128, 128) if self.fast else (256, 128)
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The definitions of product.cuh."""
+        return {
+            "SCALING": self.scaling,
+            "FAST": int(self.fast),
+            "LEFT": self.left,
+            "RIGHT": self.right,
+            "RESULT": C_TYPES[self.out_dtype],
+            "SHARED": self.shared,
+        }
+
+    def packing(self, groups: int, maps: int) -> str:
+        """Of Product in product.cuh."""
+        return _MAP * (1 + maps) + _GROUP.packing * groups + _END
+
+    def fields(
+        self, groups: Sequence[Pair], pitches: Sequence[int], columns: int, *, capacity: int = 1, result: int = 0, done: int = 0
+    ) -> tuple[Grid, list[int | float]]:
+        """The grid, and the fields of Product, for results at an address, after ``done`` lines of others."""
+        device = groups[0][0].data.get_device()
+        (tall, wide), row = self.tile, columns * self.out_dtype.itemsize
+        firsts = [*accumulate((ceil_div(count, tall) * ceil_div(columns, wide) for *_, count in groups), initial=0)]
+        starts = accumulate((count for *_, count in groups), initial=done)
+        maps = [boxes(self.out_dtype, row, _STORED_LINES, device), *(boxes(torch.uint8, pitch, 128, device) for pitch in pitches)]
+        fields: list[int | float] = [word for words in maps for word in words]
+        for (left, right, count), first, start in zip(groups, firsts, starts):
+            length = left.layout.lines[1]
+            left_at, right_at, left_scale, right_scale = (
+                array.data_ptr() for array in (left.data, right.data, left.scale, right.scale)
+            )
+            fields += _GROUP(
+                left=left_at,
+                right=right_at,
+                result=result and result + start * row,
+                left_scale=left_scale,
+                right_scale=right_scale,
+                lines=count,
+                length=length,
+                first=first,
+                pitch=length,
+                left_pitch=left.scale.shape[-1],
+                right_pitch=right.scale.shape[-1],
+            )
+        fields += _NO_GROUP * (capacity - len(groups))
+        grid = Grid(min(firsts[-1], _processors(device)), _THREADS, self.shared)
+        return grid, [*fields, len(groups), firsts[-1], columns, 1.0]
 
 
 @kernel("product.cu", reference=definition.grouped_product, tolerance=BITWISE)
@@ -86,16 +142,17 @@ def grouped_product(
     out_dtype: torch.dtype,
     fast: bool = False,
     out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """For planes of one format on each side, with lines, and arrays in place; rights of one number of lines."""
     columns, device = rights[0].layout.lines[0], lefts[0].data.device
-    form = _form(lefts[0], rights[0], out_dtype, fast)
+    form = form_of(lefts[0], rights[0], out_dtype, fast=fast)
     result = torch.empty(sum(lines), columns, dtype=out_dtype, device=device) if out is None else out
     most = CAPACITIES[-1]
     for start in range(0, len(lefts), most):
         part = slice(start, start + most)
         groups = [*zip(lefts[part], rights[part], lines[part])]
-        _launch(launch, form, groups, result, sum(lines[:start]))
+        _launch(launch, form, groups, result, sum(lines[:start]), accumulate=accumulate)
     return result
 
 
@@ -106,68 +163,38 @@ def is_faster(left: Stored, right: Stored, *, fast: bool) -> bool:
     if reach is None:
         return False
     (lines, length), (columns, _) = left.layout.lines, right.layout.lines
-    tall, wide = _tile(fast=fast and scaling == TENSORS)
+    tall, wide = form_of(left, right, torch.bfloat16, fast=fast).tile
     tiles = ceil_div(lines, tall) * ceil_div(columns, wide)
-    return lines >= _LEAST_LINES and tiles >= reach.tiles and length <= reach.length
+    return lines >= LEAST_LINES and tiles >= reach.tiles and length <= reach.length
 
 
-def _tile(*, fast: bool) -> tuple[int, int]:
-    """Lines and columns of the results that a block makes at once."""
-    return (128, 128) if fast else (256, 128)
-
-
-def _launch(launch: Launcher, form: _Form, groups: Sequence[_Pair], result: torch.Tensor, done: int) -> None:
+def _launch(launch: Launcher, form: Form, groups: Sequence[Pair], result: torch.Tensor, done: int, *, accumulate: bool) -> None:
     """Queue the products of these groups, whose results lie one below the other in ``result``, after ``done`` lines of others."""
-    columns, device = result.shape[1], result.get_device()
-    tall, wide = _tile(fast=form.fast)
-    firsts = [*accumulate((ceil_div(count, tall) * ceil_div(columns, wide) for *_, count in groups), initial=0)]
-    starts = accumulate((count for *_, count in groups), initial=done)
     capacity = next(most for most in CAPACITIES if most >= len(groups))
     pitches = [left.layout.lines[1] for left, *_ in groups]
     pitches = pitches[:1] if len(set(pitches)) == 1 else pitches + pitches[:1] * (capacity - len(pitches))
-    variant, layout = _compiled(form, capacity, len(pitches))
-    maps = [_window(form.out_dtype, columns * form.out_dtype.itemsize, _STORED, device)]
-    maps += [_window(torch.uint8, pitch, _BOX, device) for pitch in pitches]
-    fields: list[int | float] = [word for words in maps for word in words]
-    row = columns * form.out_dtype.itemsize
-    for (left, right, count), first, start in zip(groups, firsts, starts):
-        arrays = left.data, right.data, result, left.scale, right.scale
-        length = left.layout.lines[1]
-        left_at, right_at, result_at, left_scale, right_scale = (array.data_ptr() for array in arrays)
-        fields += _GROUP(
-            left=left_at,
-            right=right_at,
-            result=result_at + start * row,
-            left_scale=left_scale,
-            right_scale=right_scale,
-            lines=count,
-            length=length,
-            first=first,
-            pitch=length,
-            left_pitch=left.scale.shape[-1],
-            right_pitch=right.scale.shape[-1],
-        )
-    fields += _NO_GROUP * (capacity - len(groups))
-    grid = Grid(min(firsts[-1], _processors(device)), _THREADS, form.shared)
-    launch(variant, "product", grid, layout, *fields, len(groups), firsts[-1], columns, 1.0, device=device)
+    variant, layout = _compiled(form, capacity, len(pitches), accumulate)
+    grid, fields = form.fields(groups, pitches, result.shape[1], capacity=capacity, result=result.data_ptr(), done=done)
+    launch(variant, "product", grid, layout, *fields, device=result.get_device())
 
 
-def _form(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> _Form:
+def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, turned: bool = False) -> Form:
     scaling = SCALING[left.layout.format.block, right.layout.format.block]
     one, other = (plane.layout.element.name.upper() for plane in (left, right))
-    return _Form(scaling, fast and scaling == TENSORS, one, other, out_dtype)
+    return Form(scaling, fast and scaling == TENSORS, one, other, out_dtype, turned)
 
 
 @functools.cache
-def _compiled(form: _Form, groups: int, maps: int) -> tuple[Variant, struct.Struct]:
+def _compiled(form: Form, groups: int, maps: int, accumulate: bool) -> tuple[Variant, struct.Struct]:
     """What multiplies in this form, and how its parameter is packed."""
-    layout = struct.Struct(_MAP * (1 + maps) + _GROUP.packing * groups + _END)
-    defines = {"SCALING": form.scaling, "FAST": form.fast, "LEFT": form.left, "RIGHT": form.right, "OUT": C_TYPES[form.out_dtype]}
-    return variant_of("product.cu", layout, **defines, GROUPS=groups, MAPS=maps, SHARED=form.shared), layout
+    layout = struct.Struct(form.packing(groups, maps))
+    counts = {"GROUPS": groups, "MAPS": maps, "ACCUMULATE": accumulate}
+    return variant_of("product.cu", layout, **form.defines, **counts), layout
 
 
-def _window(dtype: torch.dtype, pitch: int, box: tuple[int, int], device: int) -> tuple[int, ...]:
-    return window(dtype, pitch, box) if device >= 0 else BLANK
+def boxes(dtype: torch.dtype, pitch: int, lines: int, device: int) -> tuple[int, ...]:
+    """The map of boxes of so many lines of 128 bytes."""
+    return window(dtype, pitch, (lines, 128 // dtype.itemsize)) if device >= 0 else BLANK
 
 
 @functools.cache

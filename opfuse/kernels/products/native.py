@@ -282,6 +282,11 @@ def _scaled_mm(
     return result
 
 
+def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
+    """Why kernels of the package's own do not multiply two planes on their device; an empty string if they do."""
+    return refusal(left, right, out_dtype, _machine(left.data.get_device()), own=True)
+
+
 @functools.cache
 def _machine(device: int) -> Machine:
     return machine(torch.cuda.get_device_capability(device))

@@ -1,0 +1,98 @@
+"""A product, its chain and its cast in one launch beside one after the other, same bits: ``python -m benchmarks.chained``.
+
+Needs compute capability 9.0. One after the other is what runs otherwise: the faster product of both, and the chain's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.products import KINDS, SIZES, figure, operand
+from benchmarks.timing import Call, device_time
+from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage
+from opfuse.kernels.cases.chain_casts import encoding_of
+from opfuse.kernels.cases.chains import OPS
+from opfuse.kernels.products.chained import multiply_then_chain, product_chain
+from opfuse.numerics.chain import Stage
+
+BF16 = torch.bfloat16
+LEAST = {2048: 1.12, 4096: 1.05, 7168: 1.03}
+"""Of the one launch for GELU and a delayed cast, times the speed of the others, by the length of the sums."""
+
+
+class What(NamedTuple):
+    """Kind of product, ops, cast and planes ("": none), stages whose input is kept."""
+
+    kind: str
+    ops: tuple[str, ...]
+    cast: str = ""
+    usages: tuple[Usage, ...] = (ROWWISE,)
+    keep: tuple[int, ...] = ()
+
+
+_GELU, _BOTH, _TENSOR, _BLOCK = ("bias", "gelu"), (ROWWISE, COLUMNWISE), "per tensor, fast", "1x128 by 128x128"
+CHAINS = {
+    "bias, GELU, delayed": What(_TENSOR, _GELU, "delayed"),
+    "bias, GELU, delayed, input kept": What(_TENSOR, _GELU, "delayed", keep=(1,)),
+    "bias, GELU, delayed both, input kept": What(_TENSOR, _GELU, "delayed", _BOTH, (1,)),
+    "bias, GELU, current": What(_TENSOR, _GELU, "current"),
+    "bias, GELU, current both, input kept": What(_TENSOR, _GELU, "current", _BOTH, (1,)),
+    "bias": What(_TENSOR, ("bias",)),
+    "bias, residual": What(_TENSOR, ("bias", "add")),
+    "bias, GELU, 1x128": What(_BLOCK, _GELU, "1x128"),
+    "bias, GELU, 1x128, input kept": What(_BLOCK, _GELU, "1x128", keep=(1,)),
+    "bias, 1x128 product": What(_BLOCK, ("bias",)),
+}
+
+
+def calls(what: What, sizes: tuple[int, int, int], device: str) -> tuple[Call, Call]:
+    """One after the other, and in one launch."""
+    lines, length, columns = sizes
+    kind = KINDS[what.kind]
+    left, right = operand(kind.left, lines, length, device), operand(kind.right, columns, length, device)
+    for side in (left, right):
+        side.scale.mul_(length**-0.25)
+    shapes = {"row": (columns,), "full": (lines, columns)}
+    stages = [
+        Stage(OPS[op], {name: torch.randn(shapes[k], dtype=BF16, device=device) for name, k in OPS[op].operands.items()})
+        for op in what.ops
+    ]
+    matrix = lines, columns
+    encode = encoding_of(what.cast, E4M3, what.usages, matrix, torch.device(device)) if what.cast else None
+    options = {"shape": torch.Size(matrix), "dtype": BF16, "keep": what.keep, "fast": kind.fast}
+    return (
+        lambda: multiply_then_chain(left, right, stages, encode, **options),
+        lambda: product_chain(left, right, stages, encode, **options),
+    )
+
+
+def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """One row for each chain and problem: microseconds of both, which take turns three times."""
+    for name, what in CHAINS.items():
+        for sizes in SIZES:
+            both = calls(what, sizes, device)
+            times = [[device_time([call], launches=6, repeats=3).median for call in both] for _ in range(3)]
+            apart, one = (sorted(each)[1] for each in zip(*times))
+            least = LEAST.get(sizes[1]) if name == "bias, GELU, delayed" else None
+            yield {"chain": name, "problem": "x".join(map(str, sizes)), "apart": apart, "one": one, "least": least}
+
+
+def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Figures for the record."""
+    for row in measure(device):
+        name = f"{row['chain']}: {row['problem']}"
+        yield figure(name, row["one"], "us")
+        yield figure(name, row["apart"] / row["one"], "x apart", row["least"])
+
+
+def main() -> None:
+    """Print a table."""
+    for row in measure():
+        print(f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['apart'] / row['one']:6.3f} x apart", flush=True)
+
+
+if __name__ == "__main__":
+    main()

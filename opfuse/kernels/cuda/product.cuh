@@ -1,0 +1,355 @@
+// product: what FP8 products of groups of lines on the matrix unit of sm_90a have in common: left times right transposed, tile by tile.
+//
+// left, right    lines of LEFT and RIGHT codes, along which is summed, `pitch` bytes apart; both of a group have one length. Lines begin
+//                on 16 bytes, lengths and pitches are multiples of 16
+// result         [lines of the left, columns] of RESULT for each group, `columns` the lines of the right, one number for all groups, a
+//                multiple of 16; 16 bytes aligned
+// SCALING 0      TENSORS: one scale for the left and one for the right. FAST: the unit keeps the sums; otherwise those of each 128
+//                elements are added in fp32. Their product multiplies the sums, once
+//         1      TILES: a scale for 128 neighbours of a line of the left, [blocks, left_pitch], and for 128 x 128 codes of the right,
+//                [blocks of lines, right_pitch]
+//         2      LINES: for 128 neighbours of a line on both sides, [blocks, left_pitch] and [blocks, right_pitch]
+//                The sums of a block are added in fp32. TILES: times the product of its two scales, by one fma. LINES: times the scale of
+//                the left, rounded, and then times that of the right by one fma
+// Order          of sums is that of the library's products of the same formats, whose bits these are
+// groups         GROUPS at most; `first` is the number of a group's first tile. A map for the windows of operands: MAPS = 1 for one
+//                pitch, otherwise one for each group
+// one            1.0, which the compiler does not know
+// Grid           blocks of 3 x 128 threads, as many as multiprocessors at most; each takes every so many-th tile. The first warp loads;
+//                two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
+// FAST           a tile is 128 x 128, and the consumers take turns: one multiplies while the other stores
+// otherwise      a tile is 256 x 128, half of its lines each; the second consumer follows the first, so that one multiplies while the other
+//                adds
+// End            what becomes of the sums of a tile: `store`, called by a consumer for its 128 lines and columns, and at last `finish`. A
+//                room is what it stores by, two of each consumer. TURNED: each has 128 x 128 bytes more, and there is a stage less
+#pragma once
+#include "vectors.cuh"
+#include "hopper.cuh"
+
+struct Group {
+    const u8 *left, *right;
+    RESULT* result;
+    const float *left_scale, *right_scale;
+    u32 lines, length, first, pitch, left_pitch, right_pitch;
+};
+
+struct Product {
+    Map result;
+    Map windows[MAPS];
+    Group groups[GROUPS];
+    u32 count, tiles, columns;
+    float one;
+    u32 spare[12];
+};
+constexpr int TENSORS = 0, TILES = 1, LINES = 2;
+constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
+
+#if HOPPER
+
+constexpr u32 BOX = 128;                              // of lines, of columns, and of bytes along a sum
+constexpr u32 TALL = FAST ? 1 : 2;                    // boxes of the left in a tile
+constexpr u32 STAGES = (FAST ? 6 : 4) - TURNED;
+constexpr u32 BOX_BYTES = BOX * BOX, STAGE_BYTES = (TALL + 1) * BOX_BYTES;
+constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // of results on their way
+constexpr u32 SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
+constexpr u32 BAND = 8;                               // tiles of lines that share columns in the cache
+constexpr u32 AT_STORED = STAGES * STAGE_BYTES, AT_TURNED = AT_STORED + 4 * STORED_BYTES;
+constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + STAGES * SCALE_BYTES;
+static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that the host asks for");
+
+constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;  // numbers of meetings; each consumer has one of OWN and of TURN
+
+constexpr u32 AHEAD = 4;  // of sixteen pairs of scales, those that a thread reads while the unit works
+
+struct Tile {
+    u32 line, column, steps;
+};
+
+DEVICE_FN u32 ceil_div(u32 n, u32 d) { return (n + d - 1) / d; }
+
+DEVICE_FN u32 left_of(u32 size, u32 from) { return size > from ? size - from : 0; }
+
+// Tile t, of which `group` is set to the group; it was that of an earlier tile.
+DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
+    while (group + 1 < p.count && t >= p.groups[group + 1].first) ++group;
+    const Group& g = p.groups[group];
+    u32 across = ceil_div(p.columns, BOX), down = ceil_div(g.lines, TALL * BOX), within = t - g.first;
+    u32 band = within / (BAND * across), rest = within - band * BAND * across, height = smaller(BAND, down - band * BAND);
+    return {(band * BAND + rest % height) * TALL * BOX, rest / height * BOX, ceil_div(g.length, BOX)};
+}
+
+// Stages in turn. `full` is over when the bytes of a stage are there, `empty` when all that read it are done.
+struct Ring {
+    u32 base, stage, parity;
+
+    DEVICE_FN Ring(u32 base, u32 parity) : base(base), stage(0), parity(parity) {}
+    DEVICE_FN u32 full() const { return base + AT_BARRIERS + stage * 8; }
+    DEVICE_FN u32 empty() const { return base + AT_BARRIERS + (STAGES + stage) * 8; }
+    DEVICE_FN u32 left() const { return base + stage * STAGE_BYTES; }
+    DEVICE_FN u32 right() const { return left() + TALL * BOX_BYTES; }
+    DEVICE_FN u32 scales() const { return base + AT_SCALES + stage * SCALE_BYTES; }
+    DEVICE_FN void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    DEVICE_FN void skip(u32 steps) {
+        u32 reached = stage + steps;
+        parity ^= reached / STAGES & 1;
+        stage = reached % STAGES;
+    }
+};
+
+// ------------------------------------------------------------------------------------------------------------------- loading
+
+DEVICE_FN void load_tiles(const Product& p, u32 base) {
+    Ring ring(base, 1);
+    u32 group = 0;
+    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+        Tile tile = tile_at(p, t, group);
+        const Group& g = p.groups[group];
+        const Map* map = &p.windows[MAPS == 1 ? 0 : group];
+        const u8* left = g.left + static_cast<u64>(tile.line) * g.pitch;
+        const u8* right = g.right + static_cast<u64>(tile.column) * g.pitch;
+        u32 boxes = smaller(TALL, ceil_div(g.lines - tile.line, BOX));  // a box of which nothing is there would be read from nowhere
+        u32 scale_bytes = smaller(SCALE_BYTES, left_of(g.right_pitch, tile.column) * 4);
+        for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
+            u32 there = g.length - k * BOX;
+            wait(ring.empty(), ring.parity);
+            expect_bytes(ring.full(), (boxes + 1) * BOX_BYTES + scale_bytes);
+            for (u32 i = 0; i < boxes; ++i) {
+                const u8* from = left + static_cast<u64>(i * BOX) * g.pitch + k * BOX;
+                Window window = window_at<BOX, BOX, 1>(from, g.pitch, there, left_of(g.lines, tile.line + i * BOX));
+                load_window(ring.left() + i * BOX_BYTES, map, window, ring.full());
+            }
+            Window window = window_at<BOX, BOX, 1>(right + k * BOX, g.pitch, there, left_of(p.columns, tile.column));
+            load_window(ring.right(), map, window, ring.full());
+            if constexpr (SCALING == LINES)
+                load_bytes(ring.scales(), g.right_scale + static_cast<u64>(k) * g.right_pitch + tile.column, scale_bytes, ring.full());
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------------- multiplying
+
+// One of the consumers, and a thread's place in it.
+struct Consumer {
+    u32 number, thread, warp, lane;
+};
+
+DEVICE_FN void release(u32 empty, const Consumer& own) {
+    if (SCALING == LINES || own.lane == 0) arrive(empty);  // each thread has read scales; what the unit reads, a warp waits for as one
+}
+
+// 64 lines of the stage's left, the i-th of the consumer's two, by its right.
+DEVICE_FN void multiply_box(float (&sums)[64], u32 left, u32 right, u32 i) {
+#pragma unroll
+    for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + i * DOWN_64 + k * ALONG_32, right + k * ALONG_32, k != 0);
+}
+
+// Room for 64 rows of 128 bytes, the next of the consumer's two in turn, once what was stored from it last is read.
+DEVICE_FN u32 next_room(u32 base, const Consumer& own, u32& used) {
+    if (own.thread == 0) wait_stores_read<1>();
+    meet(OWN + own.number, CONSUMER);
+    return base + AT_STORED + (own.number * 2 + used++ % 2) * STORED_BYTES;
+}
+
+// What the consumer wrote to a room is there for the engine.
+DEVICE_FN void fill_room(const Consumer& own) {
+    show_to_engine();
+    meet(OWN + own.number, CONSUMER);
+}
+
+// 16-bit pairs of 64 columns to a room: of each eight columns those of a thread's two lines.
+DEVICE_FN void write_pairs(u32 room, const Consumer& own, const u32 (&pairs)[8][2]) {
+    u32 row = own.warp * 16 + (own.lane & 15);
+#pragma unroll
+    for (u32 j = 0; j < 8; j += 2) {
+        u32 piece = j + (own.lane >> 4);
+        store_matrices(room + row * STORED_PITCH + ((piece ^ (row & 7)) << 4), pairs[j][0], pairs[j][1], pairs[j + 1][0], pairs[j + 1][1]);
+    }
+}
+
+// The box of a room, from a column of a line on, to a matrix as wide as the result; of one thread. An empty group counts as well.
+template <bool ADDS = false, class T>
+DEVICE_FN void store_room(const Product& p, const Map* map, const Group& g, T* matrix, u32 line, u32 column, u32 room) {
+    constexpr u32 ACROSS = STORED_PITCH / sizeof(T);
+    u32 rows = left_of(g.lines, line), columns = left_of(p.columns, column);
+    T* to = matrix + static_cast<u64>(line) * p.columns + column;
+    if (rows && columns)
+        store_window<ADDS>(map, window_at<ACROSS, STORED_LINES, sizeof(T)>(to, static_cast<u64>(p.columns) * sizeof(T), columns, rows), room);
+    commit_stores();
+}
+
+// Consumers take turns by tiles: one multiplies while the other stores.
+template <class End>
+DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own, End& end) {
+    Ring ring(base, 0);
+    u32 group = 0, count = 0;
+    if (own.number == 1) signal(TURN, 2 * CONSUMER);
+    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x, ++count) {
+        Tile tile = tile_at(p, t, group);
+        if ((count & 1) != own.number) {
+            ring.skip(tile.steps);
+            continue;
+        }
+        const Group& g = p.groups[group];
+        float scale = g.left_scale[0] * g.right_scale[0];
+        float sums[2][64];
+#pragma unroll
+        for (u32 e = 0; e < 128; ++e) sums[e / 64][e % 64] = 0.0f;  // so that those before are not kept while they are stored
+        meet(TURN + own.number, 2 * CONSUMER);
+        u32 before = 0;
+        for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
+            wait(ring.full(), ring.parity);
+            u32 left = operand_at(ring.left()), right = operand_at(ring.right());
+            begin_products();
+#pragma unroll
+            for (u32 e = 0; e < BOX / 32; ++e)
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i)
+                    multiply_64x128x32(sums[i], left + i * DOWN_64 + e * ALONG_32, right + e * ALONG_32, (k | e) != 0);
+            commit_products();
+            if (k > 0) {  // one stage stays with the unit
+                wait_products<1>();
+                release(before, own);
+            }
+            before = ring.empty();
+        }
+        signal(TURN + 1 - own.number, 2 * CONSUMER);
+        wait_products<0>();
+        sums_are_ready(sums[0]);
+        sums_are_ready(sums[1]);
+        release(before, own);
+        end.store(p, g, tile, base, own, sums, scale);
+    }
+    if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // the turn that nobody took
+}
+
+// What scales the sums of a thread's lines, two of each 64, times the scale of the tile of the right if there is one. The four threads
+// that share lines have every fourth block each, and read four blocks ahead. What was read is multiplied, by one if by nothing else:
+// registers that are only copied would be waited for at once.
+struct LeftScales {
+    float now[4], next[4], right;
+
+    DEVICE_FN LeftScales(float one) : right(one) {}
+
+    DEVICE_FN void load(const Group& g, const Tile& tile, u32 line, u32 block) {
+        u64 k = smaller(block, tile.steps - 1);
+        const float* scales = g.left_scale + k * g.left_pitch;
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) next[e] = __ldg(scales + smaller(line + e % 2 * 8 + e / 2 * 64, g.lines - 1));
+        if constexpr (SCALING == TILES) right = __ldg(g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + k);
+    }
+    DEVICE_FN void advance() {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) now[e] = next[e] * right;
+    }
+    DEVICE_FN float of(u32 e, u32 lane, u32 block) const { return __shfl_sync(~0u, now[e], lane / 4 * 4 + block % 4); }
+};
+
+// Adds the sums of a block, scaled; `upper` and `lower` are the scales of a thread's two lines, `columns` those of its columns.
+DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], float upper, float lower, const float2 (&ahead)[AHEAD], const float2* columns) {
+#pragma unroll
+    for (u32 j = 0; j < 16; ++j) {
+        float2 column = SCALING != LINES ? float2{1.0f, 1.0f} : j < AHEAD ? ahead[j] : columns[j * 4];
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+            float x = part[j * 4 + e], row = e < 2 ? upper : lower;
+            float& sum = sums[j * 4 + e];
+            if constexpr (SCALING == TENSORS)
+                sum += x;
+            else
+                sum = SCALING == TILES ? __fmaf_rn(x, row, sum) : __fmaf_rn(x * row, e % 2 ? column.y : column.x, sum);
+        }
+    }
+}
+
+// Consumers share a tile; sums of 128 elements are added in fp32, by one while the other multiplies.
+template <class End>
+DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, u8* shared, End& end) {
+    Ring ring(base, 0);
+    u32 group = 0;
+    bool later = false;
+    float sums[2][64], part[64];
+    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+        Tile tile = tile_at(p, t, group);
+        const Group& g = p.groups[group];
+        float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
+        u32 line = tile.line + own.number * BOX + own.warp * 16 + own.lane / 4;
+        LeftScales scales(p.one);
+        if constexpr (SCALING != TENSORS) scales.load(g, tile, line, own.lane % 4);
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+            for (u32 j = 0; j < 64; ++j) sums[i][j] = 0.0f;
+        if (own.number == 1) {
+            meet(FOLLOW, 2 * CONSUMER);
+            signal(STARTED, 2 * CONSUMER);
+        }
+        for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
+            float rows[4] = {};
+            wait(ring.full(), ring.parity);
+            u32 left = operand_at(ring.left() + own.number * BOX_BYTES), right = operand_at(ring.right());
+            const float2* columns = reinterpret_cast<const float2*>(shared + (ring.scales() - base)) + own.lane % 4;
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                begin_products();
+                multiply_box(part, left, right, i);
+                commit_products();
+                if (SCALING != TENSORS && i == 0) {  // while the unit works
+                    if (k % 4 == 0) {
+                        scales.advance();
+                        scales.load(g, tile, line, k + 4 + own.lane % 4);
+                    }
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e) rows[e] = scales.of(e, own.lane, k);
+                }
+                if (i == 0 && k == 0 && own.number == 0) {  // the second begins where the first has begun, which waits for it once a tile
+                    if (later) meet(STARTED, 2 * CONSUMER);
+                    signal(FOLLOW, 2 * CONSUMER);
+                    later = true;
+                }
+                float2 ahead[AHEAD] = {};
+                if constexpr (SCALING == LINES)
+#pragma unroll
+                    for (u32 j = 0; j < AHEAD; ++j) ahead[j] = columns[j * 4];
+                wait_products<0>();
+                sums_are_ready(part);
+                if (i == 1 && SCALING != LINES) release(ring.empty(), own);
+                add_part(sums[i], part, rows[i * 2], rows[i * 2 + 1], ahead, columns);
+                if (i == 1 && SCALING == LINES) release(ring.empty(), own);
+            }
+        }
+        end.store(p, g, tile, base, own, sums, scale);
+    }
+    if (own.number == 0 && later) meet(STARTED, 2 * CONSUMER);
+}
+
+// What a block does: one warp loads, two consumers multiply and hand the sums of their tiles to `end`.
+template <class End>
+DEVICE_FN void multiply(const Product& p, End& end) {
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared), role = __shfl_sync(~0u, threadIdx.x / CONSUMER, 0);  // which the compiler then knows to be one
+    if (threadIdx.x == 0) {
+        for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
+            init_barrier(ring.full(), 1);
+            init_barrier(ring.empty(), FAST ? 4 : SCALING == LINES ? 2 * CONSUMER : 8);  // warps, or threads
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    if (role == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0) load_tiles(p, base);
+    } else {
+        take_registers<232>();
+        Consumer own = {role - 1, threadIdx.x % CONSUMER, threadIdx.x % CONSUMER / 32, threadIdx.x % 32};
+        if constexpr (FAST)
+            multiply_in_turns(p, base, own, end);
+        else
+            multiply_together(p, base, own, shared, end);
+        end.finish(own);
+        if (own.thread == 0) wait_stores_done();
+    }
+}
+
+#endif

@@ -1,0 +1,240 @@
+"""An FP8 product, the elementwise ops that follow it, and the cast of what they make, in one launch (cuda/product_chain.cu).
+
+The bits are those of the product and of the chain's own kernel, one after the other; :data:`CHEAPER` says where the one launch
+saves time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from types import NoneType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels.casts.encoding import (
+    Blocks,
+    EncodedArrays,
+    Encoding,
+    Measured,
+    RecordingScale,
+    WithOriginal,
+    apart,
+    original,
+)
+from opfuse.kernels.casts.room import room_for
+from opfuse.kernels.chains.call import ChainCall, product_call
+from opfuse.kernels.chains.cast import forward_chain_cast, forward_chain_encoded
+from opfuse.kernels.chains.chain import forward_chain
+from opfuse.kernels.chains.fragments import MOST_STORED, fits, fragments_of
+from opfuse.kernels.chains.structure import ChainCode
+from opfuse.kernels.chains.tiles import CASTS
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.parameters import CStruct, parameter_of
+from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel, runs_kernels
+from opfuse.kernels.engine.variants import variant_of
+from opfuse.kernels.products.hopper import LEAST_LINES, TENSORS, TILES, Form, Pair, boxes, form_of
+from opfuse.kernels.products.native import OWN_OUTPUTS, multiply, own_refusal
+from opfuse.kernels.products.stored import Stored
+from opfuse.numerics.activations import POINTWISE
+from opfuse.numerics.chain import Stage
+from opfuse.numerics.checks import check_cast
+from opfuse.numerics.layouts import ceil_div
+from opfuse.numerics.pointwise import Pointwise
+
+ProductResult = tuple[list[EncodedArrays], Tensor | None, dict[int, Tensor]]
+"""The planes of the chain's result, the result itself where nothing is cast, and what is kept."""
+
+
+class Within(NamedTuple):
+    """Products of one form for which one launch is faster: tiles at least, length of sums, elements of the result at most."""
+
+    tiles: int
+    length: int
+    results: int
+
+
+CHEAPER: Mapping[tuple[int, bool], Mapping[type, Within]] = {
+    (TENSORS, True): {
+        NoneType: Within(32, 16384, 1 << 40),
+        RecordingScale: Within(32, 8192, 1 << 40),
+        Measured: Within(32, 8192, 1 << 40),
+    },
+    (TILES, False): {NoneType: Within(64, 16384, 1 << 40), Blocks: Within(112, 8192, 1 << 26)},
+}
+"""By the scaling of the product and fast sums, and by the cast, as measured on an H200 for 256 to 16384 lines.
+
+Where consumers share a tile nobody multiplies while it is cast, and large results are limited by power: a cast pays least there.
+"""
+
+
+def why_apart(
+    left: Stored, right: Stored, stages: Sequence[Stage], encode: Encoding | None, *, dtype: torch.dtype, fast: bool
+) -> str:
+    """Why a product, its chain and its cast are not made in one launch; an empty string if they are."""
+    if not left.data.is_cuda or not runs_kernels(left.data):
+        return "no GPU whose kernels are used"
+    if reason := own_refusal(left, right, dtype):
+        return reason
+    if _end_of(encode, stages, left, right, dtype=dtype) is None:
+        return "no kernel for this chain with this cast"
+    return slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
+
+
+def slower(form: Form, encode: Encoding | None, lines: tuple[int, int], columns: int) -> str:
+    """Why one launch saves no time, by :data:`CHEAPER`. lines: number and length of those of the left."""
+    (count, length), cast = lines, type(encode and apart(encode)[0])
+    within = CHEAPER.get((form.scaling, form.fast), {}).get(cast)
+    if within is None:
+        return "not measured for this product with this cast"
+    tiles = ceil_div(count, form.tile[0]) * ceil_div(columns, form.tile[1])
+    bounds = {
+        "lines": (count, LEAST_LINES, math.inf),
+        "tiles": (tiles, within.tiles, math.inf),
+        "length of the sum": (length, 1, within.length),
+        "elements of the result": (count * columns, 1, within.results),
+    }
+    found = ((name, got, least, most) for name, (got, least, most) in bounds.items() if not least <= got <= most)
+    return next((f"slower: wants {least} to {most} {name}, got {got}" for name, got, least, most in found), "")
+
+
+_AMAX = parameter_of("encode_amax.cuh", "Encode")
+_PAIRS = 8  # bytes on which operands start
+_ALIGNED = 64
+
+
+class _End(NamedTuple):
+    """What becomes of a chain's result: the cast's name in product_chain.cu, its Encode, and definitions of its own."""
+
+    cast: str
+    encode: CStruct
+    element: str = ""
+    rowwise: bool = False
+    turned: bool = False
+
+
+def multiply_then_chain(
+    left: Stored,
+    right: Stored,
+    stages: Sequence[Stage],
+    encode: Encoding | None,
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    keep: Collection[int] = (),
+    fast: bool = False,
+) -> ProductResult:
+    """The product as a tensor of ``shape`` in ``dtype``; then its chain, rounded after each op, and the cast."""
+    x = multiply(left, right, out_dtype=dtype, fast=fast).view(shape)
+    if encode is None:
+        y, kept = forward_chain(x, stages, dtype=dtype, keep=keep)
+        return [], y, kept
+    encoded, kept = forward_chain_encoded(x, stages, encode, dtype=dtype, keep=keep)
+    return encoded, None, kept
+
+
+@kernel("product_chain.cu", reference=multiply_then_chain, tolerance=Tolerance(ulp=1))
+def product_chain(
+    launch: Launcher,
+    left: Stored,
+    right: Stored,
+    stages: Sequence[Stage],
+    encode: Encoding | None,
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    keep: Collection[int] = (),
+    fast: bool = False,
+) -> ProductResult:
+    """For operands that hopper.py takes. Where the amax of the result decides its scale, a second kernel casts what is stored."""
+    inner, stores = (None, True) if encode is None else apart(encode)
+    measured = isinstance(inner, Measured)
+    again = max(keep, default=0) if measured and not stores and cast(Measured, inner).under else 0
+    again = again if again and _is_light(stages[again:]) else 0  # a stage whose input is there when the amax is known
+    end = _end_of(encode, stages, left, right, dtype=dtype) if len(keep) < MOST_STORED else None
+    stores = stores or (measured and not again)
+    call = None if end is None else product_call(left.data, stages, shape=shape, dtype=dtype, keep=keep, stores=stores)
+    if call is None or end is None or not fits(call.code) or any(t.data_ptr() % _PAIRS for t in call.tensors):
+        return multiply_then_chain(left, right, stages, encode, shape=shape, dtype=dtype, keep=keep, fast=fast)
+    form = form_of(left, right, dtype, fast=fast, turned=end.turned)
+    amax = torch.zeros(1, dtype=torch.float32, device=call.device) if measured else None
+    planes: list[EncodedArrays] = []
+    fields: dict[str, Any] = {"amax": 0 if amax is None else amax.data_ptr()}
+    if end.element:
+        planes, fields = room_for(cast(Encoding, inner), left.data, dtype)
+    _run(launch, form, (left, right, left.layout.lines[0]), call, end, fields=fields)
+    if amax is not None and again:
+        under = cast(Any, inner).under(amax)
+        planes, *_ = forward_chain_cast.run(launch, call.kept[again], stages[again:], under, dtype=dtype)
+    elif amax is not None:
+        planes = cast(Measured, inner).given(cast(Tensor, call.result), amax)
+    if encode is None:
+        return [], call.result, call.kept
+    return [*planes, *original(call.result if isinstance(encode, WithOriginal) else None)], None, call.kept
+
+
+def _is_light(stages: Sequence[Stage]) -> bool:
+    """Whether these ops read no operand for each element."""
+    return not any("full" in stage.math.operands.values() for stage in stages)
+
+
+def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, right: Stored, *, dtype: torch.dtype) -> _End | None:
+    """What becomes of the result of a chain; None if this kernel cannot make it."""
+    lines, columns = left.layout.lines[0], right.layout.lines[0]
+    if columns % 16 or dtype not in OWN_OUTPUTS or not all(_is_known(stage.math) for stage in stages):
+        return None
+    encode = encode and apart(encode)[0]
+    if encode is None or isinstance(encode, Measured):
+        return _End("NOTHING" if encode is None else "AMAX", _AMAX)
+    if not isinstance(encode, (RecordingScale, Blocks)):
+        return None
+    layouts = {layout.usage: layout for layout in encode.layouts}
+    turned = COLUMNWISE in layouts
+    if (turned and lines % 16) or (isinstance(encode, Blocks) and (turned or encode.layouts[0].block != (1, 128))):
+        return None
+    kind = CASTS[type(encode)]
+    check_cast((lines, columns), dtype, encode.layouts, family=kind.family, where="cast of a chain")
+    return _End(kind.name, kind.encode, encode.layouts[0].element.name.upper(), ROWWISE in layouts, turned)
+
+
+def _is_known(math: Pointwise) -> bool:
+    """Whether an op has a place beside the sums: one of the user's own may take too many registers."""
+    return POINTWISE.get(math.name) is math and not math.is_gated
+
+
+def _run(launch: Launcher, form: Form, pair: Pair, call: ChainCall, end: _End, *, fields: Mapping[str, Any]) -> None:
+    """Queue the kernel of a product and of a call over it; ``fields`` are those of the cast's Encode."""
+    left, _, lines = pair
+    columns, device = call.shape[-1], left.data.get_device()
+    variant, last, layout = _program(form, call.code, end)
+    grid, product = form.fields([pair], [left.layout.lines[1]], columns)
+    chain = dict(last.fields)["chain"]
+    names = (field for field, _ in chain.fields)
+    of_chain = chain(
+        **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},
+        **{f"c{i}_{constant}": value for (i, constant), value in zip(call.code.constants, call.constants, strict=True)},
+        **{"row_parts": 0, "column_parts": 0, "row_pieces": 0, "column_pieces": 0},
+        cut=call.cut().fields,
+    )
+    maps = boxes(torch.uint8, columns, 64, device), boxes(torch.uint8, lines if end.turned else 128, 128, device)
+    words = [word for each in maps for word in each]
+    made = last(chain=of_chain, encode=end.encode.of(fields))
+    launch(variant, "product_chain", grid, layout, *product, *words, *made, device=device)
+
+
+@functools.cache
+def _program(form: Form, code: ChainCode, end: _End) -> tuple[Variant, Any, struct.Struct]:
+    """The variant, what ends its parameter, and how the whole is packed."""
+    text = fragments_of(code)
+    last = parameter_of("product_chain.cu", "End", generated=text, types=(("Encode", end.encode),))
+    packing = f"{form.packing(1, 1)}32Q{last.packing}"
+    layout = struct.Struct(f"{packing}{-struct.calcsize(packing) % _ALIGNED}x")
+    cast_defines = {"OUT": end.element, "RECORD": 1} if end.element else {}
+    ends = {"CAST": end.cast, "ROWWISE": end.rowwise, "TURNED": end.turned, **cast_defines}
+    plain = variant_of("product_chain.cu", layout, **form.defines, GROUPS=1, MAPS=1, **ends)
+    return plain._replace(generated=text), last, layout

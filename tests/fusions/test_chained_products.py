@@ -1,0 +1,58 @@
+"""A product that is made with the chain behind it leaves what the product and the chain leave, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opfuse import ops
+from opfuse.fusions import RULES
+from opfuse.kernels.products.chained import product_chain
+from opfuse.tensors import gemm
+from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
+
+WIDTH, ROWS = 128, 64
+
+
+def mlp():
+    torch.manual_seed(0)
+    return to(ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.GELU(), ops.Linear(2 * WIDTH, WIDTH)), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "override"), [("delayed", None), ("fp8_current", None), ("fp8_block", None), ("fp8_block", "high_precision")]
+)
+def test_bias_gelu_and_cast_follow_the_product(name, override, monkeypatch):
+    calls = []
+
+    def chained(left, right, stages, encode, **options):
+        calls.append(([stage.math.name for stage in stages], encode is not None, options["keep"]))
+        return product_chain(left, right, stages, encode, **options)
+
+    def step():
+        x = randn(2, ROWS // 2, WIDTH, dtype=torch.bfloat16)
+        return run(mlp(), x, step=Step(recipe_for(name, override), RULES))
+
+    apart = step()
+    monkeypatch.setattr(gemm, "why_apart", lambda *_, **__: "")
+    monkeypatch.setattr(gemm, "product_chain", chained)
+    assert differences(step().tensors, apart.tensors) == []
+    assert calls == [(["bias", "gelu"], True, [1]), (["bias"], False, [])]
+
+
+def test_a_linear_with_a_product_of_its_own_is_asked_for_it(monkeypatch):
+    class Twice(ops.BasicLinear):
+        traits = ops.BasicLinear.traits
+        accepts_quantized = True
+
+        def produce(self, ctx, x, *, out_dtype=None):
+            return 2 * super().produce(ctx, x, out_dtype=out_dtype)
+
+    monkeypatch.setattr(gemm, "why_apart", lambda *_, **__: "")
+    results = []
+    for rules in (RULES, UNFUSED):
+        torch.manual_seed(0)
+        model = to(ops.Sequential(Twice(WIDTH, WIDTH), ops.GELU()), torch.bfloat16)
+        x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
+        results.append(run(model, x, step=Step(recipe_for("delayed"), rules)).tensors)
+    assert differences(*results) == []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opfuse.core.context import Context, plain, plain_or_none
+from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation, FusibleOperation, OptionalTensors
 from opfuse.errors import PipelineError, describe
 
@@ -61,16 +62,9 @@ class FusedOperation(FusibleOperation):
             ctx.extras = tuple(
                 channels[channel.name] if extra is None else extra for extra, channel in zip(extras, op.extra_input_channels)
             )
-            input_, extra_outputs = op.fuser_forward(
-                [ctx],
-                input_ if op.known.accepts_quantized else plain(input_),
-                basic_op_extra_inputs=[ctx.extras],
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
-                basic_op_kwargs=[kwargs],
-            )
-            outputs += extra_outputs
-            channels |= zip((channel.name for channel in op.extra_output_channels), extra_outputs[0])
+            input_, given = run_forward(op, ctx, input_ if op.known.accepts_quantized else plain(input_), kwargs)
+            outputs.append(given)
+            channels |= zip((channel.name for channel in op.extra_output_channels), given)
         return input_, outputs
 
     def fuser_backward(
@@ -82,7 +76,7 @@ class FusedOperation(FusibleOperation):
         for op, ctx, given in reversed(list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs))):
             received = ((grad, *channels.pop(c.name, ())) for grad, c in zip(given, op.extra_output_channels))
             ctx.grad_extras = tuple(_sum(grads) for grads in received)
-            grad_output, (grad_params,), (grad_inputs,) = _backward(op, ctx, grad_output)
+            grad_output, grad_params, grad_inputs = _backward(op, ctx, grad_output)
             for grad, channel in zip(grad_inputs, op.extra_input_channels):
                 if channel.name is not None:
                     channels.setdefault(channel.name, []).append(grad)
@@ -95,9 +89,9 @@ def _backward(op: BasicOperation, ctx: Context, grad_output: Any) -> tuple[Any, 
     """The gradients that one op of a fused op gives; None for everything where it wants or gets none."""
     if ctx.requires_grad and not all(grad is None for grad in (grad_output, *ctx.grad_extras)):
         grad_output = grad_output if op.known.accepts_quantized else plain_or_none(grad_output)
-        return op.fuser_backward([ctx], grad_output, basic_op_grad_extra_outputs=[ctx.grad_extras])
+        return run_backward(op, ctx, grad_output)
     params = [parameter for parameter in op.parameter_values() if parameter is not None]
-    return None, ((None,) * len(params),), ((None,) * op.num_extra_inputs,)
+    return None, (None,) * len(params), (None,) * op.num_extra_inputs
 
 
 def _sum(grads: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

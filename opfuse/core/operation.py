@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -18,7 +18,8 @@ from torch import nn
 from opfuse.core.channels import ChannelMixin
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
-from opfuse.core.protocol import check_signatures, checked_gradients, checked_output, refuse_missing
+from opfuse.core.numbered import NumberedMixin
+from opfuse.core.protocol import NEIGHBOURS, check_signatures, misfit, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
@@ -135,10 +136,10 @@ class FusibleOperation(StatefulModule, ABC):
             return super()._apply(fn, recurse)
 
 
-class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
+class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
-    A subclass gives ``op_forward`` and ``op_backward``; with extra tensors, ``fuser_forward`` and ``fuser_backward`` instead.
+    A subclass gives ``op_forward`` and ``op_backward``; one written for te.ops may give ``fuser_forward`` and ``fuser_backward``.
     kind: name in patterns; in quantizer roles too, unless there is a module_type (default: the class name in snake case). saves:
     names that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
     of ``"input"``, ``"grad_output"`` and parameter names. forward_kwargs: keyword arguments that a caller may pass to its
@@ -192,6 +193,7 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
             cls.reads_training = True
         cls.word = word_of(cls, cls.kind, declared=named and trusted)
         check_signatures(cls, BasicOperation)
+        cls.takes_neighbours = misfit(cls.op_forward, NEIGHBOURS) is None
         cls.knows_reads = cls.reads_saved is not BasicOperation.reads_saved
         cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
         for plain, outer in (("op_forward", "fuser_forward"), ("op_backward", "fuser_backward")):
@@ -348,52 +350,19 @@ class BasicOperation(QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
             wanted = f"one of {known}" if known else "no keyword arguments"
             raise PipelineError(describe(f"{self.label} forward", wanted=wanted, got=unknown, cure="check the names"))
 
-    def op_forward(
-        self,
-        ctx: Context,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Output for ``input_``, with what the backward needs kept in ``ctx``."""
+    def op_forward(self, ctx: Context, input_: Any, **kwargs: Any) -> Any:
+        """Output for ``input_``, with what the backward needs kept in ``ctx``; with extra outputs, (output, *extra outputs).
+
+        Extra inputs are ``ctx.extras``.
+        """
         refuse_missing(self.label, "op_forward or fuser_forward")
 
-    def op_backward(self, ctx: Context, grad_output: Any) -> tuple[Any, OptionalTensors]:
-        """Gradient of the input, and of each parameter in the order of ``parameters()``."""
+    def op_backward(self, ctx: Context, grad_output: Any) -> Any:
+        """(gradient of the input, those of the parameters in the order of ``parameters()``, those of the extra inputs).
+
+        The last may be left out of an op without extra inputs. Gradients of extra outputs are ``ctx.grad_extras``.
+        """
         refuse_missing(self.label, "op_backward or fuser_backward")
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[Context],
-        input_: Any,
-        *,
-        basic_op_extra_inputs: Sequence[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[Mapping[str, Any]],
-    ) -> tuple[Any, Sequence[Sequence[torch.Tensor | None]]]:
-        """Output and, per basic op, its extra outputs; what an op with extra tensors overrides."""
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return checked_output(self.label, output), [()]
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[Context],
-        grad_output: Any,
-        *,
-        basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Sequence[OptionalTensors], Sequence[OptionalTensors]]:
-        """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
-        grad_input, grad_params = checked_gradients(self.label, self.op_backward(basic_op_ctxs[0], grad_output))
-        return grad_input, [grad_params], [()]
 
 
 def _spec_fields(op: nn.Module) -> Collection[str]:

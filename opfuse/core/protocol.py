@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,15 +11,16 @@ import torch
 from opfuse.errors import PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
-QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+NEIGHBOURS: Mapping[str, None] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+"""The quantizers that te.ops gives ``op_forward`` and ``fuser_forward``."""
 
-PASSED: dict[str, tuple[str, ...]] = {
-    "op_forward": QUANTIZERS,
+PASSED: Mapping[str, tuple[str, ...]] = {
+    "op_forward": (),
     "op_backward": (),
-    "fuser_forward": ("basic_op_extra_inputs", *QUANTIZERS, "basic_op_kwargs"),
+    "fuser_forward": ("basic_op_extra_inputs", *NEIGHBOURS, "basic_op_kwargs"),
     "fuser_backward": ("basic_op_grad_extra_outputs",),
 }
-"""The keywords that each method is called with, behind a context and a tensor. The first two are called by the last two."""
+"""The keywords that each method is called with, behind a context and a tensor. The first two may be called by the last two."""
 
 CALLER = {"op_forward": "fuser_forward", "op_backward": "fuser_backward"}
 
@@ -30,14 +32,21 @@ def check_signatures(cls: type, base: type) -> None:
         caller = CALLER.get(name, "")
         if not inspect.isfunction(method) or getattr(cls, caller, None) is not getattr(base, caller, None):
             continue
-        try:
-            inspect.signature(method, follow_wrapped=False).bind(None, None, None, **dict.fromkeys(keywords))
-        except TypeError as error:
-            wanted = (
-                f"to be called with a context, a tensor{' and ' * bool(keywords)}{', '.join(f'{word}=' for word in keywords)}"
-            )
-            cure = "add **kwargs to its parameters" if keywords else "write it as op_backward(self, ctx, grad_output)"
-            raise PipelineError(describe(f"{cls.__name__}.{name}", wanted=wanted, got=f"{error}", cure=cure)) from None
+        if (error := misfit(method, keywords)) is None or (name == "op_forward" and misfit(method, NEIGHBOURS) is None):
+            continue
+        wanted = f"to be called with a context, a tensor{' and ' * bool(keywords)}{', '.join(f'{word}=' for word in keywords)}"
+        form = f"{name}(self, ctx, {'grad_output' if 'backward' in name else 'x'})"
+        cure = "add **kwargs to its parameters" if keywords else f"write it as {form}"
+        raise PipelineError(describe(f"{cls.__name__}.{name}", wanted=wanted, got=f"{error}", cure=cure))
+
+
+def misfit(method: Any, keywords: Iterable[str]) -> TypeError | None:
+    """What keeps a function from being called with an op, a context, a tensor and these keywords."""
+    try:
+        inspect.signature(method, follow_wrapped=False).bind(None, None, None, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return error
+    return None
 
 
 def refuse_missing(label: str, methods: str) -> NoReturn:
@@ -45,21 +54,32 @@ def refuse_missing(label: str, methods: str) -> NoReturn:
     raise PipelineError(describe(label, wanted=methods, got="neither", cure="override one of them"))
 
 
-def checked_output(label: str, output: Any) -> Any:
-    """``output`` of ``op_forward``; PipelineError if it is no tensor."""
+def checked_outputs(op: Any, output: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What ``op_forward`` returned: the output, and the extra outputs that stand behind it; PipelineError for anything else."""
+    extras: tuple[Any, ...] = ()
+    if op.num_extra_outputs and isinstance(output, tuple) and output:
+        output, *rest = output
+        extras = tuple(rest)
     if not isinstance(output, (torch.Tensor, QuantizedStorage)):
-        cure = "return the output; extra outputs are fuser_forward's"
-        raise PipelineError(describe(f"{label} op_forward", wanted="a tensor", got=type(output).__name__, cure=cure))
-    return output
+        cure = "return the output, alone or, if num_extra_outputs says so, with extra outputs behind it"
+        raise PipelineError(describe(f"{op.label} op_forward", wanted="a tensor", got=type(output).__name__, cure=cure))
+    return output, extras
 
 
-def checked_gradients(label: str, found: Any) -> tuple[Any, Any]:
-    """What ``op_backward`` returned; PipelineError unless it is a pair."""
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        got = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
-        wanted, cure = (
-            "the gradient of the input and those of the parameters",
-            "return dx, (dw, db), or dx, () without parameters",
-        )
-        raise PipelineError(describe(f"{label} op_backward", wanted=wanted, got=got, cure=cure))
-    return found[0], found[1]
+def checked_gradients(op: Any, ctx: Any, found: Any) -> tuple[Any, Any, Any]:
+    """What ``op_backward`` returned: gradients of the input, of parameters and of extra inputs; PipelineError for anything else.
+
+    The last may be left out where there are no extra inputs, or where their gradients stand in the context.
+    """
+    count = len(found) if isinstance(found, (tuple, list)) else 0
+    if count == 2 and len(ctx.grad_inputs) == op.num_extra_inputs:
+        return found[0], found[1], ctx.grad_inputs
+    if count == 3 and op.num_extra_inputs:
+        return found[0], found[1], found[2]
+    got = f"{count} values" if count else type(found).__name__
+    wanted, cure = (
+        ("the gradients of the input, of the parameters and of the extra inputs", "return dx, (dw,), (d_extra,)")
+        if op.num_extra_inputs
+        else ("the gradient of the input and those of the parameters", "return dx, (dw, db), or dx, () without parameters")
+    )
+    raise PipelineError(describe(f"{op.label} op_backward", wanted=wanted, got=got, cure=cure))

@@ -205,12 +205,8 @@ class GroupedLinear(BasicOperation):
         splits = [listed_splits(e, where=self.label) if isinstance(e, (list, tuple)) else e for e in extra_inputs[:1]]
         return super().forward(x, *splits, *extra_inputs[1:], **kwargs)
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[Context], input_: Value, *, basic_op_extra_inputs: Any, **_: Any
-    ) -> tuple[torch.Tensor, Any]:
-        ctx = basic_op_ctxs[0]
-        ctx.extras = tuple(basic_op_extra_inputs[0])
-        return self.produce(ctx, input_), [()]
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
+        return self.produce(ctx, input_)
 
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The output, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
@@ -278,10 +274,7 @@ class GroupedLinear(BasicOperation):
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[Context], grad_output: Value, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Any, Any, Any]:
-        ctx = basic_op_ctxs[0]
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, Any, Any]:
         plain = cast(torch.Tensor, ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output)
         ctx.grad_output = None
         dy = ctx.cast("grad_output", grad_output, ctx.sizes or ctx.saved.splits)
@@ -290,7 +283,7 @@ class GroupedLinear(BasicOperation):
         dx = self._input_gradient(ctx, dy, groups)
         weights = self._weight_gradients(ctx, dy, groups)
         biases, scales = self._bias_gradients(ctx, plain)
-        return dx, [(*map(weights.get, self.weight_names), *biases)], [(None, scales)[: self.num_extra_inputs]]
+        return dx, (*map(weights.get, self.weight_names), *biases), (None, scales)[: self.num_extra_inputs]
 
     def _input_gradient(self, ctx: Context, dy: Value, groups: Groups) -> torch.Tensor | None:
         if "input" not in ctx.needs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -74,28 +74,7 @@ class PointwiseOperation(BasicOperation):
         return y
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        return run_chain_backward(grad_output, [ctx]), ctx.grad_params
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[Context],
-        input_: torch.Tensor,
-        *,
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[Mapping[str, Any]] = ({},),
-        **_: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        neighbours = {
-            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
-            "next_op_input_quantizer": next_op_input_quantizer,
-        }
-        return self.op_forward(basic_op_ctxs[0], input_, **neighbours, **basic_op_kwargs[0]), [()]
-
-    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
-        ctx = basic_op_ctxs[0]
-        dx, grad_params = self.op_backward(ctx, grad_output)
-        return dx, [grad_params], [ctx.grad_inputs]
+        return run_chain_backward(grad_output, [ctx]), ctx.grad_params  # those of extra inputs stand in the context
 
     # -- as a stage of a chain ---------------------------------------------------------------------------------------------
 
@@ -239,9 +218,9 @@ class AddExtraInput(PointwiseOperation):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset() if self.spec.in_place else PointwiseOperation.traits
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        y, extras = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
-        return (write_in_place(basic_op_ctxs[0], y) if self.spec.in_place else y), extras
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        y = super().op_forward(ctx, input_)
+        return write_in_place(ctx, y) if self.spec.in_place else y
 
 
 def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,8 @@ class TokenDispatch(BasicOperation):
         if not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Any]:
-        ctx, weight = basic_op_ctxs[0], self.weight
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        weight = self.weight
         _check_rows(self.label, input_, self.features)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         wide = pointwise.compute_dtype(input_.dtype)
@@ -68,14 +68,11 @@ class TokenDispatch(BasicOperation):
             places=places if ctx.needs else None,
         )
         rows = x.index_select(0, order // self.top_k)
-        return rows, [(splits, picked.flatten().index_select(0, order).to(x.dtype), places)]
+        return rows, splits, picked.flatten().index_select(0, order).to(x.dtype), places
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[Context], grad_output: torch.Tensor | None, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Any, Any, Any]:
-        ctx = basic_op_ctxs[0]
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
         saved, wide = ctx.saved, ctx.saved.probabilities.dtype
-        _, d_picked, _ = basic_op_grad_extra_outputs[0]
+        _, d_picked, _ = ctx.grad_extras
         dx = None if grad_output is None else _gathered(grad_output, saved.places, wide)
         d_weight = None
         if d_picked is not None:
@@ -87,7 +84,7 @@ class TokenDispatch(BasicOperation):
                 gate = gemm("dgrad", d_logits, saved.weight.to(wide), dtype=wide)
                 dx = gate if dx is None else dx + gate
         dx = None if dx is None or "input" not in ctx.needs else dx.to(ctx.input_dtype)
-        return dx, [(None if d_weight is None else d_weight.to(self.weight.dtype),)], [()]
+        return dx, (None if d_weight is None else d_weight.to(self.weight.dtype),)
 
 
 class TokenCombine(BasicOperation):
@@ -100,26 +97,23 @@ class TokenCombine(BasicOperation):
     forward_kwargs = ()
     num_extra_inputs = 1
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[Context], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
-    ) -> tuple[torch.Tensor, Any]:
-        (ctx,), ((places,),) = basic_op_ctxs, basic_op_extra_inputs
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        (places,) = ctx.extras
         _check_rows(self.label, input_, None)
         if input_.shape[0] != places.numel():
             wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         ctx.save(places=places if "input" in ctx.needs else None)
-        return _gathered(x, places, pointwise.compute_dtype(x.dtype)).to(x.dtype), [()]
+        return _gathered(x, places, pointwise.compute_dtype(x.dtype)).to(x.dtype)
 
-    def fuser_backward(self, basic_op_ctxs: list[Context], grad_output: torch.Tensor, **_: Any) -> tuple[Any, Any, Any]:
-        ctx = basic_op_ctxs[0]
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
         if "input" not in ctx.needs:
-            return None, [()], [(None,)]
+            return None, (), (None,)
         places = ctx.saved.places
         dx = grad_output.new_empty(places.numel(), grad_output.shape[-1])
         dx[places.flatten()] = grad_output.repeat_interleave(places.shape[1], 0)
-        return dx.to(ctx.input_dtype), [()], [(None,)]
+        return dx.to(ctx.input_dtype), (), (None,)
 
 
 def _gathered(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _unquantized(modules: Iterable[nn.Module | None]) -> str:
 def _callable(name: str, module: nn.Module) -> nn.Module:
     """A module that is called. PipelineError for an op with a ``forward`` of its own that takes or makes extra tensors."""
     if isinstance(module, FusibleOperation) and (module.num_extra_inputs or module.num_extra_outputs):
-        wanted, cure = "no forward of its own on an op with extra tensors", "override fuser_forward and fuser_backward instead"
+        wanted, cure = "no forward of its own on an op with extra tensors", "override op_forward and op_backward instead"
         raise PipelineError(describe(f"Sequential module {name}", wanted=wanted, got=module.label, cure=cure))
     return module
 

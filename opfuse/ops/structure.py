@@ -76,15 +76,12 @@ class MakeExtraOutput(BasicOperation):
     def __init__(self, in_place: bool = False) -> None:
         super().__init__()
 
-    def fuser_forward(self, basic_op_ctxs: list[Context], input_: Value, **_: Any) -> tuple[Value, Any]:
-        return input_, [(plain(input_),)]
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> tuple[Value, torch.Tensor]:
+        return input_, plain(input_)
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[Context], grad_output: Value | None, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Any, Any, Any]:
-        extra = basic_op_grad_extra_outputs[0][0]
-        parts = [plain(grad) for grad in (grad_output, extra) if grad is not None]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1], [()], [()]
+    def op_backward(self, ctx: Context, grad_output: Value | None) -> tuple[torch.Tensor, tuple[()]]:
+        parts = [plain(grad) for grad in (grad_output, *ctx.grad_extras) if grad is not None]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1], ()
 
 
 class Quantize(Identity):

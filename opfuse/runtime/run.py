@@ -15,7 +15,9 @@ from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
+from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
+from opfuse.core.protocol import NEIGHBOURS
 from opfuse.core.quantizers import recording
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.runtime.gradients import Gradients, check_shape
@@ -109,17 +111,10 @@ class Runner:
         context = self._context(node, values)
         x = values[node.inputs[0]]
         with recording(self.plan.key.env.grad) if op.asks_quantizers else nullcontext():
-            output, extra_outputs = op.fuser_forward(
-                [context],
-                x if node.takes_quantized else plain(x),
-                basic_op_extra_inputs=[context.extras],
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
-                basic_op_kwargs=[self.kwargs[node.op]],
-            )
+            output, extras = run_forward(op, context, x if node.takes_quantized else plain(x), self.kwargs[node.op])
         if node.casts:
             output = plain(output)
-        self._store(node, node.outputs, (output, *extra_outputs[0]), values)
+        self._store(node, node.outputs, (output, *extras), values)
 
     def _store(self, node: Node, numbers: Sequence[int], outputs: Sequence[Any], values: dict[int, Value]) -> None:
         if len(outputs) != len(numbers):
@@ -148,8 +143,7 @@ class Runner:
                 contexts,
                 plain(values[chain[0].inputs[0]]),
                 basic_op_extra_inputs=[context.extras for context in contexts],
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
+                **NEIGHBOURS,
                 basic_op_kwargs=[self.kwargs[i] for i in group.ops],
             )
         for i, extras in zip(group.ops, extra_outputs):
@@ -262,9 +256,7 @@ class Runner:
         context = grads.contexts[node.index]
         dy = grads.take(node.outputs[0])
         context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
-        grad_input, (grad_params,), (grad_extras,) = op.fuser_backward(
-            [context], dy if node.takes_quantized else plain_or_none(dy), basic_op_grad_extra_outputs=[context.grad_extras]
-        )
+        grad_input, grad_params, grad_extras = run_backward(op, context, dy if node.takes_quantized else plain_or_none(dy))
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)
         check_shape(context, grad_input)

@@ -311,13 +311,18 @@ def test_helpers_that_fused_implementations_call_are_overridden_too():
     assert ops.Sequential(ops.Linear(32, 32), Wide()).bfloat16()(x).dtype == torch.float32
 
 
+class Numbered(ops.BasicOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return input_, [()]
+
+
 def test_what_nobody_calls_is_told():
     with pytest.raises(PipelineError, match="op_forward, which nobody calls"):
         type("Mine", (ops.Linear,), {"op_forward": lambda self, ctx, x: x})
     with pytest.raises(PipelineError, match="fuser_forward, fuser_backward"):
         type("Mine", (ops.FusedOperation,), {"op_backward": lambda self, ctx, x: x})
     with pytest.warns(OpfuseWarning, match=r"Mine\.op_forward: wants a fuser_forward that runs it"):
-        type("Mine", (ops.MakeExtraOutput,), {"op_forward": lambda self, ctx, x: x})
+        type("Mine", (Numbered,), {"op_forward": lambda self, ctx, x: x})
 
     class Template(ops.BasicOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **_):

@@ -117,9 +117,30 @@ class Mix(ops.BasicOperation):
         return grad_output + d_difference, [(d_factor,)], [(factor * grad_output - d_difference,)]
 
 
+class Mixed(ops.BasicOperation):
+    """The same by two methods and the context."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def op_forward(self, ctx, x):
+        ctx.save_for_backward(*ctx.extras, self.factor)
+        return x + self.factor * ctx.extras[0], x - ctx.extras[0]
+
+    def op_backward(self, ctx, dy):
+        extra, factor = ctx.saved_tensors
+        dy, d_difference = (torch.zeros_like(extra) if d is None else d for d in (dy, *ctx.grad_extras))
+        return dy + d_difference, ((dy * extra).sum(),), (factor * dy - d_difference,)
+
+
 @pytest.mark.parametrize("read", [(0,), (1,), (0, 1)], ids=["main", "extra", "both"])
-def test_a_basic_op_with_extra_tensors_gradchecks(read):
-    model = ops.Sequential(ops.GELU(), Mix(), ops.ConstantScale(2.0)).double()
+@pytest.mark.parametrize("mix", [Mix, Mixed])
+def test_a_basic_op_with_extra_tensors_gradchecks(mix, read):
+    model = ops.Sequential(ops.GELU(), mix(), ops.ConstantScale(2.0)).double()
     x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def outputs(x, y, factor):
@@ -625,11 +646,17 @@ def test_an_extra_output_that_someone_else_reads_must_be_made(outside):
 
 
 def test_a_method_that_cannot_be_called_is_refused_with_its_class():
-    with pytest.raises(PipelineError, match=r"Plain.op_forward: wants .*next_op_input_quantizer=.* Cure: add [*][*]kwargs"):
+    with pytest.raises(PipelineError, match=r"Plain.op_forward: wants .* Cure: write it as op_forward\(self, ctx, x\)"):
 
         class Plain(ops.BasicOperation):
-            def op_forward(self, ctx, x):
+            def op_forward(self, x):
                 return x
+
+    with pytest.raises(PipelineError, match=r"Some.fuser_forward: wants .*next_op_input_quantizer=.* Cure: add [*][*]kwargs"):
+
+        class Some(ops.BasicOperation):
+            def fuser_forward(self, basic_op_ctxs, x):
+                return x, [()]
 
     with pytest.raises(
         PipelineError, match=r"Back.op_backward: wants .* Cure: write it as op_backward\(self, ctx, grad_output\)"
@@ -657,6 +684,7 @@ def test_a_method_that_cannot_be_called_is_refused_with_its_class():
         (lambda x: (x, x), lambda dy: (dy, ()), "op_forward: wants a tensor, got tuple"),
         (lambda x: x * 2, lambda dy: dy, "op_backward: wants .*, got Tensor"),
         (lambda x: x * 2, lambda dy: (dy,), "op_backward: wants .*, got 1 values"),
+        (lambda x: x * 2, lambda dy: (dy, (), ()), "op_backward: wants .*, got 3 values"),
     ],
 )
 def test_a_result_of_another_form_is_refused(forward, backward, told):
@@ -686,3 +714,36 @@ def test_a_constructor_that_forgot_its_base_is_named():
 
     with pytest.raises(PipelineError, match=r"class Forgot: .* Cure: call super\(\).__init__\(\) first"):
         ops.Sequential(ops.Linear(8, 8), Forgot())(torch.randn(2, 8))
+
+
+def test_an_op_with_extra_tensors_returns_all_of_them():
+    class Silent(Mixed):
+        def op_backward(self, ctx, dy):
+            return super().op_backward(ctx, dy)[:2]
+
+    class Single(Mixed):
+        def op_forward(self, ctx, x):
+            return super().op_forward(ctx, x)[0]
+
+    x = torch.randn(2, 8, requires_grad=True)
+    with pytest.raises(PipelineError, match=r"wants .* of the extra inputs, got 2 values[.] Cure: return dx, .*d_extra"):
+        ops.Sequential(Silent())(x, x.detach().requires_grad_())[0].sum().backward()
+    with pytest.raises(PipelineError, match=r"Single.*outputs: wants 2, got 1"):
+        ops.Sequential(Single())(x, x)
+
+
+def test_te_ops_methods_of_a_builtin_op_do_what_its_own_do():
+    """As an op written for te.ops calls its base, or a fused op its parts."""
+
+    class Twice(ops.AddExtraInput):
+        def fuser_forward(self, basic_op_ctxs, input_, **given):
+            y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+            return 2 * y, extras
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+            return super().fuser_backward(basic_op_ctxs, 2 * grad_output, **given)
+
+    x, extra = (torch.randn(2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    model = ops.Sequential(Twice())
+    assert torch.equal(model(x, extra), 2 * (x + extra))
+    assert torch.autograd.gradcheck(model, (x, extra))

@@ -1,0 +1,77 @@
+"""The protocol of te.ops, in which contexts, extra tensors and keyword arguments come in lists with a place for each basic op.
+
+opfuse's own ops have ``op_forward`` and ``op_backward`` alone, and find in their context what else there is. What is written for
+te.ops overrides ``fuser_forward`` and ``fuser_backward``, and may take the quantizers of its neighbours, which are always None:
+casts are nodes of their own. A :class:`~opfuse.core.fused.FusedOperation`, which stands for several ops, has this protocol alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from opfuse.core.context import Context
+from opfuse.core.protocol import NEIGHBOURS, checked_gradients, checked_outputs
+
+
+class NumberedMixin:
+    """The methods of te.ops for one op, over its own."""
+
+    op_forward: Callable[..., Any]
+    op_backward: Callable[..., Any]
+    takes_neighbours: ClassVar[bool]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Context],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Sequence[tuple[torch.Tensor, ...]] | None = None,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[Mapping[str, Any]] = ({},),
+    ) -> tuple[Any, Sequence[Sequence[torch.Tensor | None]]]:
+        """Output and, per basic op, its extra outputs."""
+        (ctx,) = basic_op_ctxs
+        if basic_op_extra_inputs is not None:
+            ctx.extras = tuple(basic_op_extra_inputs[0])
+        neighbours = zip(NEIGHBOURS, (prev_op_grad_output_quantizer, next_op_input_quantizer)) if self.takes_neighbours else ()
+        output, extras = checked_outputs(self, self.op_forward(ctx, input_, **dict(neighbours), **basic_op_kwargs[0]))
+        return output, [extras]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[Context],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: Sequence[tuple[torch.Tensor | None, ...]] | None = None,
+    ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+        """Gradient of the input and, per basic op, of its parameters and of its extra inputs."""
+        (ctx,) = basic_op_ctxs
+        if basic_op_grad_extra_outputs is not None:
+            ctx.grad_extras = tuple(basic_op_grad_extra_outputs[0])
+        dx, params, extras = checked_gradients(self, ctx, self.op_backward(ctx, grad_output))
+        return dx, [params], [extras]
+
+
+def run_forward(op: Any, ctx: Context, x: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+    """The output of one op and its extra outputs, by the protocol that it was written for."""
+    if not _is_numbered(op, "fuser_forward"):
+        return checked_outputs(op, op.op_forward(ctx, x, **(NEIGHBOURS if op.takes_neighbours else {}), **kwargs))
+    y, extras = op.fuser_forward([ctx], x, basic_op_extra_inputs=[ctx.extras], **NEIGHBOURS, basic_op_kwargs=[kwargs])
+    return y, extras[0]
+
+
+def run_backward(op: Any, ctx: Context, dy: Any) -> tuple[Any, Any, Any]:
+    """Gradients of one op's input, of its parameters, and of its extra inputs, by the protocol that it was written for."""
+    if not _is_numbered(op, "fuser_backward"):
+        return checked_gradients(op, ctx, op.op_backward(ctx, dy))
+    dx, (params,), (extras,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[ctx.grad_extras])
+    return dx, params, extras
+
+
+def _is_numbered(op: Any, method: str) -> bool:
+    """Whether an op brings this method of te.ops itself."""
+    return method in vars(op) or getattr(type(op), method) is not getattr(NumberedMixin, method)

@@ -7,12 +7,13 @@ follow from that text. What is called ``unused`` there fills a word and is given
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.compiling import Variant, assemble
@@ -37,9 +38,12 @@ class CStruct:
         """Values in the order of the struct; one for a struct inside is what that was called for. KernelError for others."""
         if values.keys() != self._given:
             self._refuse(f"the fields {', '.join(sorted(self._given))}", ", ".join(sorted(values)), "name each once")
+        values[_UNUSED] = 0
+        if self._is_flat and tuple not in map(type, plain := self._in_order(values)):  # as of most, several times a launch
+            return plain
         filled: list[int | float] = []
         for name, kind in self.fields:
-            value = values.get(name, 0)
+            value = values[name]
             if isinstance(kind, str) if isinstance(value, tuple) else not isinstance(kind, str):
                 self._refuse(f"what a {kind} takes as {name}", repr(value), "call the struct of the field for it, and no other")
             filled += value if isinstance(value, tuple) else (value,)
@@ -57,6 +61,14 @@ class CStruct:
     @cached_property
     def _given(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.fields) - {_UNUSED}
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        return all(isinstance(kind, str) for _, kind in self.fields) and len(self.fields) > 1
+
+    @cached_property
+    def _in_order(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+        return operator.itemgetter(*(name for name, _ in self.fields))
 
     @cached_property
     def count(self) -> int:

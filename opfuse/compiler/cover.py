@@ -232,7 +232,11 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
     outcomes: list[Outcome] = []
     nearest: Partial | None = None
     start, dead, dead_unclaimed = 0, set[tuple[int, int]](), set[tuple[int, int]]()
+    first = rule.pattern[0]
     while start < len(chain.nodes):
+        if first.low and not first.accepts(chain.nodes[start]):  # as at most nodes: nothing that an outcome would tell
+            start += 1
+            continue
         binding = match(rule, chain, start, claimed, dead)
         if not isinstance(binding, Partial):
             outcome = _judged(rule, graph, env, binding)

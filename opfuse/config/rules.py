@@ -1,14 +1,14 @@
-"""The fusions section: rules that are narrowed, disabled or declared. A file can only add guards."""
+"""The fusions section: rules that are narrowed, disabled, extended or declared. A file can only add guards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from opfuse.compiler.patterns import Term, is_name, split, terms_of
+from opfuse.compiler.patterns import Term, is_name, printed, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
 from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
@@ -17,7 +17,7 @@ from opfuse.config.models import Section
 from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import RuleChange, changed, check_changes
 from opfuse.errors import FusionError
-from opfuse.fusions.declared import WORDS, declared, misfit, unknown_word
+from opfuse.fusions.declared import WORDS, declared, extended, misfit, unknown_word, unlike
 
 MAX_RULES = 100
 MAX_PLACES = 32
@@ -132,7 +132,24 @@ class Declare(Section):
     expect: Expect | None = None
 
 
-ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "name": Declare}
+class Extend(Section):
+    """A new rule that runs as one that is there, with more guards, or of a part of what that matches.
+
+    pattern: places by the names that the other rule gives them, each with what that takes there or less; a place that need not be
+    there may be left out. Without a pattern, that of the other rule.
+    """
+
+    name: str = Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    extends: RuleName
+    pattern: Pattern = None
+    when: Conditions = {}
+    priority: int | None = None
+    before: str | None = None
+    after: str | None = None
+    expect: Expect | None = None
+
+
+ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "extends": Extend, "name": Declare}
 """The model of a rule entry by the key that tells it."""
 
 
@@ -149,7 +166,7 @@ def to_change(section: Any) -> RuleChange:
     if len(orders) > 1:
         message = f"{orders[0]!r} and {orders[1]!r} both say when rule {getattr(section, 'use', None) or section.name!r} claims"
         raise Refused(Problem("bad-value", message, "keep one of the two", (orders[1],)))
-    rule = _narrowed(section) if isinstance(section, Use) else _declared(section)
+    rule = _MADE[type(section)](section)
     if path := contradiction(rule.when):
         message = f"rule {rule.name!r} can never match: its guards on {path} exclude each other"
         raise Refused(Problem("never-matches", message, loc=("when",)))
@@ -157,7 +174,7 @@ def to_change(section: Any) -> RuleChange:
     if expected == {}:
         raise Refused(Problem("bad-value", "expect names no outcome", "write `expect: {fused: 1}`", ("expect",)))
     order = {"before": section.before, "after": section.after}
-    return RuleChange(rule.name, rule, new=isinstance(section, Declare), expect=expected, **order)
+    return RuleChange(rule.name, rule, new=not isinstance(section, Use), expect=expected, **order)
 
 
 def _guards(section: Any, places: Places) -> tuple[Guard, ...]:
@@ -167,14 +184,29 @@ def _guards(section: Any, places: Places) -> tuple[Guard, ...]:
         raise Refused(*(replace(problem, loc=("when", *problem.loc)) for problem in refused.problems)) from None
 
 
-def _narrowed(section: Use) -> Fusion:
-    rule = next((rule for rule in default_rules().rules if rule.name == section.use), None)
+def _rule(name: str, key: str) -> Fusion:
+    rule = next((rule for rule in default_rules().rules if rule.name == name), None)
     if rule is None:
-        message = f"{section.use!r} is a registered function, which has no guards"
-        raise Refused(Problem("bad-value", message, "disable it, or leave it as it is", ("use",)))
+        message = f"{name!r} is a registered function, which has no pattern and no guards"
+        raise Refused(Problem("bad-value", message, "disable it, or leave it as it is", (key,)))
+    return rule
+
+
+def _narrowed(section: Use) -> Fusion:
+    rule = _rule(section.use, "use")
     guards = _guards(section, {term.name: term.words for term in rule.pattern})
     narrowed = rule.narrowed(*guards)
     return narrowed if section.priority is None else replace(narrowed, priority=section.priority)
+
+
+def _extended(section: Extend) -> Fusion:
+    base = _rule(section.extends, "extends")
+    pattern = base.pattern if section.pattern is None else section.pattern
+    if unfit := unlike(base, pattern):
+        message = f"pattern is not within that of rule {section.extends!r}: {unfit.reason}"
+        raise Refused(Problem("never-matches", message, f"its pattern is `{printed(base.pattern)}`", ("pattern", unfit.place)))
+    guards = _guards(section, {term.name: term.words for term in pattern})
+    return extended(base, section.name, pattern, when=guards, priority=section.priority or 0)
 
 
 def _declared(section: Declare) -> Fusion:
@@ -191,11 +223,17 @@ def _declared(section: Declare) -> Fusion:
         raise Refused(Problem("bad-value", *sentence(str(error)), ("pattern",))) from error
 
 
+_MADE: Mapping[type[Section], Callable[[Any], Fusion]] = {Use: _narrowed, Extend: _extended, Declare: _declared}
+
+
 if TYPE_CHECKING:
     RuleSection = RuleChange
 else:
     RuleSection = Annotated[
-        Annotated[Use, Tag("use")] | Annotated[Disable, Tag("disable")] | Annotated[Declare, Tag("name")],
+        Annotated[Use, Tag("use")]
+        | Annotated[Disable, Tag("disable")]
+        | Annotated[Extend, Tag("extends")]
+        | Annotated[Declare, Tag("name")],
         Discriminator(_entry_key),
         AfterValidator(to_change),
     ]

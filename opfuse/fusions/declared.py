@@ -219,3 +219,59 @@ def declared(
         doc=f"{printed(terms)} as one {emit}.",
         **{side: EMITTERS[emit].makes[side](terms) for side in DIRECTIONS[direction]},
     )
+
+
+# -- rules of others, extended ---------------------------------------------------------------------------------------------
+
+
+def unlike(base: Fusion, pattern: Sequence[Term]) -> Misfit | None:
+    """The place of ``pattern`` that could match what the place of this name in ``base`` does not, and why."""
+    known = {term.name: term for term in base.pattern}
+    for place, term in enumerate(pattern):
+        own = known.get(term.name)
+        if own is None:
+            return Misfit(place, f"{base.name!r} has no place {term.name!r}, but {', '.join(known)}")
+        if not _within(term, own):
+            return Misfit(place, f"{str(term)!r} can match what {str(own)!r}, the place of {base.name!r}, does not")
+    names = [term.name for term in pattern]
+    if names != [name for name in known if name in names]:
+        return Misfit(0, f"the places of {base.name!r} stand in the order {', '.join(known)}")
+    if needed := [name for name, term in known.items() if term.low and name not in names]:
+        return Misfit(0, f"{base.name!r} is nothing without {needed[0]!r}")
+    if not base.single and sum(term.high or 2 for term in pattern) == 1:
+        return Misfit(0, "one op alone is no fusion")
+    return None
+
+
+def _within(term: Term, other: Term) -> bool:
+    """Whether ``other`` can match all that ``term`` can."""
+    most = other.high is None or (term.high is not None and term.high <= other.high)
+    meant = (kind for word in term.words for kind in KINDS.values() if word in kind)
+    return term.low >= other.low and most and not any(kind.isdisjoint(other.words) for kind in meant)
+
+
+def extended(base: Fusion, name: str, pattern: Sequence[Term], *, when: Sequence[Guard] = (), priority: int = 0) -> Fusion:
+    """A rule that runs as ``base`` does what ``pattern`` matches of it, under its guards and under ``when``.
+
+    FusionError for a pattern that is :func:`unlike` it.
+    """
+    if unfit := unlike(base, pattern):
+        cure = f"mend place {unfit.place}, or leave the pattern out"
+        raise FusionError(describe(f"fusion {name!r}", wanted=unfit.reason, got=printed(pattern), cure=cure))
+    places = tuple(term.name for term in pattern)
+    absent = tuple((term.name, () if term.high is None else None) for term in base.pattern if term.name not in places)
+    sides = {"forward": base.forward, "backward": base.backward}
+    made = {side: run if run is None or not absent else _without(run, absent, places) for side, run in sides.items()}
+    held = tuple(guard for guard in base.when if guard.reads.split(".")[0] in ("env", *places))
+    doc = f"{base.name} where {printed(pattern)}."
+    return fusion(name, tuple(pattern), when=(*held, *when), priority=priority, doc=doc, **made)
+
+
+@cache
+def _without(run: Callable[..., Any], absent: tuple[tuple[str, Any], ...], places: tuple[str, ...]) -> Callable[..., Any]:
+    """``run`` where nothing stands at the places ``absent``; one function for each."""
+
+    def extended_rule(value: Any, /, **bound: Any) -> Any:
+        return run(value, **bound, **dict(absent))
+
+    return _with_places(extended_rule, places)

@@ -1,12 +1,15 @@
 """The fusions section: narrowed, disabled and declared rules; a file can only add guards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import opfuse
+from opfuse import ops, recipes
 from opfuse.compiler.patterns import printed, terms_of
 from opfuse.compiler.registry import default_rules
-from opfuse.compiler.rules import Guard
+from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config import loads
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
@@ -522,3 +525,62 @@ def test_a_hundred_rules_are_no_trouble():
 
     after = [*(f"r{i}" for i in range(1, 100)), "epilogue"]
     assert names(*map(rule, range(100)))[-102:] == [f"r{i}" for i in range(100)] + ["epilogue", "elementwise"]
+
+
+# -- rules that extend others ----------------------------------------------------------------------------------------------
+
+
+def built_in(name: str) -> Fusion:
+    return next(rule for rule in default_rules().rules if rule.name == name)
+
+
+def test_a_rule_extends_one_that_is_there() -> None:
+    """Under its implementation, its guards and more, and with the bits of the ops."""
+    mine = (
+        "{name: mine, extends: epilogue, pattern: [producer=basic_linear, chain=elementwise*], when: {producer.in_features: 64}}"
+    )
+    found = config(
+        mine,
+        "{name: mine_too, extends: backward_activation_bias, before: mine_back}",
+        "{name: mine_back, extends: backward_elementwise}",
+    )
+    (first, second, third) = found.rules.rules[:3]
+    assert (first.name, printed(first.pattern)) == ("mine", "producer=basic_linear chain=elementwise*")
+    assert (second.name, second.pattern, second.direction) == (
+        "mine_too",
+        built_in("backward_activation_bias").pattern,
+        "backward",
+    )
+    assert third.name == "mine_back"
+    seen, _ = outcomes(found, recipes.MXFP8BlockScaling())
+    assert {("mine", "fused"), ("epilogue", "shadowed"), ("mine_too", "fused")} <= seen
+    torch.manual_seed(0)
+    fused = found.build()
+    plain = ops.Sequential(*fused, rules=replace(found.rules, level=0))
+    x = torch.randn(32, 64, dtype=found.dtype)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        assert torch.equal(fused(x), plain(x))
+
+
+def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:
+    (added,) = config("{name: mine, extends: linear_add, pattern: [basic_linear, add=add_extra_input]}").rules.rules[:1]
+    assert added.when == built_in("linear_add").when
+    assert [term.name for term in added.pattern] == ["basic_linear", "add"]
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "at"),
+    [
+        ("extends: epilog", "unknown-rule", "epilog"),
+        ("extends: epilogue, pattern: [basic_linear, chain=gelu]", "never-matches", "basic_linear"),
+        ("extends: epilogue, pattern: [producer=basic_linear, chain=reshape]", "never-matches", "chain=reshape"),
+        ("extends: epilogue, pattern: [producer=basic_linear, 'quantize{2}']", "never-matches", "'quantize{2}'"),
+        ("extends: epilogue, pattern: [chain=gelu, producer=basic_linear]", "never-matches", "chain=gelu"),
+        ("extends: epilogue, pattern: [chain=gelu+]", "never-matches", "chain=gelu+"),
+        ("extends: epilogue, pattern: [producer=basic_linear]", "never-matches", "producer=basic_linear"),
+        ("extends: epilogue, emit: chain", "unknown-key", "emit"),
+        ("extends: epilogue, when: {linear.in_features: 64}", "unknown-path", "linear.in_features"),
+    ],
+)
+def test_an_extension_beyond_its_rule_is_a_finding(written: str, code: str, at: str) -> None:
+    assert finding(f"{{name: mine, {written}}}") == (code, at)

@@ -15,7 +15,7 @@ from opfuse.cli.results import show as show_table
 from opfuse.errors import TraceError, describe, nearest
 from opfuse.inspect.trace import Trace, differences, find, odd_ranks, plans_of, read
 from opfuse.kernels.engine.cubins import location
-from opfuse.kernels.engine.inventory import KeptCubin, inventory
+from opfuse.kernels.engine.inventory import KeptCubin, inventory, recompiled
 from opfuse.kernels.engine.inventory import prune as prune_files
 
 PLANS = ("key", "rank", "pipeline", "call", "ms", "why")
@@ -96,17 +96,23 @@ def why(trace: Path, key: str | None, *, as_json: bool) -> None:
     raise typer.Exit(1 if thrash or odd else 0)
 
 
-def verify(*, as_json: bool) -> None:
-    """Whether compiled kernels are intact, and which nothing asks for any more; ends with 1 if one is not intact."""
+def verify(*, compiling: bool, as_json: bool) -> None:
+    """Whether compiled kernels are intact, and which nothing asks for any more; ends with 1 if one is not intact.
+
+    compiling: compile each anew, and compare.
+    """
     kept = inventory(location())
     faults = {each.key: list(each.faults) for each in kept if each.faults}
+    if compiling:
+        faults |= {each.key: [fault] for each in kept if (fault := recompiled(each)) is not None}
     old = [each.key for each in kept if each.source and not each.current]
     if as_json:
         echo_json({"keys": len(kept), "faults": faults, "unreachable": old})
     else:
         for key, texts in faults.items():
             echo(f"{key[:_KEY]}: {'; '.join(texts)}")
-        echo(f"{len(kept)} keys: {len(faults)} not intact, {len(old)} made from other sources, which nothing asks for")
+        anew = f"; {sum(bool(each.source) for each in kept)} compiled anew" * compiling
+        echo(f"{len(kept)} keys: {len(faults)} not intact, {len(old)} made from other sources, which nothing asks for{anew}")
         echo("A key holds the whole text that was compiled, the compiler and its flags, so no entry can be stale.")
     raise typer.Exit(1 if faults else 0)
 

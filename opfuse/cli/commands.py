@@ -219,11 +219,14 @@ def cache_why(
     why(trace, key, as_json=as_json)
 
 
-def cache_verify(as_json: Json = False) -> None:
+def cache_verify(
+    compiling: Annotated[bool, typer.Option("--recompile", help="Compile each kernel anew, and compare.")] = False,
+    as_json: Json = False,
+) -> None:
     """Check that compiled kernels are what was stored, and count those that nothing asks for any more."""
     from opfuse.cli.cache import verify
 
-    verify(as_json=as_json)
+    verify(compiling=compiling, as_json=as_json)
 
 
 def cache_prune(

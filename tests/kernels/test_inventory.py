@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from opfuse.cli.app import main
-from opfuse.kernels.engine.compiling import Variant, assemble
+from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.engine.compiling import Variant, assemble, cubin
 from opfuse.kernels.engine.cubins import FACTS, CubinCache
 from opfuse.kernels.engine.inventory import inventory
 
+AMAX = next(iter(tensor_amax.launches({"one": next(iter(CASES[tensor_amax].values()))})))[0].defines
 FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}
 
 
@@ -60,3 +63,23 @@ def test_commands_verify_show_and_prune(directory: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["cache", "prune", "--all"]) == 0
     assert not list(directory.iterdir())
+
+
+def test_a_cubin_that_its_source_does_not_compile_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Digests see what changed on disk; another cubin under its own digest, only a compilation does."""
+    monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("opfuse.kernels.engine.inventory.ARCHITECTURES", ("sm_90a",))
+    cache, variant = CubinCache(tmp_path / "kernels-v2"), Variant("amax.cu", AMAX)
+    cubin(variant, "sm_90a", cache)
+    (kept,) = inventory(cache.directory)
+    assert main(["cache", "verify", "--recompile"]) == 0
+    assert "1 keys: 0 not intact, 0 made from other sources, which nothing asks for; 1 compiled anew" in capsys.readouterr().out
+    for path in cache.directory.glob("*.cubin"):
+        path.unlink()
+    cache.store(kept.key, b"another")
+    assert main(["cache", "verify"]) == 0
+    assert main(["cache", "verify", "--recompile", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out.rpartition("stale.")[2])
+    assert "compiles to something else" in found["faults"][kept.key][0]

@@ -12,7 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opfuse.kernels.engine.bindings import SOURCES
+from opfuse.kernels.engine.compiling import ARCHITECTURES, architecture, compile_text
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, digest
 
 GENERATED = "generated.cuh"
@@ -78,6 +81,21 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
         bool(source) and all(_stands(*section) for section in named),
         tuple(paths),
     )
+
+
+def recompiled(kept: KeptCubin) -> str | None:
+    """What is wrong with a cubin beside what its text compiles to now, for any architecture; None if nothing, or without a text.
+
+    A second or less for each compilation. UnsupportedError without NVRTC.
+    """
+    texts = [path.read_text() for path in kept.files if path.suffix == ".cu"]
+    if not texts or not kept.digests or kept.faults:
+        return None
+    own = (architecture(device) for device in range(torch.cuda.device_count()))
+    for arch in dict.fromkeys((*own, *ARCHITECTURES)):
+        if digest(compile_text(texts[0], arch, kept.source).cubin) in kept.digests:
+            return None
+    return "its text compiles to something else: it was altered, or made by another NVRTC or for another architecture"
 
 
 def _content(path: Path) -> bytes:

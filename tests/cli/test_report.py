@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import opfuse
+from docs import screenshots
 from opfuse import ops, recipes
 from opfuse.cli.app import main
 from opfuse.config import load
@@ -98,3 +99,30 @@ def test_what_a_page_tells_is_escaped(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert main(["report", "quickstart", "--out", str(tmp_path)]) == 1
     assert main(["report", str(tmp_path)]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(screenshots.browser() is None, reason=f"wants one of {', '.join(screenshots.BROWSERS)} on PATH")
+@pytest.mark.parametrize("name", screenshots.SHOWN)
+def test_a_browser_shows_it_and_its_console_says_nothing(name: str, tmp_path: Path) -> None:
+    """Its filter leaves the rows that have the words; a page with an error in it is told."""
+    path, tried, broken = (tmp_path / f"{part}.html" for part in ("page", "tried", "broken"))
+    assert main(["report", name, "--out", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    tried.write_text(text.replace("</body>", f"<script>{TYPED}</script></body>"), encoding="utf-8")
+    dom, said = screenshots.opened(tried, "--dump-dom")
+    assert said == []
+    left = re.search(r"<title>left (\d+) of (\d+)</title>", dom)
+    assert left is not None
+    assert 0 < int(left[1]) == text.count(">fused</td>") < int(left[2])
+    broken.write_text(text.replace("</body>", "<script>missing()</script></body>"), encoding="utf-8")
+    _, said = screenshots.opened(broken, "--dump-dom")
+    assert "missing is not defined" in said[0]
+
+
+TYPED = """
+const box = document.querySelector("input"), rows = [...document.querySelectorAll("#" + box.dataset.of + " tbody tr")];
+box.value = "fused";
+box.dispatchEvent(new Event("input"));
+document.title = "left " + rows.filter(row => row.offsetParent !== null).length + " of " + rows.length;
+"""

@@ -15,11 +15,11 @@ from opfuse.compiler.vocabulary import PARAMETERS
 from opfuse.config.document import meaning
 from opfuse.config.fields import read
 from opfuse.config.findings import Problem, Refused, shown, similar
+from opfuse.config.operations import OPS
 from opfuse.core.signature import Env
 from opfuse.core.spec import domains, spec_of
 from opfuse.domains import BOOLEAN, Domain, domain_of, one_of
 from opfuse.fusions.declared import KINDS
-from opfuse.ops import OPS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 

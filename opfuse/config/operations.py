@@ -12,11 +12,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, cre
 from opfuse.config.fields import field_type
 from opfuse.config.findings import Problem, Refused, sentence, shown, similar
 from opfuse.config.models import Section
+from opfuse.config.own import own_ops
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.spec import argument, domains, spec_of
 from opfuse.domains import keywords
 from opfuse.errors import OpfuseError, PipelineError, describe
-from opfuse.ops import OPS
+from opfuse.ops import OPS as BUILT_IN
 from opfuse.sources import DEFAULT
 
 PLACEMENT = ("device", "dtype")
@@ -79,6 +80,9 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
 
 
 CHANNELS = ("extra_input", "extra_output")
+
+OPS: Mapping[str, type[FusibleOperation]] = {**BUILT_IN, **own_ops()}
+"""Every op that a file may name."""
 
 MODELS: Mapping[str, type[Section]] = {key: _model(key, cls) for key, cls in OPS.items()}
 """The model of a pipeline entry by its op."""

@@ -101,7 +101,7 @@ def input_columns(entries: Sequence[PipelineEntry]) -> int | None:
         arguments = dict(entry.arguments)
         if found := next((arguments[name] for name in _SIZES if name in arguments), None):
             return found if isinstance(found, int) else found[0] if len(found) == 1 else None
-        if entry.op in _RESHAPING or "gated" in KINDS[entry.op]:
+        if entry.op in _RESHAPING or "gated" in KINDS.get(entry.op, ()):
             return None
     return None
 

@@ -12,7 +12,7 @@ from opfuse.compiler.patterns import Term, printed, terms_of
 from opfuse.compiler.rules import JOINT, Fusion, Guard, fusion, is_
 from opfuse.compiler.vocabulary import declared_traits
 from opfuse.core.context import Context, Value
-from opfuse.core.operation import BasicOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.fusions.backward import backward_activation_bias
 from opfuse.fusions.chain import elementwise
@@ -23,10 +23,18 @@ PRODUCER, ELEMENTWISE = "producer", "elementwise"
 
 
 KINDS = {cls.kind: frozenset((cls.kind, *declared_traits(cls))) for cls in OPS.values() if issubclass(cls, BasicOperation)}
-"""Every kind of node that built-in ops become, with the pattern words that mean it."""
+"""Every kind of node that built-in ops become, and those that :func:`learn` was told of, with the pattern words that mean it."""
 
-WORDS = frozenset().union(*KINDS.values())
+WORDS: set[str] = set().union(*KINDS.values())
 """Every word that a pattern may use."""
+
+
+def learn(cls: type[FusibleOperation]) -> None:
+    """Have files know an op of another package, and patterns in them its words."""
+    if issubclass(cls, BasicOperation):
+        KINDS[cls.kind] = frozenset((cls.kind, *declared_traits(cls)))
+        WORDS.update(KINDS[cls.kind])
+
 
 FORMS = {"add_extra_input": ("in_place", False)}
 """Ops that are elementwise in one form only: the hyper-parameter, and its value in that form."""

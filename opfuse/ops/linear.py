@@ -18,13 +18,13 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
-from opfuse.ops.main_grad import added, main_grad_of
+from opfuse.ops.main_grad import added, main_grad_of, overwrites, stand_in
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.tensors.gemm import PendingProduct, gemm
+from opfuse.tensors.gemm import PendingProduct, add_product, gemm
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -134,8 +134,12 @@ class BasicLinear(BasicOperation):
         if main:
             main_grad_of(weight, where=f"{self.label} weight")
         wide = pointwise.compute_dtype(ctx.compute_dtype) if main or scale is not None else None
-        dy = self._gradient(ctx, dy)
-        grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, **ctx.env.product("wgrad"))
+        dy, options = self._gradient(ctx, dy), ctx.env.product("wgrad")
+        if main and scale is None and not overwrites(weight):
+            buffer = main_grad_of(weight, where=f"{self.label} weight").detach()
+            if add_product("wgrad", dy, ctx.saved.x, buffer, fast=options.get("fast", False)):
+                return stand_in(weight)
+        grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, **options)
         if scale is not None:
             grad = grad * scale
         if main:

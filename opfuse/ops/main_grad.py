@@ -37,10 +37,20 @@ def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tens
     weight run; else it gets None.
     """
     buffer = main_grad_of(weight, where=where).detach()
-    if getattr(weight, "overwrite_main_grad", False):
+    if overwrites(weight):
         buffer.copy_(grad)
     else:
         buffer.add_(grad)
+    return stand_in(weight)
+
+
+def overwrites(weight: nn.Parameter) -> bool:
+    """Whether the buffer of a weight is overwritten."""
+    return bool(getattr(weight, "overwrite_main_grad", False))
+
+
+def stand_in(weight: nn.Parameter) -> torch.Tensor | None:
+    """What autograd gets in place of a gradient that is in the buffer, as :func:`added` says."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -20,7 +20,7 @@ from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.products.chained import ProductResult, product_chain, why_apart
-from opfuse.kernels.products.native import multiply, multiply_groups
+from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
@@ -130,6 +130,15 @@ class PendingProduct(NamedTuple):
         if not whole or why_apart(left, right, stages, encode, dtype=dtype, fast=fast):
             return None
         return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, fast=fast)
+
+
+def add_product(name: str, left: Operand, right: Operand, out: torch.Tensor, *, fast: bool = False) -> bool:
+    """Add the product ``name`` to ``out``, fp32, in one launch; False, and nothing is done, where that saves no time."""
+    planes = _planes(name, left, right)
+    if planes is None or clash(name, *(plane.format for plane in planes)) is not None:
+        return False
+    one, other = planes
+    return accumulate(_stored(one), _stored(other), out, fast=fast)
 
 
 def gemm_of_groups(

@@ -110,7 +110,7 @@ def test_r5_r11_a_step_has_the_same_bits_either_way(recipe, override, device, mo
         found = []
         for seed in range(4):
             torch.manual_seed(seed)
-            x = torch.randn(2, 1024, 512, device=device).to(BF16).requires_grad_()
+            x = torch.randn(2, 2048, 512, device=device).to(BF16).requires_grad_()
             with opfuse.autocast(recipe=recipe(backward_override=override)):
                 y = model(x)
                 with torch.no_grad():
@@ -119,6 +119,25 @@ def test_r5_r11_a_step_has_the_same_bits_either_way(recipe, override, device, mo
         ways.append(found)
     assert len(launched) > 0
     assert all(torch.equal(one, other) for one, other in zip(*ways, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8BlockScaling])
+def test_r5_gradients_are_added_to_main_grad_by_the_product(recipe, device, monkeypatch):
+    ways, added = [], []
+    for accumulate in (gemm.accumulate, lambda *_, **__: False):
+        monkeypatch.setattr(gemm, "accumulate", lambda *a, way=accumulate, **k: added.append(way(*a, **k)) or added[-1])
+        torch.manual_seed(0)
+        model = ops.Linear(1024, 4096, accumulate_into_main_grad=True, dtype=BF16).to(device)
+        model.weight.main_grad = torch.randn(4096, 1024, device=device)
+        for _ in range(3):
+            x = torch.randn(512, 1024, device=device).to(BF16)
+            version = model.weight.main_grad._version
+            with opfuse.autocast(recipe=recipe()):
+                model(x).square().sum().backward()
+            assert model.weight.main_grad._version > version
+        ways.append(model.weight.main_grad)
+    assert added == [True] * 3 + [False] * 3
+    assert torch.equal(*ways)
 
 
 @pytest.mark.parametrize("fast", [False, True])

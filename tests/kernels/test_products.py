@@ -138,6 +138,17 @@ def test_the_faster_of_two_products_of_the_same_bits_is_made(kinds, sizes, fast,
     assert is_faster(stored(kinds[0], m, k), stored(kinds[1], n, k), fast=fast) is faster
 
 
+def test_sums_are_added_in_place_where_that_is_faster():
+    """Not on a CPU, and not for few tiles."""
+    left, right = stored("1x128", 2048, 64), stored("1x128", 1792, 64)
+    assert is_faster(left, right, fast=False, added=True)
+    assert not is_faster(left, stored("1x128", 1664, 64), fast=False, added=True)
+    assert not is_faster(left, stored("128x128", 1792, 64), fast=False, added=True)
+    out = torch.zeros(2048, 1792)
+    assert not gemm_native.accumulate(left, right, out)
+    assert not out.any()
+
+
 @pytest.mark.parametrize(
     ("kinds", "sizes", "cast", "why"),
     [

@@ -43,6 +43,9 @@ FASTER = {
 }
 """By scaling and fast sums, as measured on an H200 for 256 to 16384 lines. Scales of lines on both sides cost it 2 %."""
 
+ADDED = {(TENSORS, False): Reach(112, 1 << 31), (LINES, False): Reach(112, 1 << 31)}
+"""Likewise, for which sums in fp32 that this kernel adds in place cost less than the library's and an addition."""
+
 LEAST_LINES = 256
 """Fewer were not measured."""
 
@@ -156,16 +159,13 @@ def grouped_product(
     return result
 
 
-def is_faster(left: Stored, right: Stored, *, fast: bool) -> bool:
-    """Whether a product that both this kernel and the library take is made here, for its speed."""
-    scaling = SCALING[left.layout.format.block, right.layout.format.block]
-    reach = FASTER.get((scaling, fast and scaling == TENSORS))
-    if reach is None:
-        return False
+def is_faster(left: Stored, right: Stored, *, fast: bool, added: bool = False) -> bool:
+    """Whether a product that both this kernel and the library take is made here, for its speed. added: in place, in fp32."""
+    form = form_of(left, right, torch.bfloat16, fast=fast)
+    reach = (ADDED if added else FASTER).get((form.scaling, form.fast))
     (lines, length), (columns, _) = left.layout.lines, right.layout.lines
-    tall, wide = form_of(left, right, torch.bfloat16, fast=fast).tile
-    tiles = ceil_div(lines, tall) * ceil_div(columns, wide)
-    return lines >= LEAST_LINES and tiles >= reach.tiles and length <= reach.length
+    tiles = ceil_div(lines, form.tile[0]) * ceil_div(columns, form.tile[1])
+    return reach is not None and lines >= LEAST_LINES and tiles >= reach.tiles and length <= reach.length
 
 
 def _launch(launch: Launcher, form: Form, groups: Sequence[Pair], result: torch.Tensor, done: int, *, accumulate: bool) -> None:

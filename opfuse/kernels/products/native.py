@@ -198,6 +198,21 @@ def multiply(
     return emulation.multiply(*_operands(left, right)).to(out_dtype)
 
 
+def accumulate(left: Stored, right: Stored, out: torch.Tensor, *, fast: bool = False) -> bool:
+    """Add left times right transposed to ``out``, fp32, in one launch; False, and nothing is done, where that is not faster.
+
+    The bits are those of the product in fp32 and of an addition.
+    """
+    if not left.data.is_cuda or not runs_kernels(left.data) or own_refusal(left, right, torch.bfloat16):
+        return False
+    fits = out.dtype == torch.float32 and tuple(out.shape) == (left.layout.lines[0], right.layout.lines[0])
+    if not fits or not out.is_contiguous() or not on_bytes(out, 16) or not is_faster(left, right, fast=fast, added=True):
+        return False
+    grouped_product([left], [right], [len(out)], out_dtype=torch.float32, fast=fast, out=out, accumulate=True)
+    torch.autograd.graph.increment_version(out)
+    return True
+
+
 def _operands(*planes: Stored) -> list[emulation.Lines]:
     return [emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in planes]
 

@@ -1,9 +1,9 @@
 """Measures on a GPU what the benchmarks can, and writes it down: ``python -m benchmarks.record [--file FILE] [--only SCRIPT …]``.
 
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
-With ``--only``, the figures of other scripts stay as they are in FILE, which must be of the same kernels. ``--tests`` adds what
-became of tests/gpu, from the reports that pytest wrote under ``--junit-xml``; what FILE says of them stays while the package is
-the same, byte for byte.
+With ``--only``, the figures of other scripts stay in FILE, if its machine and packages are the same: of each script the file says
+when it ran, and the digests of the code that it measured. ``--tests`` adds the same of tests/gpu, from the reports that
+pytest wrote under ``--junit-xml``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
-from benchmarks.stamp import device_file, package_digest, stamp
-from opfuse.kernels.engine.registry import sources_digest
+from benchmarks.stamp import device_file, moment, versions
 
 Record = dict[str, Any]
 
@@ -124,11 +123,10 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
 """What is measured, in this order; all but the tools of compute-sanitizer by default, which take minutes."""
 
 
-def kept(file: Path, scripts: Sequence[str]) -> list[Record]:
-    """The figures of other scripts in ``file``, if it is of these kernels."""
-    earlier = json.loads(file.read_text()) if file.exists() else {}
-    same = earlier.get("kernels_digest") == sources_digest()
-    return [record for record in earlier.get("results", ()) if same and record["script"] not in scripts]
+def earlier(file: Path) -> dict[str, Any]:
+    """What ``file`` has of this machine with these packages."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found if found.get("versions") == versions() else {}
 
 
 def counts(reports: Sequence[Path]) -> dict[str, int]:
@@ -143,14 +141,6 @@ def counts(reports: Sequence[Path]) -> dict[str, int]:
     return found
 
 
-def tested(file: Path, reports: Sequence[Path]) -> dict[str, Any]:
-    """``tests``, the counts of tests/gpu: those of ``reports``, else those that ``file`` has of this package, if it has any."""
-    if reports:
-        return {"tests": counts(reports)}
-    earlier = json.loads(file.read_text()) if file.exists() else {}
-    return {"tests": earlier["tests"]} if "tests" in earlier and earlier.get("package_digest") == package_digest() else {}
-
-
 def main() -> None:
     """Measure, print what has a limit, write the file after each script."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -159,19 +149,31 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", type=Path, default=[], metavar="XML", help="pytest's reports of tests/gpu")
     arguments = parser.parse_args()
     file: Path = arguments.file or device_file()
-    found, outcome = kept(file, arguments.only), tested(file, arguments.tests)
+    whole = {"script": "python -m benchmarks.record", "versions": versions(), "measured": {}, "results": [], **earlier(file)}
+    if arguments.tests:
+        whole["tests"] = {**counts(arguments.tests), **moment()}
     for script in arguments.only:
         start = time.perf_counter()
-        for record in SCRIPTS[script]():
-            found.append({**record, "script": script})
-            if record["limit"] is not None:
-                state = "met" if record["met"] else "NOT MET"
-                print(f"{record['name']:60s} {record['value']:8.1f} {record['unit']}, limit {record['limit']:.1f}: {state}")
+        add(whole, script, [told(record) for record in SCRIPTS[script]()])
         print(f"{script}: {time.perf_counter() - start:.0f} s", flush=True)
-        order = list(SCRIPTS)
-        found.sort(key=lambda record: order.index(record["script"]))
-        whole = {**stamp("python -m benchmarks.record"), **outcome, "results": found}
         file.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def add(whole: dict[str, Any], script: str, found: Sequence[Record]) -> None:
+    """Put the figures of ``script`` in the place of those that it measured earlier."""
+    order = list(SCRIPTS)
+    others = [record for record in whole["results"] if record["script"] != script]
+    made = [*others, *({**record, "script": script} for record in found)]
+    whole["results"] = sorted(made, key=lambda record: order.index(record["script"]))
+    whole["measured"] = {**whole["measured"], script: moment()}
+
+
+def told(record: Record) -> Record:
+    """The figure, printed if it has a limit."""
+    if record["limit"] is not None:
+        state = "met" if record["met"] else "NOT MET"
+        print(f"{record['name']:60s} {record['value']:8.1f} {record['unit']}, limit {record['limit']:.1f}: {state}")
+    return record
 
 
 if __name__ == "__main__":

@@ -36,11 +36,15 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
+def moment() -> dict[str, str]:
+    """When something is measured, and of which code."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": date, "kernels_digest": sources_digest(), "package_digest": package_digest()}
+
+
 def stamp(script: str) -> dict[str, Any]:
     """Everything but the results."""
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    digests = {"kernels_digest": sources_digest(), "package_digest": package_digest()}
-    return {"date": date, "versions": versions(), **digests, "script": script}
+    return {**moment(), "versions": versions(), "script": script}
 
 
 def device_file() -> Path:

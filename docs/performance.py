@@ -21,8 +21,6 @@ RANKS = ROOT / "benchmarks" / "results" / "h200x2.json"
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Of one script: the records by name, then by unit."""
 
-DIGESTS = {"kernels": "kernels_digest", "package": "package_digest"}
-
 LARGE, SMALL = ", 16384x8192 bf16", ", 4096x4096 bf16"
 
 
@@ -246,8 +244,8 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "compiling": ("Compiling", lambda record: others(record, "compiling")),
         "memcheck": ("compute-sanitizer", lambda record: others(record, *TOOLS)),
     }
-    run = {figure["script"] for figure in record["results"]}
-    return [(heading, text(record)) for script, (heading, text) in made.items() if script in run]
+    run = record["measured"]
+    return [(heading, f"{code(run[script])}.\n\n{text(record)}") for script, (heading, text) in made.items() if script in run]
 
 
 CONVERTED = (
@@ -257,21 +255,20 @@ CONVERTED = (
 )
 
 
-def code(record: Mapping[str, Any]) -> str:
-    """Which code was measured, and what became of its tests on the GPU where the record says so."""
-    tests = [", ".join(f"{count} {state}" for state, count in record["tests"].items())] if "tests" in record else []
-    return "; ".join([digests(record), *(f"tests/gpu: {each}" for each in tests)])
+def code(moment: Mapping[str, Any]) -> str:
+    """When something was measured, and of which code."""
+    return f"On {moment['date']}: kernels {moment['kernels_digest'][:12]}, package {moment['package_digest'][:12]}"
 
 
-def digests(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {record[field][:12]}" for name, field in DIGESTS.items() if field in record)
+def counted(tests: Mapping[str, Any]) -> str:
+    """What became of tests."""
+    return ", ".join(f"{tests[state]} {state}" for state in ("passed", "failed", "skipped") if state in tests)
 
 
 def ranks(record: Mapping[str, Any]) -> str:
     """Training over the GPUs of a machine."""
     count, figures = record["ranks"], of_script(record, "distributed")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    counted = ", ".join(f"{record['tests'][state]} {state}" for state in ("passed", "failed"))
     columns = {
         "gathered, MB": (("MB given to gathers a step", 0), ("x bytes of bf16", 2)),
         "forward and backward, ms": (("ms, forward and backward", 1), ("x torch, forward and backward", 2)),
@@ -285,8 +282,8 @@ def ranks(record: Mapping[str, Any]) -> str:
         for name, units in figures.items()
     ]
     origin = (
-        f"On {record['date']} by `{record['script']}`, {count} ranks, one a GPU: {versions}; {digests(record)}; "
-        f"tests/distributed over NCCL: {counted}.\n\n"
+        f"{code(record)}. By `{record['script']}`, {count} ranks, one a GPU: {versions}; "
+        f"tests/distributed over NCCL: {counted(record['tests'])}.\n\n"
     )
     return origin + SEVERAL + table(("layers", *columns), rows)
 
@@ -305,9 +302,10 @@ def document(record: Mapping[str, Any], several: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     head = (
         "# Measured\n\n"
-        f"On {record['date']} by `{record['script']}`, each table in one process: {versions}; "
-        f"{code(record)}.\n"
-        "Random data, fewest bytes counted; limits in parentheses, what misses its limit in bold.\n"
+        f"By `{record['script']}`, each table in one process: {versions}. Random data, fewest bytes counted; limits in "
+        "parentheses, what misses its limit in bold. A digest that `opfuse kernels --digest` prints as well says which kernels "
+        "were measured.\n\n"
+        f"{code(record['tests'])}. tests/gpu: {counted(record['tests'])}.\n"
     )
     made = [*sections(record), ("Several GPUs", ranks(several))]
     return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)

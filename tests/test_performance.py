@@ -14,24 +14,29 @@ RECORD, RANKS = (json.loads(file.read_text(encoding="utf-8")) for file in (perfo
 FIGURES = {(figure["script"], figure["name"], figure["unit"]): figure for figure in RECORD["results"]}
 
 
+MOMENT = {"date", "kernels_digest", "package_digest"}
+
+
 def test_the_page_is_the_record() -> None:
     page = performance.DOCUMENT.read_text(encoding="utf-8")
     assert page == performance.document(RECORD, RANKS), "run `python -m docs.performance`"
 
 
 def test_a_record_says_what_of_which_code_and_machine() -> None:
-    assert RECORD.keys() == {"date", "versions", "kernels_digest", "package_digest", "script", "tests", "results"}
-    assert RANKS.keys() == RECORD.keys() | {"ranks"}
+    assert RECORD.keys() == {"versions", "script", "tests", "measured", "results"}
+    assert RECORD["measured"].keys() == {script for script, *_ in FIGURES}
+    assert RANKS.keys() == RECORD.keys() - {"measured"} | MOMENT | {"ranks"}
+    assert RECORD["tests"].keys() == MOMENT | {"passed", "failed", "skipped"}
     assert {"nccl", "torchao"} <= RANKS["versions"].keys()
     for found in (RECORD, RANKS):
         assert {"device", "opfuse", "torch", "cupy"} <= found["versions"].keys()
-        assert len(found["kernels_digest"]) == 64
-        assert len(found["package_digest"]) == 64
         assert found["tests"]["passed"] > 0
         assert found["tests"]["failed"] == 0
         for figure in found["results"]:
             assert figure.keys() == {"name", "value", "unit", "limit", "met", "script"}
             assert (figure["limit"] is None) == (figure["met"] is None)
+    for moment in (RANKS, RECORD["tests"], *RECORD["measured"].values()):
+        assert {len(moment[digest]) for digest in MOMENT - {"date"}} == {64}
 
 
 def test_the_record_of_several_gpus_has_every_variant_and_meets_its_limits() -> None:
@@ -68,7 +73,7 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = {"products": products.records, "chained": chained.records}
     made = [{**figure, "script": script} for script, records in scripts.items() for figure in records()]
     assert {figure["met"] for figure in made} == {None, True}
-    (_, text), (_, together) = performance.sections({"results": made})
+    (_, text), (_, together) = performance.sections({"results": made, "measured": dict.fromkeys(scripts, stamp.moment())})
     assert "990 TFLOP/s; 0.99 (0.98) x cuBLASLt" in text
     assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
     assert "1.10 (1.05) x apart" in together
@@ -77,19 +82,30 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
 REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}"/></testsuites>'
 
 
-def test_a_record_counts_the_tests_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of several reports together; those of an earlier run as long as no byte of the package has changed."""
+def test_a_record_counts_the_tests_of_all_reports(tmp_path: Path) -> None:
     reports = [tmp_path / "fast.xml", tmp_path / "slow.xml"]
     for report, numbers in zip(reports, [(100, 1, 2, 4), (10, 0, 0, 0)]):
         report.write_text(REPORT.format(*numbers))
-    wanted = {"tests": {"passed": 103, "failed": 3, "skipped": 4}}
-    assert record.tested(tmp_path / "none.json", reports) == wanted
-    assert record.tested(tmp_path / "none.json", []) == {}
-    earlier = tmp_path / "device.json"
-    earlier.write_text(json.dumps({"package_digest": stamp.package_digest(), **wanted}))
-    assert record.tested(earlier, []) == wanted
-    monkeypatch.setattr(record, "package_digest", lambda: "another")
-    assert record.tested(earlier, []) == {}
+    assert record.counts(reports) == {"passed": 103, "failed": 3, "skipped": 4}
+
+
+def test_a_script_that_runs_again_leaves_the_others_their_figures_and_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = {"name": "copy", "value": 1.0, "unit": "us", "limit": None, "met": None}
+    old, new = ({"date": date, "kernels_digest": "", "package_digest": ""} for date in ("2026-01-01", "2026-01-02"))
+    whole = {"results": [{**figure, "script": each} for each in ("casts", "norms")], "measured": {"casts": old, "norms": old}}
+    monkeypatch.setattr(record, "moment", lambda: new)
+    record.add(whole, "casts", [{**figure, "value": 2.0}])
+    assert [(each["script"], each["value"]) for each in whole["results"]] == [("casts", 2.0), ("norms", 1.0)]
+    assert whole["measured"] == {"casts": new, "norms": old}
+
+
+def test_figures_of_another_machine_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "versions", lambda: {"device": "this"})
+    file = tmp_path / "device.json"
+    assert record.earlier(file) == {}
+    for device in ("this", "another"):
+        file.write_text(json.dumps({"versions": {"device": device}}))
+        assert bool(record.earlier(file)) == (device == "this")
 
 
 def test_the_digest_of_the_package_sees_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +126,6 @@ def test_the_digest_of_the_package_sees_every_file(tmp_path: Path, monkeypatch: 
 
 
 def test_the_page_says_which_code_and_what_became_of_its_tests() -> None:
-    said = {"kernels_digest": "a" * 64, "package_digest": "b" * 64, "tests": {"passed": 7, "failed": 0, "skipped": 1}}
-    assert performance.code({"kernels_digest": "a" * 64}) == "kernels aaaaaaaaaaaa"
-    assert performance.code(said) == "kernels aaaaaaaaaaaa, package bbbbbbbbbbbb; tests/gpu: 7 passed, 0 failed, 1 skipped"
+    moment = {"date": "2026-01-02", "kernels_digest": "a" * 64, "package_digest": "b" * 64}
+    assert performance.code(moment) == "On 2026-01-02: kernels aaaaaaaaaaaa, package bbbbbbbbbbbb"
+    assert performance.counted({"passed": 7, "failed": 0, "skipped": 1, **moment}) == "7 passed, 0 failed, 1 skipped"

@@ -299,7 +299,7 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "device_time", lambda calls, **_: timing.Timing(*[next(took)] * 3))
     found = [*products.records("cpu")]
     assert {each["value"] for each in found if each["limit"]} == {2.0}
-    assert len(found) == 2 * 2 * len(products.KINDS)
+    assert len(found) == 2 * 2 * len(products.KINDS) + 1  # a weight's gradient stands beside a forward product as well
 
 
 @pytest.mark.usefixtures("_no_device")

@@ -24,6 +24,20 @@ def cure_of_extras(ops: Iterable[Any]) -> str:
     return f"pass x, and a tensor for each of {', '.join(asking)}, in this order" if asking else "pass x alone"
 
 
+_OUTPUT = "a call makes its outputs: copy what it returns, or have opfuse.graphed give them addresses that stay"
+_BUFFERS = {
+    "output": _OUTPUT,
+    "out": _OUTPUT,
+    "grad_input": "autograd takes the gradient: copy it in a hook of the input; that of a weight can go to its main_grad",
+}
+"""Buffers of the caller, as te.ops takes them, and what to do instead: fused kernels write results, so no op could fill one."""
+
+
+def cure_of_keywords(unknown: Iterable[str]) -> str:
+    """What a caller does instead of passing keyword arguments that an op does not take."""
+    return next((_BUFFERS[name] for name in unknown if name in _BUFFERS), "check the names")
+
+
 class ChannelMixin:
     """What a basic op takes and returns beside its main input and output.
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import nn
 
-from opfuse.core.channels import ChannelMixin
+from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
@@ -348,7 +348,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         unknown = () if known is None else tuple(name for name in kwargs if name not in known)
         if unknown:
             wanted = f"one of {known}" if known else "no keyword arguments"
-            raise PipelineError(describe(f"{self.label} forward", wanted=wanted, got=unknown, cure="check the names"))
+            raise PipelineError(describe(f"{self.label} forward", wanted=wanted, got=unknown, cure=cure_of_keywords(unknown)))
 
     def op_forward(self, ctx: Context, input_: Any, **kwargs: Any) -> Any:
         """Output for ``input_``, with what the backward needs kept in ``ctx``; with extra outputs, (output, *extra outputs).

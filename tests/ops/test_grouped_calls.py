@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import numpy
 import pytest
@@ -47,6 +48,18 @@ def backward(op: ops.GroupedLinear, x: torch.Tensor, recipe: recipes.Recipe | No
     dy = randn(*y.shape, seed=100)
     y.backward(dy)
     return dy
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("output", "copy what it returns"), ("out", "copy what it returns"), ("grad_input", "in a hook.*main_grad")],
+)
+def test_buffers_of_the_caller_are_refused_with_what_to_do_instead(name, cure):
+    pipeline, x = ops.Sequential(grouped(), ops.GELU()), randn(ROWS, K)
+    for call in (lambda: grouped()(x, splits(), **{name: x}), lambda: pipeline(x, splits(), op_kwargs={0: {name: x}})):
+        with raised(errors.PipelineError, ValueError, "GroupedLinear.* forward", "no keyword arguments", name) as refused:
+            call()
+        assert re.search(cure, str(refused.value))
 
 
 # -- what a call takes -----------------------------------------------------------------------------------------------------

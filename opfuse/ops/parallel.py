@@ -27,6 +27,8 @@ from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.shards import join
 from opfuse.tensors.tensor import QuantizedTensor
 
+_ALONE = "the ranks of a tensor-parallel pipeline meet around it. Cure: compile the pipeline by itself, pipeline.compile()"
+
 
 class TensorParallel(ParallelStyle):
     """``parallelize_module(pipeline, mesh, TensorParallel())`` for a ``Sequential`` of ops and a mesh of one dimension.
@@ -76,8 +78,10 @@ class TensorParallel(ParallelStyle):
             ).to_local()  # fmt: skip
             return y
 
-        pipeline.register_forward_pre_hook(enter)
-        pipeline.register_forward_hook(leave, always_call=True)
+        # Compiled code would hold the parameters that stand there at run time for those that stood there when it was traced.
+        before, after = (torch.compiler.disable(hook, reason=_ALONE) for hook in (enter, leave))  # type: ignore[no-untyped-call]
+        pipeline.register_forward_pre_hook(before)
+        pipeline.register_forward_hook(after, always_call=True)
         return pipeline
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops, recipes
@@ -89,3 +93,56 @@ def test_other_subclasses_that_dispatch_are_refused_and_those_that_hold_memory_r
     assert torch.equal(pipeline(nn.Parameter(x)), want)
     view = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(data().t()).t()  # a copy that refuses writes
     assert torch.equal(pipeline(view), pipeline(view.clone()))
+
+
+# -- shards and torch.compile --------------------------------------------------------------------------------------------------
+
+
+def trained(call, module: nn.Module) -> list[torch.Tensor]:
+    """Output and gradients of three steps."""
+    torch.manual_seed(0)
+    for _ in range(3):
+        with opfuse.autocast(recipe=CURRENT):
+            y = call(torch.randn(32, 64))
+        y.square().mean().backward()
+    return [y.detach(), *[p.grad.to_local() for p in module.parameters()]]
+
+
+CURRENT = recipes.Float8CurrentScaling()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("stored", [False, True])
+def test_layers_that_fsdp2_shards_are_compiled_one_by_one(mesh, stored):
+    """As TorchTitan does: each layer is one graph, and the gathers stand outside."""
+    torch._dynamo.reset()
+    counters.clear()
+    with opfuse.quantized_model_init(enabled=stored, recipe=CURRENT):
+        eager = nn.Sequential(*[ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64), ops.GELU()) for _ in range(2)])
+    compiled = copy.deepcopy(eager)
+    for each in (eager, compiled):
+        for layer in each:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(each, mesh=mesh)
+    for layer in compiled:
+        layer.compile(backend="eager", fullgraph=True)
+    assert all(map(torch.equal, trained(compiled, compiled), trained(eager, eager)))
+    assert counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.cpu
+def test_a_tensor_parallel_pipeline_is_compiled_by_itself_and_not_inside_of_a_graph(mesh):
+    torch._dynamo.reset()
+    eager = ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64))
+    alone, inside = copy.deepcopy(eager), copy.deepcopy(eager)
+    for each in (eager, alone, inside):
+        parallelize_module(each, mesh, opfuse.TensorParallel())
+    alone.compile(backend="eager", fullgraph=True)
+    wanted = trained(eager, eager)
+    assert all(map(torch.equal, trained(alone, alone), wanted))
+    assert all(map(torch.equal, trained(torch.compile(nn.Sequential(inside), backend="eager"), inside), wanted))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"meet around it. Cure: compile the pipeline by itself"):
+        torch.compile(nn.Sequential(inside), backend="eager", fullgraph=True)(data().float())
+    torch._dynamo.reset()

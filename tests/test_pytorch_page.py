@@ -46,6 +46,6 @@ def test_h35_tests_that_rows_name_are_there():
 
 def test_messages_that_rows_quote_are_those_of_the_code():
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "opfuse").rglob("*.py"))
-    quoted = re.findall(r'"([^"]+)"', re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    quoted = re.findall(r'"([^"]+)"', " ".join(re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL).split()))
     assert quoted
     assert [text for text in quoted if text not in code] == []

@@ -76,10 +76,12 @@ def test_r12_graphs_of_weights_that_live_quantized_see_what_an_optimizer_writes(
 
 
 @pytest.mark.row("R12")
-def test_r12_torchs_own_graphed_callables(device):
+@pytest.mark.parametrize("stored", [False, True])
+def test_r12_torchs_own_graphed_callables(stored, device):
     """In a region around capture and calls; a recipe without state has nothing that warm-up could change."""
     recipe = RECIPES["current"]()
-    model, other, x = twins("swiglu", recipe, device)
+    with opfuse.quantized_model_init(enabled=stored, recipe=recipe):
+        model, other, x = twins("swiglu", recipe, device)
     gc.collect()
     with opfuse.autocast(recipe=recipe):
         graph = torch.cuda.make_graphed_callables(model, (x,))

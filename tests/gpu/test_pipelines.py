@@ -93,7 +93,19 @@ def test_r11_r12_a_step_waits_for_nothing_and_repeats_its_bits(name, make, overr
 
 @pytest.mark.parametrize(("name", "make", "override"), CASES)
 def test_r12_a_captured_step_replays_on_new_values(name, make, override, device):
-    step, other = (Step(name, make(backward_override=override), device) for _ in range(2))
+    check_replays(*(Step(name, make(backward_override=override), device) for _ in range(2)), device)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_r12_a_captured_step_of_weights_that_live_quantized(kind, device):
+    recipe = RECIPES[kind]()
+    with opfuse.quantized_model_init(recipe=recipe):
+        steps = [Step("swiglu", recipe, device) for _ in range(2)]
+    check_replays(*steps, device)
+
+
+def check_replays(step, other, device):
+    """A hundred replays of ``step``, each on new values, have the bits of ``other`` called."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -146,15 +146,15 @@ def gated():
     return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32))
 
 
-MX = recipes.MXFP8BlockScaling()
+MX, BLOCKS = recipes.MXFP8BlockScaling(), recipes.Float8BlockScaling()
 KINDS = {
     "linear, FP8 stored": (gated, recipes.Float8CurrentScaling(), True),
     "linear, MXFP8 stored": (gated, MX, True),
     "linear, NVFP4 stored": (gated, recipes.NVFP4BlockScaling(disable_rht=True), True),
     "grouped": (experts, DELAYED, False),
-    "grouped, one parameter stored": (lambda: experts(single_grouped_weight=True), MX, True),
+    "grouped, one parameter stored": (lambda: experts(single_grouped_weight=True), DELAYED, True),
     "routed": (routed, MX, False),
-    "main_grad, stored": (lambda: ops.Sequential(ops.Linear(32, 32, accumulate_into_main_grad=True), ops.GELU()), MX, True),
+    "main_grad, stored": (lambda: ops.Sequential(ops.Linear(32, 32, accumulate_into_main_grad=True), ops.GELU()), BLOCKS, True),
     "grouped, main_grad": (lambda: experts(single_grouped_weight=True, accumulate_into_main_grad=True), DELAYED, False),
 }
 

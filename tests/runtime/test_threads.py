@@ -25,9 +25,11 @@ RECIPES = (
 DELAYED = RECIPES[1]
 
 
-def model_of(seed=0):
+def model_of(seed=0, stored=None):
+    """stored: a recipe in whose formats the weights live."""
     torch.manual_seed(seed)
-    return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32))
+    with opfuse.quantized_model_init(enabled=stored is not None, recipe=stored):
+        return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32))
 
 
 def batches(count):
@@ -71,15 +73,16 @@ def in_threads(*functions):
 
 
 @pytest.mark.row("R13")
-def test_r13_threads_train_under_recipes_of_their_own():
-    models = [model_of(i) for i in range(len(RECIPES))]
+@pytest.mark.parametrize("stored", [False, True])
+def test_r13_threads_train_under_recipes_of_their_own(stored):
+    models = [model_of(i, recipe if stored else None) for i, recipe in enumerate(RECIPES)]
     alone = [trained(copy.deepcopy(model), recipe) for model, recipe in zip(models, RECIPES)]
     with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):  # of this thread, and of no other
         together = in_threads(*[lambda m=m, r=r: trained(m, r) for m, r in zip(models, RECIPES)])
     for recipe, one, other in zip(RECIPES, together, alone):
         assert same(one[0], other[0]), recipe
         assert same(one[1], other[1]), recipe
-    assert alone[1][1]
+    assert alone[1][1]  # states of delayed scaling
 
 
 @pytest.mark.row("R13")
@@ -107,10 +110,11 @@ def test_a_thread_has_no_recipe_until_it_enters_a_region():
 
 
 @pytest.mark.row("R13")
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_r13_two_microbatches_go_forward_before_either_goes_backward(recipe):
+def test_r13_two_microbatches_go_forward_before_either_goes_backward(recipe, stored):
     """As 1F1B has them: the bits of one pass after the other, where a region is around the pair: scales move at its end."""
-    model, xs = model_of(), batches(4)
+    model, xs = model_of(stored=recipe if stored else None), batches(4)
     other = copy.deepcopy(model)
     for turn in range(0, 4, 2):
         with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
@@ -128,7 +132,7 @@ class Computed(Dataset):
     """Computes its items with a pipeline, in the process of a worker."""
 
     def __init__(self):
-        self.model = model_of()
+        self.models = model_of(), model_of(stored=RECIPES[2])
 
     def __len__(self):
         return 4
@@ -136,7 +140,7 @@ class Computed(Dataset):
     @torch.no_grad()
     def __getitem__(self, i):
         with opfuse.autocast(recipe=RECIPES[2]):
-            return self.model(batches(4)[i])
+            return torch.cat([model(batches(4)[i]) for model in self.models])
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

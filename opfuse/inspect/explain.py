@@ -19,6 +19,7 @@ from opfuse.inspect.observe import SavedValue, Totals, observe
 from opfuse.inspect.saved import RefusedSetting, listed, told, totals_by_override
 from opfuse.recipes import current_recipe, support
 from opfuse.recipes.delayed import DelayedScalingStates
+from opfuse.tensors.gemm import ChainTold, chains_told
 
 ENVIRONMENT = "environment "
 """How the source of a recipe's field begins that was taken from a variable."""
@@ -32,6 +33,7 @@ class Explanation:
     what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
     from_environment: the variable that each field of the recipe was taken from which was not given. rule: the only one that is
     told of (None: all). kept: casts of weights that :func:`opfuse.kept_weights` keeps around the call, and their bytes.
+    chains: products of this call with elementwise ops behind them, and why they were not one launch; none but on a GPU.
     """
 
     recipe: str
@@ -44,6 +46,7 @@ class Explanation:
     from_environment: Mapping[str, str] = field(default_factory=dict)
     rule: str | None = None
     kept: tuple[int, int] = (0, 0)
+    chains: tuple[ChainTold, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -84,6 +87,7 @@ class Explanation:
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "kept_bytes": self.kept[1],
+            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.why} for each in self.chains],
             "saved_bytes_by_override": {
                 name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
                 for name, saved in self.saved_by_override.items()
@@ -107,7 +111,8 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     DtypeError for an input that is no tensor.
     """
     recipe = current_recipe()
-    found = observe(model, x, extra_inputs)
+    with chains_told() as chains:
+        found = observe(model, x, extra_inputs)
     for name, module in model.named_modules():
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
             states.tell(name or type(module).__name__)
@@ -119,7 +124,7 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     by_override = {name: kept if isinstance(kept, RefusedSetting) else kept.bytes for name, kept in totals.items()}
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
     made = repr(recipe), status.status, status.reason, found.plans, found.values, found.totals
-    return Explanation(*made, by_override, taken, kept=found.kept)
+    return Explanation(*made, by_override, taken, kept=found.kept, chains=tuple(chains) if x.is_cuda else ())
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -138,6 +143,8 @@ def _text(e: Explanation) -> Iterator[str]:
     if any(e.kept):
         casts, size = e.kept
         yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
+    for shape, names, why in e.chains if e.rule is None else ():
+        yield f"chain    {' '.join(names)} behind a product {tuple(shape)}: {f'apart, {why}' if why else 'one launch'}"
     for plan in e.plans:
         yield ""
         sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"

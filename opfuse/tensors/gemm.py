@@ -10,8 +10,9 @@ precision, so is the product, and the other one is dequantized to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -89,6 +90,28 @@ def gemm(
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
+class ChainTold(NamedTuple):
+    """A product of ``shape`` with ``ops`` behind it, and why they were not made in one launch; an empty string if they were."""
+
+    shape: torch.Size
+    ops: tuple[str, ...]
+    why: str
+
+
+_told: ContextVar[list[ChainTold] | None] = ContextVar("chains told", default=None)
+
+
+@contextmanager
+def chains_told() -> Iterator[list[ChainTold]]:
+    """Inside the block, products of quantized operands with ops behind them are noted."""
+    found: list[ChainTold] = []
+    before = _told.set(found)
+    try:
+        yield found
+    finally:
+        _told.reset(before)
+
+
 class PendingProduct(NamedTuple):
     """An fprop that is yet to be made, by :func:`gemm` or together with what follows it.
 
@@ -127,7 +150,10 @@ class PendingProduct(NamedTuple):
         left, right = (_stored(plane) for plane in planes)
         fast = self.options.get("fast", False)
         whole = left.layout.lines[0] == matrix_shape(self.left.shape)[0]
-        if not whole or why_apart(left, right, stages, encode, dtype=dtype, fast=fast):
+        why = why_apart(left, right, stages, encode, dtype=dtype, fast=fast) if whole else "rows fill a block"
+        if (told := _told.get()) is not None:
+            told.append(ChainTold(self.shape, tuple(stage.math.name for stage in stages), why))
+        if why:
             return None
         return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, fast=fast)
 

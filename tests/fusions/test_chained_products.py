@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import opfuse
 from opfuse import ops
 from opfuse.fusions import RULES
 from opfuse.kernels.products.chained import product_chain
@@ -38,6 +41,20 @@ def test_bias_gelu_and_cast_follow_the_product(name, override, monkeypatch):
     monkeypatch.setattr(gemm, "product_chain", chained)
     assert differences(step().tensors, apart.tensors) == []
     assert calls == [(["bias", "gelu"], True, [1]), (["bias"], False, [])]
+
+
+def test_what_is_told_of_products_with_chains():
+    x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    with gemm.chains_told() as told:
+        run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))
+    assert [(tuple(shape), ops) for shape, ops, _ in told] == [((ROWS, 2 * WIDTH), ("bias", "gelu")), ((ROWS, WIDTH), ("bias",))]
+    assert {why for *_, why in told} == {"no GPU whose kernels are used"}
+    with opfuse.autocast(recipe=recipe_for("fp8_current")):
+        found = opfuse.explain(mlp(), x)
+    assert found.chains == ()
+    text = str(replace(found, chains=(told[0], told[1]._replace(why=""))))
+    assert "chain    bias gelu behind a product (64, 256): apart, no GPU whose kernels are used\n" in text
+    assert "chain    bias behind a product (64, 128): one launch\n" in text
 
 
 def test_a_linear_with_a_product_of_its_own_is_asked_for_it(monkeypatch):

@@ -164,7 +164,7 @@ QUESTIONS = (
         "What fused?",
         "model, x = mlp(), batch().requires_grad_()\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(opfuse.explain(model, x).fusions)\n",
-        ("'norm_quantize'", "'epilogue'"),
+        ("'epilogue'", "'backward_activation_bias'"),
     ),
     Question(
         FUSIONS,
@@ -176,9 +176,9 @@ QUESTIONS = (
     Question(
         FUSIONS,
         "What took the ops that a rule asked for?",
-        "model, x = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64)).bfloat16(), torch.randn(32, 64).bfloat16()\n",
-        "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(opfuse.explain(model, x).narrowed('epilogue'))\n",
-        ("shadowed", "by norm_quantize", "to fire"),
+        "model, x = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(in_place=True)), torch.randn(32, 64)\n",
+        "print(opfuse.explain(model, x, x.clone()).narrowed('epilogue'))\n",
+        ("shadowed", "by linear_add", "to fire"),
     ),
     Question(
         FUSIONS,
@@ -264,7 +264,7 @@ QUESTIONS = (
         "Which op takes the host the longest?",
         "model, x = mlp(), batch(128)\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(sorted({row.name for row in opfuse.host_times(model, x).rows}))\n",
-        ("norm_quantize", "backward_activation_bias"),
+        ("epilogue", "backward_activation_bias"),
     ),
     Question(
         NUMBERS,

@@ -9,13 +9,12 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_SCALE,
 )
 from opfuse.fusions.chain import ELEMENTWISE
-from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD, NORM_QUANTIZE
+from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD
 
 RULES = RuleSet(
     (
         LINEAR_SCALE_ADD,
         LINEAR_ADD,
-        NORM_QUANTIZE,
         EPILOGUE,
         ELEMENTWISE,
         BACKWARD_LINEAR_ADD,

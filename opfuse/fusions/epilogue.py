@@ -41,14 +41,9 @@ def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize:
     if quantize is None:
         return produce_and_chain(x, producer, chain)
     if not chain and "norm" in producer.op.traits:
-        return norm_quantize(x, norm=producer, quantize=quantize)
+        return producer.op.produce_cast(producer, x, quantize.op)
     result = _produce(x, producer, chain)
     return run_chain_cast(result, chain, quantize.op, **_flow(x, producer)) if chain else quantize.op(result)
-
-
-def norm_quantize(x: Value, *, norm: Context, quantize: Context) -> Any:
-    """A normalisation and the cast for the product that reads it."""
-    return norm.op.produce_cast(norm, x, quantize.op)
 
 
 def linear_add(x: Value, *, basic_linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
@@ -76,10 +71,6 @@ LINEAR_ADD = fusion(
     when=(is_("add.in_place", True),),
     forward=linear_add,
     doc=linear_add.__doc__ or "",
-)
-
-NORM_QUANTIZE = fusion(
-    "norm_quantize", {"norm": "norm", "quantize": "quantize"}, forward=norm_quantize, doc=norm_quantize.__doc__ or ""
 )
 
 EPILOGUE = fusion(

@@ -45,7 +45,7 @@ def test_a_configuration(name: str, tmp_path: Path) -> None:
         "Environment",
     ]
     statuses = {cell.text for cell in page.iter("td") if cell.get("class")}
-    assert {"fused", "shadowed", "emulated"} <= statuses
+    assert {"fused", "absent", "emulated"} <= statuses
     inside = [
         (rect, box)
         for svg in drawings
@@ -56,7 +56,7 @@ def test_a_configuration(name: str, tmp_path: Path) -> None:
         x, y, w, h = (float(rect.get(key, "nan")) for key in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= float(width) + 1
         assert 0 <= y <= y + h <= float(height) + 1
-    assert "norm_quantize" in text
+    assert "epilogue" in text
 
 
 def test_a_trace_has_plans_over_time(tmp_path: Path) -> None:

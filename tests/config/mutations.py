@@ -193,7 +193,6 @@ VALUES = (
     *(
         "none",
         "epilogue",
-        "norm_quantize",
         "linear_add",
         "skip",
         "'>= 3'",

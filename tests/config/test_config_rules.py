@@ -376,13 +376,13 @@ def names(*rules, direction="forward"):
 
 
 def test_a_rule_claims_before_or_after_another():
-    built_in = ["linear_scale_add", "linear_add", "norm_quantize", "epilogue", "elementwise"]
-    assert names("{use: epilogue, before: norm_quantize}") == [*built_in[:2], "epilogue", "norm_quantize", "elementwise"]
+    built_in = ["linear_scale_add", "linear_add", "epilogue", "elementwise"]
+    assert names("{use: elementwise, before: epilogue}") == [*built_in[:2], "elementwise", "epilogue"]
     assert names("{use: linear_scale_add, after: linear_add}")[:2] == ["linear_add", "linear_scale_add"]
     mine = "name: mine, pattern: [grouped_linear, gelu]"
-    assert names(f"{{{mine}, after: norm_quantize}}") == [*built_in[:3], "mine", *built_in[3:]]
-    assert names(f"{{{mine}, after: norm_quantize}}", "{use: norm_quantize, priority: 2}") == [
-        *("norm_quantize", "mine", "linear_scale_add", "linear_add", "epilogue", "elementwise")
+    assert names(f"{{{mine}, after: linear_add}}") == [*built_in[:2], "mine", *built_in[2:]]
+    assert names(f"{{{mine}, after: linear_add}}", "{use: linear_add, priority: 2}") == [
+        *("linear_add", "mine", "linear_scale_add", "epilogue", "elementwise")
     ]
     later = "{name: later, pattern: [grouped_linear, silu], before: linear_add}"
     assert names(f"{{{mine}, before: later}}", later)[1:4] == ["mine", "later", "linear_add"]
@@ -396,7 +396,7 @@ def test_a_rule_claims_before_or_after_another():
         (("{use: epilogue, before: epilogue}",), "unknown-rule", "epilogue"),
         (("{use: epilogue, before: backward_elementwise}",), "bad-value", "backward_elementwise"),
         (("{use: epilogue, before: linear_add, priority: 1}",), "bad-value", "linear_add"),
-        (("{use: epilogue, before: linear_add, after: norm_quantize}",), "bad-value", "norm_quantize"),
+        (("{use: epilogue, before: linear_add, after: elementwise}",), "bad-value", "elementwise"),
         (("{disable: linear_add}", "{use: epilogue, before: linear_add}"), "unknown-rule", "linear_add"),
         (("{use: epilogue, before: linear_add}", "{use: linear_add, before: epilogue}"), "bad-value", "linear_add"),
         (("{name: mine, pattern: [basic_linear, bias?, gelu], after: epilogue}",), "shadowed-rule", "mine"),
@@ -415,7 +415,7 @@ def expected(*rules, top=TOP):
 
 
 def test_what_rules_expect_is_counted():
-    assert expected("{use: epilogue, expect: {fused: 2}}", "{use: norm_quantize, expect: {absent: 1, fused: 0}}") == ()
+    assert expected("{use: epilogue, expect: {fused: 2}}", "{use: linear_add, expect: {absent: 1, fused: 0}}") == ()
     assert expected("{use: epilogue, when: {env.arch: '>= 9.0'}, expect: {missed: 2, fused: 0}}") == ()
     assert (
         expected("{name: mine, pattern: [basic_linear, bias, gelu], expect: {fused: 1}}", "{use: epilogue, expect: {fused: 1}}")

@@ -45,11 +45,6 @@ PLACES = {
         ("basic_linear", "bias", "add_extra_input"),
         extras=1,
     ),
-    "norm_quantize": Place(
-        lambda: ops.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH)),
-        ("layer_norm", "quantize"),
-        (),
-    ),
     "epilogue": Place(
         lambda: ops.Sequential(
             ops.Linear(WIDTH, 2 * WIDTH), ops.SwiGLU(), ops.Dropout(0.3), ops.AddExtraInput(), ops.Linear(WIDTH, WIDTH)

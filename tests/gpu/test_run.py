@@ -25,4 +25,4 @@ def test_a_configuration_trains_with_native_products(name, device, tmp_path, cap
     assert found["backend"] == "native", found["backend_reason"]
     assert found["loss_last"] < found["loss_first"] - 1.5
     assert abs(found["loss_difference"]) < 0.03
-    assert {"norm_quantize", "epilogue"} & set(found["fusions"])
+    assert "epilogue" in found["fusions"]

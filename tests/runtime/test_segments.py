@@ -13,6 +13,7 @@ from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.plan import Plan, verify
 from opfuse.compiler.registry import RuleSet
+from opfuse.compiler.rules import fusion
 from opfuse.errors import FusionError
 from opfuse.fusions import RULES
 from opfuse.recipes import MXFP8BlockScaling, Recipe
@@ -57,12 +58,15 @@ def test_quantized_values_stay_inside_a_segment():
     assert cut(ended) == [["quantize[input]", "identity", "gelu"], ["gelu"]]
 
 
+NORM_CAST = fusion("norm_cast", "norm quantize", forward=lambda x, *, norm, quantize: norm.op.produce_cast(norm, x, quantize.op))
+
+
 def only(name: str) -> RuleSet:
     return RULES.without(*(rule.name for rule in RULES.rules if rule.name != name))
 
 
 def test_a_segment_is_as_wide_as_its_groups():
-    forward = planned(*block(), rules=only("norm_quantize"), recipe=MXFP8BlockScaling())
+    forward = planned(*block(), rules=RuleSet((NORM_CAST,)), recipe=MXFP8BlockScaling())
     assert cut(forward)[0] == ["rms_norm", "quantize[input]", "quantize[weight]", "basic_linear", "quantize[grad_output]"]
     assert len(cut(forward)) == 3
     backward = planned(*block(), rules=only("backward_activation_bias"), recipe=MXFP8BlockScaling())

@@ -56,10 +56,18 @@ def test_torch_is_bounded_to_what_was_tried() -> None:
     assert torch == "torch>=2.11,<2.14"
 
 
-@pytest.mark.slow
-def test_the_wheel_runs_an_example_and_the_source_distribution_tests_itself(tmp_path: Path) -> None:
-    """From a copy, since building leaves files behind."""
-    copy, built = tmp_path / "copy", tmp_path / "built"
+READ_BY_TRANSFORMERS = """
+stock = LlamaForCausalLM.from_pretrained("trained")
+assert not any("forward" in vars(module) for module in stock.modules())
+assert torch.equal(stock.eval()(words).logits, opfuse.unfuse_(model).eval()(words).logits)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a source distribution, made from a copy, since building leaves files behind."""
+    folder = tmp_path_factory.mktemp("distributions")
+    copy, made = folder / "copy", folder / "built"
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
     if not names:
         pytest.skip("not a checkout")
@@ -67,19 +75,35 @@ def test_the_wheel_runs_an_example_and_the_source_distribution_tests_itself(tmp_
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
     build = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
-    subprocess.run([sys.executable, "-c", build, str(built)], cwd=copy, check=True, capture_output=True)
-    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    subprocess.run([sys.executable, "-c", build, str(made)], cwd=copy, check=True, capture_output=True)
+    return made
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_an_example_and_the_script_of_the_readme(built: Path, tmp_path: Path) -> None:
+    """The script converts and trains a Llama; what it saves, transformers reads with the same bits."""
     site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    assert {name for name in names if name.startswith("opfuse/")} <= {
-        path.relative_to(site).as_posix() for path in site.rglob("*")
+    zipfile.ZipFile(next(built.glob("*.whl"))).extractall(site)
+    files = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "opfuse").rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
-    run = [sys.executable, "-P", "-m", "opfuse", "run", "quickstart", "--steps", "2", "--out", str(tmp_path / "out")]
-    subprocess.run(run, cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, check=True, capture_output=True)
+    assert files <= {path.relative_to(site).as_posix() for path in site.rglob("*")}
+    scripts = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (script,) = [each for each in scripts if "LlamaConfig" in each]
+    for command in (
+        ["-m", "opfuse", "run", "quickstart", "--steps", "2", "--out", str(tmp_path / "out")],
+        ["-c", script + READ_BY_TRANSFORMERS],
+    ):
+        environment = {"PYTHONPATH": str(site), "PATH": ""}
+        subprocess.run([sys.executable, "-P", *command], cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert (tmp_path / "out" / "report.json").is_file()
-    with tarfile.open(source) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (root,) = (tmp_path / "source").iterdir()
+
+
+@pytest.mark.slow
+def test_the_source_distribution_tests_itself(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
     few = ["tests/test_readme.py", "tests/test_performance.py", "tests/test_acceptance.py", "tests/test_package.py", "tests/cli"]
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *few]
     subprocess.run(test, cwd=root, env={"PYTHONPATH": str(root), "PATH": ""}, check=True)

@@ -100,7 +100,7 @@ class Explanation:
 
 
 def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, overrides: bool = False) -> Explanation:
-    """Explain ``model(x, *extra_inputs)`` under the active recipe, by running its forward once.
+    """Explain ``model(x, *extra_inputs)`` under the active recipe, or those of converted modules, by running its forward once.
 
     The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
     delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
@@ -110,20 +110,25 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     OpfuseWarning for amaxes of delayed scaling that were not finite. PipelineError for what is no module or runs no op of opfuse;
     DtypeError for an input that is no tensor.
     """
-    recipe = current_recipe()
+    active = current_recipe()
     with chains_told() as chains:
         found = observe(model, x, extra_inputs)
     for name, module in model.named_modules():
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
             states.tell(name or type(module).__name__)
-    if recipe is None:
+    ran = dict.fromkeys(plan.key.env.recipe for plan in found.plans)  # converted modules have recipes of their own
+    recipes = [active] if active is not None else [each for each in ran if each is not None]
+    if not recipes:
         made = "none", "high precision", "no recipe is active", found.plans, found.values, found.totals
         return Explanation(*made, kept=found.kept)
-    status = support(recipe)
-    totals = totals_by_override(recipe, found.totals, model, x, extra_inputs) if overrides else {}
+    statuses = [support(each) for each in recipes]
+    status = next((each for each in statuses if each.status != "native"), statuses[0])
+    totals = totals_by_override(recipes[0], found.totals, model, x, extra_inputs) if overrides and len(recipes) == 1 else {}
     by_override = {name: kept if isinstance(kept, RefusedSetting) else kept.bytes for name, kept in totals.items()}
-    taken = {name: source.removeprefix(ENVIRONMENT) for name, source in recipe.sources.items() if source.startswith(ENVIRONMENT)}
-    made = repr(recipe), status.status, status.reason, found.plans, found.values, found.totals
+    sources = {name: source for each in recipes for name, source in each.sources.items()}
+    taken = {name: source.removeprefix(ENVIRONMENT) for name, source in sources.items() if source.startswith(ENVIRONMENT)}
+    told_as = " and ".join(map(repr, recipes))
+    made = told_as, status.status, status.reason, found.plans, found.values, found.totals
     return Explanation(*made, by_override, taken, kept=found.kept, chains=tuple(chains) if x.is_cuda else ())
 
 

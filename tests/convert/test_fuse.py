@@ -538,3 +538,15 @@ def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dyn
         calls = [torch.compile(each, backend="eager", fullgraph=True) for each in (twin, other)]
         assert torch.equal(calls[0](x), twin(x))
         assert not torch.equal(calls[1](x), twin(x))
+
+
+def test_an_explanation_names_the_recipes_of_converted_modules():
+    """They hold where no region is active; an active one counts instead."""
+    model, x = Model(), torch.randint(0, 48, (2, 16))
+    opfuse.fuse_(model, FP8)
+    found = opfuse.explain(model, x)
+    assert (found.recipe, found.backend) == (repr(FP8), "emulated")
+    opfuse.fuse_(model, FP8, policy={"*.mlp": DelayedScaling()})
+    assert {*opfuse.explain(model, x).recipe.split(" and ")} == {repr(FP8), repr(DelayedScaling())}
+    with opfuse.autocast(recipe=EXACT):
+        assert opfuse.explain(model, x).recipe == repr(EXACT)

@@ -24,6 +24,7 @@ REQUIRED = {
     "token_dispatch": {"num_groups": 4, "features": 8},
     "bias": {"size": 8},
     "constant_scale": {"scale": 0.5},
+    "scaled_tanh_srelu": {"tanh_clamp_scale": 1.5},
     "reshape": {"shape": (4, -1)},
     "dropout": {"p": 0.25},
     "layer_norm": {"normalized_shape": 8},

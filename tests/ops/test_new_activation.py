@@ -72,6 +72,12 @@ def test_its_kernels_compile_without_spills(mish):
             assert compiling.compile_text(compiling.assemble(variant), "sm_90a").entries[entry].spills == 0
 
 
+def test_the_page_names_every_function_of_formulas():
+    page = (PAGE.parent / "docs/ops.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"Formulas know (.*?):\n", page, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", told)) == {*FUNCTIONS}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_function_of_formulas_is_derived(name):
     p = formula("case", lambda x, k: (getattr(x * k, name)() - 2) ** 3 / (k + x) + -x, operands={"k": "full"})

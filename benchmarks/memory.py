@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,8 +62,14 @@ class Operands:
     outputs: int
     made: bool = True
 
-    def bytes(self, kind: str, override: str | None) -> int:
-        """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything."""
+    def bytes(self, kind: str, override: str | None, keep: str | None = None) -> int:
+        """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything.
+
+        Under ``keep`` what the caller gave is cast once, and all else made anew; of delayed scaling under the scale of the call.
+        """
+        if keep is not None:
+            scales = FP32 * (1 + self.made) if kind == "delayed" else 0
+            return scales + (0 if self.made else plane_bytes(kind, self.tokens, self.inputs, rowwise=False, weight=False))
         if kind == "none" or override == "high_precision":
             return BF16 * self.tokens * self.inputs if self.made else 0
         rowwise = override == "dequantized"
@@ -73,33 +79,49 @@ class Operands:
 
 # -- pipelines -------------------------------------------------------------------------------------------------------------
 
-# Linear layers, and bytes that are saved whatever the recipe, of each pipeline.
-SAVES: dict[str, tuple[Callable[[Sizes], tuple[Operands, ...]], Callable[[Sizes], int]]] = {
-    "A": (
+
+class Saves(NamedTuple):
+    """Of a pipeline: its linear layers, elements of the input of its activation, and bytes that are saved whatever the recipe."""
+
+    layers: Callable[[Sizes], tuple[Operands, ...]]
+    activated: Callable[[Sizes], int]
+    always: Callable[[Sizes], int]
+
+
+SAVES: dict[str, Saves] = {
+    "A": Saves(
         lambda s: (Operands(s.tokens, s.hidden, s.ffn, made=False), Operands(s.tokens, s.ffn, s.hidden)),
-        lambda s: BF16 * s.tokens * s.ffn,
+        lambda s: s.tokens * s.ffn,
+        lambda s: 0,
     ),
-    "B": (
+    "B": Saves(
         lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn), Operands(s.tokens, s.ffn, s.hidden)),
-        lambda s: BF16 * s.tokens * 2 * s.ffn + FP32 * s.tokens,
+        lambda s: s.tokens * 2 * s.ffn,
+        lambda s: FP32 * s.tokens,
     ),
 }
 
 
-def formula(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
+def formula(name: str, sizes: Sizes, kind: str, override: str | None, keep: str | None = None) -> int:
     """Bytes that pipeline ``name`` must save beside its input and its parameters."""
-    layers, always = SAVES[name]
-    return always(sizes) + sum(layer.bytes(kind, override) for layer in layers(sizes))
+    layers, activated, always = SAVES[name]
+    read = activated(sizes) + FP32 if keep == "quantized" else BF16 * activated(sizes)
+    return read + always(sizes) + sum(layer.bytes(kind, override, keep) for layer in layers(sizes))
 
 
-def transient(name: str, sizes: Sizes, kind: str, override: str | None) -> int:
+def transient(name: str, sizes: Sizes, kind: str, override: str | None, keep: str | None = None) -> int:
     """Bytes that a call may hold for a while beside what bf16 modules hold: casts, or dequantized operands, of one layer.
 
     A gradient that is cast under its own amax is stored first. A product that is emulated multiplies bf16 copies of its operands.
+    Under ``keep`` the operands of one layer are made anew, from a dequantized input of the activation where that is quantized.
     """
     if kind == "none":
         return 0
-    layers = SAVES[name][0](sizes)
+    layers = SAVES[name].layers(sizes)
+    if keep is not None:
+        anew = max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
+        read = BF16 * SAVES[name].activated(sizes) if keep == "quantized" else 0
+        return transient(name, sizes, kind, override) + anew + read
     if override == "dequantized":
         casts = max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)
     elif override == "high_precision":
@@ -122,7 +144,7 @@ def _copies(layer: Operands, override: str | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of one pipeline under one recipe and override. peak, limit: on a GPU; limit from torch's peak in bf16."""
+    """Bytes of one pipeline under one recipe, override and ``keep``. peak, limit: on a GPU; limit from torch's peak in bf16."""
 
     pipeline: str
     kind: str
@@ -132,11 +154,22 @@ class Row:
     of_bf16: float
     peak: int | None = None
     limit: int | None = None
+    keep: str | None = None
 
     @property
     def name(self) -> str:
-        """Pipeline, recipe, override."""
-        return ", ".join(filter(None, (self.pipeline, self.kind, self.override)))
+        """Pipeline, recipe, override or what is kept."""
+        kept = None if self.keep is None else f"keep={self.keep}"
+        return ", ".join(filter(None, (self.pipeline, self.kind, self.override, kept)))
+
+    @property
+    def most(self) -> int | None:
+        """Percent of what bf16 saves that this may be."""
+        return MOST[self.pipeline] if self.keep == "quantized" else None
+
+
+MOST = {"A": 60, "B": 65}
+"""Percent of what bf16 saves, under ``keep="quantized"``."""
 
 
 def saved_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
@@ -178,13 +211,22 @@ def measure(sizes: Sizes, device: str) -> Iterator[Row]:
         eager = peak_bytes(pipeline.eager(sizes).to(device, torch.bfloat16), x, None) if device == "cuda" else None
         model = pipeline.fused(sizes).to(device, torch.bfloat16)
         plain = formula(name, sizes, "none", None)
-        for kind, override, recipe in settings():
-            want, saved = formula(name, sizes, kind, override), saved_bytes(model, x, recipe)
+        for kind, override, keep, recipe in kept_settings():
+            want, saved = formula(name, sizes, kind, override, keep), saved_bytes(model, x, recipe)
             peak, limit = None, None
             if eager is not None:
                 peak = peak_bytes(model, x, recipe)
-                limit = round(SLACK * (eager + want - plain + transient(name, sizes, kind, override))) + WORKSPACE
-            yield Row(name, kind, override, saved, want, saved / plain, peak, limit)
+                limit = round(SLACK * (eager + want - plain + transient(name, sizes, kind, override, keep))) + WORKSPACE
+            yield Row(name, kind, override, saved, want, saved / plain, peak, limit, keep)
+
+
+def kept_settings() -> Iterator[tuple[str, str | None, str | None, Recipe | None]]:
+    """(kind, override, keep, recipe): every recipe under every override, and without one under every ``keep``."""
+    for kind, override, recipe in settings():
+        yield kind, override, None, recipe
+        if recipe is not None and override is None:
+            for keep in ("recompute", "quantized"):
+                yield kind, None, keep, recipe.replace(keep=keep)
 
 
 def records(sizes: Sizes | None = None, device: str | None = None) -> Iterator[dict[str, Any]]:
@@ -194,7 +236,7 @@ def records(sizes: Sizes | None = None, device: str | None = None) -> Iterator[d
     for row in measure(sizes, device):
         name = f"{row.name}, {sizes.tokens} tokens, {sizes.hidden}-{sizes.ffn}"
         yield _record(f"{name}, saved", row.saved / MIB, "MiB", row.formula / MIB)
-        yield _record(f"{name}, saved", 100 * row.of_bf16, "% of bf16", None)
+        yield _record(f"{name}, saved", 100 * row.of_bf16, "% of bf16", row.most)
         if row.peak is not None and row.limit is not None:
             yield _record(f"{name}, peak", row.peak / MIB, "MiB", row.limit / MIB)
 

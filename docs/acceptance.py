@@ -52,6 +52,7 @@ OVERRIDE = {
     "B32": "A setting from the environment does what the argument does; an unset one changes nothing",
     "B33": "Argument over file over environment over default; the recipe knows which it was",
     "B34": "An override leaves the tiled layout of the forward operands as it is",
+    "B35": "`keep` makes casts and activations anew in the backward pass: `recompute` bit for bit, `quantized` from E4M3 codes",
 }
 USAGES = {
     "U01": "Training and inference alternate on one quantized weight: no error, and the gradients of a fresh run",

@@ -36,6 +36,16 @@ def products(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
 
 
+def remade(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Each operand of a product that the backward pass makes anew: of what, in which format (None: the values themselves)."""
+    nodes = plan.graph.nodes
+    for reader, operands in plan.remade.items():
+        for each in operands:
+            chain = [nodes[i].name for i in each.chain] or ["the parameter"]
+            fmt = None if each.anew is None else str(each.anew.quantizer.formats[not each.anew.quantizer.rowwise])
+            yield {"op": nodes[reader].name, "operand": each.role, "from": chain, "format": fmt}
+
+
 def pipeline(plan: Plan) -> dict[str, Any]:
     """The graph, its segments, and the groups of either pass."""
     return {
@@ -44,6 +54,7 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "before": list(plan.ops),
         "nodes": [node.name for node in plan.graph.nodes],
         "products": list(products(plan)),
+        "remade": list(remade(plan)),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{

@@ -13,6 +13,7 @@ from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
 from opfuse.compiler.registry import RuleSet
+from opfuse.compiler.remade import Remade, remade_operands
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
 from opfuse.core.grouped_cast import GroupedCast
@@ -56,7 +57,8 @@ class Plan:
     """Graph, groups, segments, and what became of every rule.
 
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
-    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. programs,
+    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
+    that the backward pass makes anew, by the node that reads them. programs,
     repeatable, keepable: what was recorded of each segment, whether it can be, and its casts of weights that may be kept from
     call to call, by its first node.
     """
@@ -70,6 +72,7 @@ class Plan:
     own_casts: dict[int, dict[str, Cast]] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
+    remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     repeatable: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -89,6 +92,11 @@ class Plan:
         """Whether scales of gradients come from earlier steps."""
         casts = [*self.casts.values(), *(cast for own in self.own_casts.values() for cast in own.values())]
         return any(cast.role == GRADIENT and cast.is_delayed for cast in casts)
+
+    @cached_property
+    def cast_once(self) -> dict[int, Cast]:
+        """Of casts whose result the backward pass makes anew: what is cast for the forward product alone."""
+        return {each.source: each.forward for operands in self.remade.values() for each in operands}
 
     @property
     def fusions(self) -> tuple[str, ...]:
@@ -120,10 +128,11 @@ def compile_plan(
     forward, backward = claims.complete(FORWARD), claims.complete(BACKWARD)
     verify(graph, forward, FORWARD)
     verify(graph, backward, BACKWARD)
-    segments = partition(graph, forward, backward)
     labels = tuple(op.label for op in ops)
     casts, own = live_casts(graph, ops, key.env)
-    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, own, name, labels)
+    remade = remade_operands(graph, ops, key.env, casts, (*forward, *backward))
+    segments = partition(graph, forward, backward, remade)
+    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, own, name, labels, remade)
 
 
 def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> tuple[dict[int, Cast], dict[int, dict[str, Cast]]]:
@@ -159,8 +168,10 @@ def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
 # -- segments ------------------------------------------------------------------------------------------------------------
 
 
-def partition(graph: Graph, forward: Sequence[Group], backward: Sequence[Group]) -> tuple[Segment, ...]:
-    """The smallest stretches that no group and no quantized value crosses."""
+def partition(
+    graph: Graph, forward: Sequence[Group], backward: Sequence[Group], remade: Remade | None = None
+) -> tuple[Segment, ...]:
+    """The smallest stretches that no group, no quantized value and no state from which an operand is made anew crosses."""
     reach = list(range(len(graph.nodes)))
     for group in (*forward, *backward):
         reach[group.nodes[0]] = max(reach[group.nodes[0]], group.nodes[-1])
@@ -168,6 +179,9 @@ def partition(graph: Graph, forward: Sequence[Group], backward: Sequence[Group])
         if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
+    for operand in (each for operands in (remade or {}).values() for each in operands):
+        first = min(operand.source, *operand.chain[:1], operand.reader)
+        reach[first] = max(reach[first], operand.reader)
     starts = [0] if reach else []
     end = 0
     for i, last in enumerate(reach):

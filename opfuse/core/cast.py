@@ -105,6 +105,19 @@ class Cast:
         self._check(self.quantizer, shape, dtype)
         return self.quantizer if self.state is None else self._delayed(self.state, device)
 
+    def scale_of_call(self) -> torch.Tensor:
+        """A copy of the scale with which the running call casts, for whom it is to cast with once more."""
+        state = cast(DelayedScalingState, self.state)
+        return cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale.clone()
+
+    def under(self, scale: torch.Tensor) -> Cast:
+        """The same cast with a given scale, which counts no amax."""
+        wanted = cast(Float8Quantizer, self.quantizer)
+        made = Float8Quantizer(
+            scale, torch.zeros_like(scale), wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise
+        )
+        return replace(self, quantizer=made, state=None)
+
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor. A dtype that is not the input's is traced back."""
         features = getattr(self.op, "in_features", None)

@@ -31,8 +31,9 @@ class Context:
 
     op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
     ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
-    dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that
-    of its output, where ``op_backward`` gets a cast of it in groups.
+    remade: operands, by role, that are not saved, since the backward pass makes them anew. dirty: tensors of the caller that the
+    op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that of its output, where ``op_backward``
+    gets a cast of it in groups.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
 
     What the backward pass of a built-in op reads beside the saved values is here whoever ran the forward pass: ``input_dtype``,
@@ -48,6 +49,7 @@ class Context:
         self.operands: dict[str, Value] = {}
         self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
+        self.remade: frozenset[str] = frozenset()
         self.dirty: list[torch.Tensor] = []
         self.grad_output: torch.Tensor | None = None
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()

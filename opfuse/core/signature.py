@@ -66,6 +66,11 @@ class Env(NamedTuple):
         """The recipe's override; None without a recipe."""
         return self.recipe.backward_override if self.recipe is not None else None
 
+    @property
+    def keep(self) -> str | None:
+        """What the recipe has kept for the backward pass; None without a recipe."""
+        return self.recipe.keep if self.recipe is not None else None
+
     def product(self, name: str) -> dict[str, Any]:
         """How the recipe has the product ``name`` made: options of :func:`opfuse.tensors.gemm.gemm`."""
         recipe = self.recipe

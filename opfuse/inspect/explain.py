@@ -11,12 +11,12 @@ from torch import nn
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, products
+from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, products, remade
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.inspect.observe import SavedValue, Totals, observe
-from opfuse.inspect.saved import RefusedSetting, listed, told, totals_by_override
+from opfuse.inspect.saved import RefusedSetting, listed, told, totals_under
 from opfuse.recipes import current_recipe, support
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.tensors.gemm import ChainTold, chains_told
@@ -123,7 +123,8 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
         return Explanation(*made, kept=found.kept)
     statuses = [support(each) for each in recipes]
     status = next((each for each in statuses if each.status != "native"), statuses[0])
-    totals = totals_by_override(recipes[0], found.totals, model, x, extra_inputs) if overrides and len(recipes) == 1 else {}
+    asked = overrides and len(recipes) == 1
+    totals = totals_under(recipes[0], "backward_override", found.totals, model, x, *extra_inputs) if asked else {}
     by_override = {name: kept if isinstance(kept, RefusedSetting) else kept.bytes for name, kept in totals.items()}
     sources = {name: source for each in recipes for name, source in each.sources.items()}
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in sources.items() if source.startswith(ENVIRONMENT)}
@@ -157,10 +158,8 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"  before   {' '.join(plan.ops)}"
         for side in SIDES:
             yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in groups_of(plan, side))}"
-        if plan.graph.products and e.rule is None:
-            yield "  products"
-            for product in products(plan):
-                yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
+        if e.rule is None:
+            yield from _products(plan)
         yield "  rules"
         yield from (f"    {each}" for each in plan.outcomes)
         if e.rule is not None:
@@ -169,6 +168,18 @@ def _text(e: Explanation) -> Iterator[str]:
         yield ""
         yield "saved for backward"
         yield from listed(e.saved)
+
+
+def _products(plan: Plan) -> Iterator[str]:
+    """How each product is made, and which of their operands are made twice."""
+    if plan.graph.products:
+        yield "  products"
+    for product in products(plan):
+        yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
+    if plan.remade:
+        yield "  made anew in the backward pass"
+    for each in remade(plan):
+        yield f"    {each['op']} {each['operand']}: {each['format'] or 'high precision'} of {' '.join(each['from'])}"
 
 
 def to_fire(found: Outcome) -> str | None:

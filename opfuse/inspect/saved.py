@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ class RefusedSetting:
 class Saved:
     """What one call saves, and what it would save otherwise.
 
-    by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe.
+    by_override: under every backward override, or why the recipe or the call refuses it; empty without a recipe. by_keep:
+    likewise under every ``keep`` of the recipe.
     baseline: of the same call, in its own dtypes, without a recipe, or why it cannot run so. dtype: of its parameters, as
     "bfloat16", or "mixed dtypes". kept_bytes: of the casts of weights that :func:`opfuse.kept_weights` keeps around the call,
     which no total counts.
@@ -43,6 +44,7 @@ class Saved:
     baseline: Totals | RefusedSetting
     dtype: str
     kept_bytes: int = 0
+    by_keep: Mapping[str, Totals | RefusedSetting] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
@@ -56,6 +58,7 @@ class Saved:
             **self.totals._asdict(),
             "kept_bytes": self.kept_bytes,
             "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
+            "by_keep": {name: _plain(totals) for name, totals in self.by_keep.items()},
             "baseline": {"dtype": self.dtype, **_plain(self.baseline)},
         }
 
@@ -69,26 +72,31 @@ def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Sav
     """
     recipe = current_recipe()
     found = observe(model, x, extra_inputs)
-    others = {} if recipe is None else totals_by_override(recipe, found.totals, model, x, extra_inputs)
+    asked = () if recipe is None else ("backward_override", "keep")
+    totals = [totals_under(recipe, name, found.totals, model, x, *extra_inputs) for name in asked if recipe is not None]
+    overrides, kept = totals or ({}, {})
     baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
-    return Saved(
-        "none" if recipe is None else repr(recipe), found.values, found.totals, others, baseline, _dtype(model, x), found.kept[1]
-    )
+    made = "none" if recipe is None else repr(recipe), found.values, found.totals
+    return Saved(*made, overrides, baseline, _dtype(model, x), found.kept[1], kept)
 
 
-def totals_by_override(
-    recipe: Recipe, own: Totals, model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]
+CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(KEEP), "keep": (None, "recompute", "quantized")}
+"""The fields of a recipe that decide what is saved, and their values."""
+
+
+def totals_under(
+    recipe: Recipe, name: str, own: Totals, model: nn.Module, *inputs: torch.Tensor
 ) -> dict[str, Totals | RefusedSetting]:
-    """What a call keeps under every backward override of ``recipe``, or why it refuses one. own: under the recipe as it is."""
+    """What a call keeps under every value of the field ``name``, or why it refuses one. own: under the recipe as it is."""
 
-    def under(override: str | None) -> Totals:
-        changed = recipe.replace(backward_override=override)
+    def under(value: str | None) -> Totals:
+        changed = recipe.replace(**{name: value})
         with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
             return observe(model, x, extras).totals
 
-    return {
-        str(override): own if override == recipe.backward_override else _attempted(partial(under, override)) for override in KEEP
-    }
+    x, *extras = inputs
+    given = getattr(recipe, name)
+    return {str(value): own if value == given else _attempted(partial(under, value)) for value in CHOICES[name]}
 
 
 def _baseline(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Totals:
@@ -138,9 +146,10 @@ def _row(v: SavedValue) -> tuple[str, ...]:
 
 
 def _comparison(found: Saved) -> Iterator[str]:
-    """A line for each override, and the baseline last."""
+    """A line for each override and each way to keep, and the baseline last."""
     dtype = found.dtype
     rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
+    rows |= {f"keep={name}": totals for name, totals in found.by_keep.items() if name != "None"}
     base = 0 if isinstance(found.baseline, RefusedSetting) else found.baseline.own
     for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():
         if isinstance(totals, RefusedSetting):

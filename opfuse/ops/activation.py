@@ -19,8 +19,8 @@ class Activation(PointwiseOperation):
     """y = f(x) for a declared ``math``; subclass it with five lines to make an activation of your own.
 
     cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling), one byte an element; the gradient is
-    then that of the dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the
-    forward pass read.
+    then that of the dequantized input. So it is under a recipe with ``keep="quantized"``. Under a backward override it is saved
+    as it is, for gradients are then those of what the forward pass read.
     """
 
     traits = frozenset(("elementwise", "activation"))
@@ -31,7 +31,7 @@ class Activation(PointwiseOperation):
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         exact = KEEP[ctx.env.backward_override].backward == "high_precision"
-        if x is not None and getattr(self.spec, "cache_quantized_input", False) and not exact:
+        if x is not None and (getattr(self.spec, "cache_quantized_input", False) or ctx.env.keep == "quantized") and not exact:
             x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)
 

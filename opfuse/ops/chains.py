@@ -9,7 +9,7 @@ from typing import cast as cast_to
 import torch
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context
+from opfuse.core.context import Context, Value
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
@@ -150,6 +150,21 @@ def _backward_stages(dy: torch.Tensor, contexts: Sequence[Context]) -> tuple[lis
         elif ctx.op.math.needs_input and ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs):
             saved[i] = unread(shape, ctx.io_dtype, dy.device)
     return stages, saved, shape
+
+
+def remake_chain(x: torch.Tensor, contexts: Sequence[Context], cast: Cast | None) -> Value:
+    """The result of a chain whose ops have run, over ``x``, the input of the first, and the operands that all saved; cast."""
+    stages, shape = [], x.shape
+    for ctx in contexts:
+        shape = torch.Size((*shape[:-1], shape[-1] // 2)) if ctx.op.math.is_gated else shape
+        stages.append(ctx.op.backward_stage(ctx, shape, x.device))
+    dtype, rounding = contexts[0].io_dtype, contexts[0].env.rounding
+    fused = None if cast is None else cast.fused(shape, dtype, x.device)
+    if fused is None:
+        y, _ = forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=[])
+        return y if cast is None else cast(y)
+    encoded, _ = forward_chain_encoded(x, stages, fused.encoding, rounding=rounding, dtype=dtype, keep=[])
+    return fused.storage(encoded)
 
 
 def _set_grads(contexts: Sequence[Context], grads: Sequence[Mapping[str, torch.Tensor]]) -> None:

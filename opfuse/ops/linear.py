@@ -45,6 +45,7 @@ class BasicLinear(BasicOperation):
     asks_casts = True
     forward_kwargs = ()
     borrows = ("weight",)
+    remade_as = MappingProxyType({"input": "x", "weight": "w"})
 
     @hyper_parameters
     def __init__(
@@ -81,7 +82,8 @@ class BasicLinear(BasicOperation):
         return env.autocast or self.checked_dtype("weight", self.parameter("weight").dtype)
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
-        return [name for name, wanted in (("x", "weight"), ("w", "input")) if wanted in ctx.needs]
+        read = [name for name, wanted in (("x", "weight"), ("w", "input")) if wanted in ctx.needs]
+        return [name for name in read if name != "x" or "input" not in ctx.remade]
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
-from typing import Any, ClassVar
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context
+from opfuse.core.context import Context, Value
 from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import NonNegative, SizesLike, hyper_parameters, new_parameter
@@ -19,6 +19,7 @@ from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.norm import Norm, NormGradients, NormKind, Statistics, bias_gradient
+from opfuse.ops.chains import remake_chain
 from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
@@ -43,6 +44,22 @@ class _Normalization(BasicOperation):
         if ctx.saved.x is None:
             return None, self._without_input(ctx, grad_output)
         return self._filed(norm_backward(grad_output, values_of(ctx.saved.x), self._norm(ctx), _statistics(ctx)))
+
+    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
+        saved = frozenset(self.reads_saved(ctx))
+        return "saved" if saved.issuperset(("x", *self.parameter_names)) else ""
+
+    def remake(self, contexts: Sequence[Context], cast: Cast | None) -> Value:
+        ctx, *others = contexts
+        x, norm = values_of(ctx.saved.x), self._norm(ctx)
+        dtype = ctx.dtype_of(x)
+        fused = None if cast is None or others else cast.fused(x.shape, dtype, x.device)
+        if fused is not None:
+            return fused.storage(norm_cast(x, norm, fused.encoding, dtype=dtype)[0])
+        y = norm_forward(x, norm, dtype=dtype)[0]
+        if others:
+            return remake_chain(y, others, cast)
+        return y if cast is None else cast(y)
 
     def _without_input(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the parameters where none depends on the input."""

@@ -30,8 +30,10 @@ def kept(ctx: Context, operand: Any, role: str) -> Any:
     """What the backward products read of an operand: a quantized parameter itself, a plane of its cast, or the tensor.
 
     Autograd notices when a parameter changes before the backward pass. MissingPlaneError for what came quantized without
-    the plane that is read.
+    the plane that is read. None for what the backward pass makes anew, of a parameter itself.
     """
+    if role in ctx.remade:
+        return ctx.op.parameter(role) if role in ctx.op.parameter_names else None
     if not isinstance(operand, QuantizedStorage):
         return operand
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
-from opfuse.core.context import Context, plain_or_none
+from opfuse.core.cast import Cast
+from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
@@ -17,7 +18,7 @@ from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage, operand_shape
 from opfuse.numerics.pointwise import Pointwise
-from opfuse.ops.chains import run_chain, run_chain_backward, unread
+from opfuse.ops.chains import remake_chain, run_chain, run_chain_backward, unread
 from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 
@@ -107,6 +108,15 @@ class PointwiseOperation(BasicOperation):
     def reads_saved(self, ctx: Context) -> frozenset[str]:
         reads = self.reads(ctx)
         return reads - {*self.math.inputs} | ({"x"} if not reads.isdisjoint(self.math.inputs) else frozenset())
+
+    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
+        saved = frozenset(self.reads_saved(ctx))
+        if not saved.issuperset(self.math.operands):
+            return ""
+        return "saved" if "x" in saved else "input"
+
+    def remake(self, contexts: Sequence[Context], cast: Cast | None) -> Value:
+        return remake_chain(values_of(plain(contexts[0].saved.x)), contexts, cast)
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""

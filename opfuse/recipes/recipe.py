@@ -28,6 +28,7 @@ from opfuse.tensors.quantizers import Quantizer
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 BackwardOverride = Literal["high_precision", "dequantized"] | None
+KeepMode = Literal["recompute", "quantized"] | None
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
 """Operands of the three matrix products of a linear: the roles every built-in recipe has a quantizer for."""
@@ -72,6 +73,9 @@ class ScaleHistory(Protocol):
 OVERRIDE = one_of(
     None, "high_precision", "dequantized", renamed={"unquant": "high_precision", "dequant": "dequantized", "default": None}
 )
+
+KEEPS = one_of(None, "recompute", "quantized")
+_KEEP = setting(cast(KeepMode, None), KEEPS)
 
 _OVERRIDE = setting(cast(BackwardOverride, None), OVERRIDE, "OPFUSE_BACKWARD_OVERRIDE", "NVTE_BACKWARD_OVERRIDE")
 
@@ -126,6 +130,10 @@ class Recipe(ABC):
     allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
     split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
         the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
+    keep: what is kept for the backward pass of what it could make anew. None: the operands that its products read.
+        ``"recompute"``: what ops save of their inputs, of which activations, norms, and casts of these and of weights are made
+        anew; no bit changes. ``"quantized"``: that in FP8 where it is the input of an activation, E4M3 under one scale: gradients
+        are then those of the dequantized input.
     batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast
         row by row, under scales of their own or scales that were there before the batch, and each product has one order of sums
         for any number of rows. Gradients of parameters are sums over rows, and so of the batch.
@@ -141,6 +149,7 @@ class Recipe(ABC):
     on_recipe_change: Literal["error", "dequantize", "keep"] = setting("error", one_of("error", "dequantize", "keep"))
     allow_mixed_emulation: bool = setting(False, BOOLEAN)
     split_accumulator: Literal["backward", "all", "none"] = setting("backward", one_of("backward", "all", "none"))
+    keep: KeepMode = _KEEP
     batch_invariant: bool = setting(False, BOOLEAN)
 
     def __new__(cls, *_: object, **given: object) -> Self:
@@ -183,8 +192,21 @@ class Recipe(ABC):
             got = f"backward_override={self.backward_override!r}"
             cure = "use another recipe with this override, such as Float8CurrentScaling, or leave the override out"
             raise RecipeError(describe(type(self).__name__, wanted="backward_override=None", got=got, cure=cure))
+        self._check_keep()
         if self.batch_invariant and (quantizer := self.known_quantizer()) is not None:
             self.check_row_local(type(self).__name__, quantizer)
+
+    def _check_keep(self) -> None:
+        """RecipeError for a ``keep`` that contradicts what another field promises."""
+        override, got = self.backward_override, f"keep={self.keep!r}"
+        if self.keep == "quantized" and override is not None:
+            wanted = f"keep='recompute' or None: backward_override={override!r} is for gradients of what ran"
+            cure = "write keep='recompute', which changes no bit, or leave the override out"
+            raise RecipeError(describe(type(self).__name__, wanted=wanted, got=got, cure=cure))
+        if self.keep == "recompute" and self.rounding == "single":
+            wanted = "rounding='per_op', under which the result of an activation follows from what is saved of its input"
+            cure = "write rounding='per_op', or keep='quantized', which does not keep bits"
+            raise RecipeError(describe(type(self).__name__, wanted=wanted, got=f"{got}, rounding='single'", cure=cure))
 
     def known_quantizer(self) -> Quantizer | None:
         """What casts the input of a linear layer, as far as the fields alone tell; None: the op's state or its name decides."""

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ from opfuse.core.cast import Cast
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.own import has_own_methods, is_own_quantizer
+from opfuse.runtime.own import has_own_methods
+from opfuse.tensors.quantizers.own import draws, is_own_quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 CASTS = 4
@@ -297,12 +297,5 @@ def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
         node = plan.graph.nodes[group.nodes[0]]
         if len(group.nodes) == 1 and group.rule is None and group.opaque is None and node.is_cast and node.side:
             quantizer = plan.casts[node.index].quantizer
-            if has_own_methods(ops[node.op]) and is_own_quantizer(quantizer) and not _draws(quantizer):
+            if has_own_methods(ops[node.op]) and is_own_quantizer(quantizer) and not draws(quantizer):
                 yield node
-
-
-def _draws(quantizer: Any) -> bool:
-    """Whether a cast draws random numbers, so that no two are equal."""
-    if not is_dataclass(quantizer):
-        return False
-    return getattr(quantizer, "stochastic_rounding", False) or any(_draws(getattr(quantizer, f.name)) for f in fields(quantizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -11,6 +10,7 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
 from opfuse.numerics.pointwise import Pointwise
+from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
 
 def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
@@ -22,7 +22,7 @@ def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
     rules = [function for group in groups if group.rule for function in (group.rule.forward, group.rule.backward) if function]
     return (
         not any(group.opaque for group in groups)
-        and all(_is_ours(function) for function in rules)
+        and all(is_ours(function) for function in rules)
         and all(has_own_methods(ops[i]) and not (_leaves_work(ops[i].spec) or ops[i].meets_ranks) for i in segment.ops)
         and all(is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
     )
@@ -31,10 +31,6 @@ def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
 def _leaves_work(spec: Any) -> bool:
     """Whether an op writes to tensors of the caller, or puts products off."""
     return accumulates(spec) or getattr(spec, "delay_wgrad_compute", False)
-
-
-def _is_ours(what: Any) -> bool:
-    return str(getattr(what, "__module__", "")).startswith("opfuse.")
 
 
 def has_own_methods(op: BasicOperation) -> bool:
@@ -73,17 +69,8 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_known(kind: type) -> bool:
-    return _is_ours(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+    return is_ours(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
 
 
 def _is_code(value: Any) -> bool:
     return callable(value) or isinstance(value, (property, classmethod, staticmethod))
-
-
-def is_own_quantizer(quantizer: Any) -> bool:
-    """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
-    if not is_dataclass(quantizer):
-        return True
-    if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
-        return False
-    return _is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))

@@ -11,6 +11,7 @@ import torch
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
 from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.remade import RemadeOperand
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
@@ -57,6 +58,8 @@ class Runner:
         values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
         for group in self.segment.forward:
             self._forward_group(group, values)
+        if self.plan.remade:
+            self._keep_scales()
         return [values[value] for value in self.segment.outputs]
 
     def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
@@ -71,8 +74,10 @@ class Runner:
             self._forward_op(first, values)
 
     def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
-        op: Any = self.plan.casts[node.index] if node.is_cast else self.ops[node.op]
+        op: Any = self._cast_of(node) if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
+        if node.index in self.plan.remade:
+            context.remade = frozenset(each.role for each in self._remade(node.index))
         if node.inputs and node.inputs[0] in values:
             x = values[node.inputs[0]]
             context._input_shape, context._input_dtype = x.shape, x.dtype
@@ -102,9 +107,37 @@ class Runner:
         if node.index in self.held:
             values[node.outputs[0]] = self.held[node.index]
             return
-        cast: Cast = self.plan.casts[node.index]
+        cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
         values[node.outputs[0]] = cast(source, *[values[value] for value in node.inputs[1:]])
+
+    def _cast_of(self, node: Node) -> Cast:
+        """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
+        return self.plan.cast_once.get(node.index) or self.plan.casts[node.index]
+
+    def _remade(self, reader: int) -> Iterator[RemadeOperand]:
+        """The operands of a product that this call does not save: all that may be remade but kept casts, which are there."""
+        return (each for each in self.plan.remade.get(reader, ()) if each.source not in self.held)
+
+    def _keep_scales(self) -> None:
+        """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""
+        for reader in self.segment.nodes:
+            for each in self._remade(reader):
+                if each.anew is not None and each.anew.is_delayed:
+                    context = self.contexts.setdefault(each.source, Context(each.forward, self.plan.key.env, frozenset()))
+                    context._keep({"scale": each.anew.scale_of_call()})
+
+    def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
+        """Put into the contexts of products what the forward pass has not saved."""
+        for each in (each for reader in group.nodes for each in self.plan.remade.get(reader, ())):
+            context = contexts.get(each.reader)
+            if context is None or each.role not in context.remade:
+                continue
+            anew = each.anew
+            if anew is not None and anew.is_delayed:
+                anew = anew.under(contexts[each.source].saved.scale)
+            chain, parameter = [contexts[i] for i in each.chain], cast(torch.Tensor, context._saved[each.name])
+            context._saved[each.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]
@@ -232,6 +265,8 @@ class Runner:
         last = self.plan.graph.nodes[group.nodes[-1]]
         if not any(grads.has(self.plan.graph.nodes[i].outputs) for i in group.nodes):
             return
+        if self.plan.remade:
+            self._make_anew(group, grads.contexts)
         if group.rule is not None:
             self._backward_fused(group.rule, group, grads)
         elif group.opaque is not None:

@@ -58,6 +58,11 @@ def test_b31_totals_are_those_of_a_real_call_under_every_override(name):
     for override in OVERRIDES if name in HAS_OVERRIDE else ():
         want = counted(block(), randn(ROWS, K).requires_grad_(), recipe_for(name, override))
         assert found.by_override[str(override)] == want
+    assert list(found.by_keep) == ([] if name == "none" else ["None", "recompute", "quantized"])
+    for keep in ("recompute", "quantized") if name != "none" else ():
+        want = counted(block(), randn(ROWS, K).requires_grad_(), recipe_for(name, keep=keep))
+        assert found.by_keep[keep] == want
+        assert want[1] < found.totals.own
     if name == "delayed":
         assert found.by_override["None"] == found.totals
         for override in OVERRIDES[1:]:
@@ -123,6 +128,8 @@ def test_values_are_plain_for_json_and_told_as_text():
     for value in found.values:
         assert any(str(value.bytes) in line and line.endswith(value.memory) and value.op in line for line in text.splitlines())
     assert f"{found.by_override['None'].own / found.baseline.own:.1%} of bfloat16" in text
+    assert f"keep=recompute {found.by_keep['recompute'].bytes:>32} bytes" in text
+    assert "keep=quantized                     refused: Float8CurrentScaling: wants keep='recompute' or None" in text
 
 
 @pytest.mark.row("B31")

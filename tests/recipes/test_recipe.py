@@ -336,6 +336,7 @@ CHANGED = {
     "allow_mixed_emulation": True,
     "split_accumulator": "all",
     "batch_invariant": True,
+    "keep": "recompute",
     "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
     "margin": 1,
     "amax_history_len": 16,

@@ -26,6 +26,7 @@ from opfuse.runtime import kept
 from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights
 from opfuse.runtime.recorded import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
+from opfuse.tensors.quantizers.own import draws
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
 BF16 = torch.bfloat16
@@ -404,7 +405,7 @@ def test_stochastic_and_unknown_quantizers_cast_at_every_call(casts: list[str]):
         with torch.no_grad(), opfuse.interpreted(), opfuse.autocast(recipe=recipe), kept_weights(model):
             model(x), model(x)
         assert len(casts) == (1 if recipe.qfactory(None).__class__ is MXFP8Quantizer else 2)
-    assert kept._draws(recipe_for("nvfp4").quantizer(opfuse.recipes.QuantizerRole("linear", "grad_output")))
+    assert draws(recipe_for("nvfp4").quantizer(opfuse.recipes.QuantizerRole("linear", "grad_output")))
 
 
 def test_one_weight_of_two_layers_is_cast_once(casts: list[str]):

@@ -1,0 +1,131 @@
+"""Operands of products that the backward pass makes anew, where a recipe's ``keep`` asks for it: of what, and by which cast.
+
+An operand is remade where it is a cast of a parameter, or of what ops have made whose results follow from their saved state: a
+run of elementwise ops behind one that has saved its input, or behind a norm. What it takes must be the library's own code that
+does the same twice; any other operand is saved as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from opfuse.compiler.cover import Group
+from opfuse.compiler.graph import Graph, Node
+from opfuse.compiler.products import GEMM
+from opfuse.core.cast import Cast
+from opfuse.core.context import Context
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env
+from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
+from opfuse.recipes.policy import KEEP
+from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
+from opfuse.tensors.quantizers.own import draws, is_ours, is_own_quantizer
+
+_FOLLOWED = frozenset(("elementwise", "norm"))
+"""Traits of ops whose results may follow from their saved state."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemadeOperand:
+    """An operand that is not saved.
+
+    reader: node of the product. role: of the operand, which is otherwise saved as ``name``. source: node of the cast. forward:
+    what that node runs, for the forward product alone. anew: the cast that the backward pass runs; None: it reads the values
+    themselves. chain: nodes of the ops whose saved state gives the values, the first one by itself; none for a parameter.
+    """
+
+    reader: int
+    role: str
+    name: str
+    source: int
+    forward: Cast
+    anew: Cast | None
+    chain: tuple[int, ...] = ()
+
+
+Remade = Mapping[int, tuple[RemadeOperand, ...]]
+"""By the node of the product."""
+
+
+def remade_operands(
+    graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], groups: Sequence[Group]
+) -> Remade:
+    """What the backward pass makes anew. groups: of both passes."""
+    if env.keep is None or not env.grad:
+        return {}
+    foreign = {i for group in groups if not _is_own(group) for i in group.nodes}
+    found = {}
+    for node in graph.nodes:
+        if GEMM in node.traits and not node.is_cast and node.index not in foreign:
+            there = (each for each in _of_reader(graph, ops, env, casts, node) if foreign.isdisjoint((each.source, *each.chain)))
+            found[node.index] = tuple(there)
+    return {reader: operands for reader, operands in found.items() if operands}
+
+
+def _is_own(group: Group) -> bool:
+    """Whether a group leaves and reads the state of its ops as these do one by one."""
+    rule = group.rule
+    if rule is None:
+        return group.opaque is None
+    sides = [function for function in (rule.forward, rule.backward) if function is not None]
+    return len(sides) == 1 and is_ours(sides[0])
+
+
+def _of_reader(
+    graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], reader: Node
+) -> Iterator[RemadeOperand]:
+    values = {"input": reader.inputs[0], **dict(reader.operands)}
+    for role, name in ops[reader.op].remade_as.items():
+        value = values.get(role)
+        source = graph.nodes[graph.producer[value]] if value is not None and value in graph.producer else None
+        if source is None or not source.is_cast or source.spec.groups or graph.consumers[source.outputs[0]] != (reader.index,):
+            continue
+        needed = "weight" if role == "input" else "input"  # whose gradient reads it
+        cast, saved = casts[source.index], KEEP[env.backward_override].saved
+        if needed not in reader.needs or source.outputs[0] in graph.outputs or not _can_repeat(cast.quantizer):
+            continue
+        chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
+        if chain is None or (source.side and _keeps_itself(cast.quantizer, saved)):
+            continue
+        forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE))
+        usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
+        anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
+        yield RemadeOperand(reader.index, role, name, source.index, forward, anew, chain)
+
+
+def _can_repeat(quantizer: Quantizer) -> bool:
+    return is_own_quantizer(quantizer) and not draws(quantizer)
+
+
+def _keeps_itself(quantizer: Quantizer, saved: str) -> bool:
+    """Whether what is saved of a parameter is the parameter."""
+    return saved == "original" or (saved == "columnwise" and quantizer.formats[1].family == IDENTITY.family)
+
+
+def _only(quantizer: Quantizer, usage: Usage) -> Quantizer:
+    """What casts one direction, of a hybrid the part of it that does."""
+    if isinstance(quantizer, HybridQuantizer):
+        if usage == ROWWISE:
+            return quantizer.rowwise_quantizer
+        if quantizer.columnwise_source == "original":
+            return quantizer.columnwise_quantizer
+    return quantizer.wanting(rowwise=usage == ROWWISE, columnwise=usage == COLUMNWISE)
+
+
+def _chain(graph: Graph, ops: Sequence[BasicOperation], env: Env, value: int) -> tuple[int, ...] | None:
+    """The ops from whose saved state ``value`` follows, in order; None if it does not."""
+    chain: list[int] = []
+    while value in graph.producer:
+        node = graph.nodes[graph.producer[value]]
+        op = ops[node.op]
+        if node.is_cast or value != node.outputs[0] or _FOLLOWED.isdisjoint(node.traits):
+            return None
+        follows = op.remakes(Context(op, env, node.needs))
+        if not follows:
+            return None
+        chain.insert(0, node.index)
+        if follows == "saved":
+            return tuple(chain)
+        value = node.inputs[0]
+    return None

@@ -1,0 +1,27 @@
+"""What is known of a quantizer's code: whether it is the library's, and whether it makes the same bytes again."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+def is_ours(what: Any) -> bool:
+    """Whether a class or a function is the library's."""
+    return str(getattr(what, "__module__", "")).startswith("opfuse.")
+
+
+def is_own_quantizer(quantizer: Any) -> bool:
+    """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
+    if not is_dataclass(quantizer):
+        return True
+    if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
+        return False
+    return is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
+
+
+def draws(quantizer: Any) -> bool:
+    """Whether a cast draws random numbers, so that no two are equal."""
+    if not is_dataclass(quantizer):
+        return False
+    return getattr(quantizer, "stochastic_rounding", False) or any(draws(getattr(quantizer, f.name)) for f in fields(quantizer))

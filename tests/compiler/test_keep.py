@@ -1,0 +1,224 @@
+"""A recipe's ``keep``: operands that the backward pass makes anew, bit for bit, or from an input that was kept in FP8."""
+
+import copy
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+from opfuse.compiler.registry import use_rules
+from opfuse.errors import RecipeError, SavedTensorError
+from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole
+from opfuse.runtime.programs import interpreted
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, randn, recipe_for, to
+
+WIDTH, ROWS = 64, 64
+
+
+def made() -> ops.Sequential:
+    """A norm, a gated activation, an activation with a mask and a scale behind it, a norm without parameters."""
+    gated = ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 256, bias=False), ops.SwiGLU(), ops.Linear(128, 96)
+    masked = ops.GELU(), ops.Dropout(0.25), ops.ConstantScale(0.5), ops.Linear(96, WIDTH), ops.L2Normalization()
+    return to(ops.Sequential(*gated, *masked, ops.Linear(WIDTH, WIDTH)), torch.bfloat16)
+
+
+SETTINGS = [(kind, override) for kind, override in CASES if kind != "none"]
+
+
+def steps(model, recipe, *, count=3, call=lambda model, x: model(x), around=nullcontext, keep_graph=False):
+    """Results and gradients of several training steps: interpreted, recorded, repeated."""
+    model, found = copy.deepcopy(model), []
+    with around(model) if around is not nullcontext else nullcontext():
+        for step in range(count):
+            torch.manual_seed(step)
+            x = randn(ROWS, WIDTH, seed=step).requires_grad_()
+            with opfuse.autocast(recipe=recipe):
+                y = call(model, x)
+            for _ in range(1 + keep_graph):
+                grads = torch.autograd.grad(y, [x, *model.parameters()], randn(ROWS, WIDTH, seed=9), retain_graph=keep_graph)
+            found += [y, *grads]
+    return found
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+def saved(model, recipe):
+    with opfuse.autocast(recipe=recipe):
+        return opfuse.saved(model, randn(ROWS, WIDTH).requires_grad_())
+
+
+def explained(model, recipe):
+    with opfuse.autocast(recipe=recipe):
+        return opfuse.explain(model, randn(ROWS, WIDTH).requires_grad_())
+
+
+def remade_of(model, recipe):
+    plans = explained(model, recipe).plans
+    return [each for plan in plans for operands in plan.remade.values() for each in operands]
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize(("kind", "override"), SETTINGS)
+def test_b35_recompute_changes_no_bit(kind, override):
+    fields = {"disable_stochastic_rounding": True} if kind == "nvfp4" else {}
+    model, default = made(), recipe_for(kind, override, **fields)
+    assert equal(steps(model, default.replace(keep="recompute")), steps(model, default))
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_b35_inputs_and_weights_are_not_saved_but_remade(override):
+    """No input of a product, and no weight, is saved in any form but the weight itself; nothing beside what ops save."""
+    model, default = made(), recipe_for("fp8_block", override)
+    roles = [each.role for each in remade_of(model, default.replace(keep="recompute"))]
+    assert roles.count("input") == 4
+    assert roles.count("weight") == (0 if override == "high_precision" else 4)
+    text = str(explained(model, default.replace(keep="recompute")))
+    formats = {None: "fp8_block_1d_e4m3", "dequantized": "fp8_block_1d_e4m3", "high_precision": "high precision"}
+    assert re.search(rf"linear input: {formats[override]} of \d+:gelu \d+:dropout \d+:constant_scale\n", text)
+    before, now = saved(model, default), saved(model, default.replace(keep="recompute"))
+    assert now.totals.own < before.totals.own
+    assert [value.name for value in now.values if value.usages] == []
+    assert {value.memory.partition(" ")[0] for value in now.values if value.name == "w"} == {"parameter"}
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block"])
+def test_b35_interpreter_programs_fusions_and_checkpoints_agree(kind):
+    model, recipe = made(), recipe_for(kind, keep="quantized")
+    wanted = steps(model, recipe)
+    with interpreted():
+        assert equal(steps(model, recipe, count=2), wanted[: 2 * len(wanted) // 3])
+    assert equal(steps(model, recipe, call=lambda model, x: checkpoint(model, x, use_reentrant=False)), wanted)
+    with use_rules(UNFUSED):
+        assert equal(steps(model, recipe, count=2), wanted[: 2 * len(wanted) // 3])
+    if kind != "delayed":  # whose gradients count once
+        assert equal(steps(model, recipe, keep_graph=True), wanted)
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block"])
+def test_b35_kept_casts_of_weights_have_both_planes_and_are_not_made_anew(kind):
+    model, recipe = made(), recipe_for(kind, keep="recompute")
+    assert equal(steps(model, recipe, around=opfuse.kept_weights), steps(model, recipe_for(kind)))
+
+
+@pytest.mark.row("B35")
+def test_b35_quantized_is_the_reference_in_plain_torch():
+    """Linear, squared ReLU, linear under MXFP8: everything behind the kept input follows from its E4M3 codes."""
+    recipe = MXFP8BlockScaling(keep="quantized")
+    first, act, second = ops.Linear(WIDTH, 128), ops.SReLU(), ops.Linear(128, WIDTH)
+    model = to(ops.Sequential(first, act, second), torch.bfloat16)
+    x, dy = randn(ROWS, WIDTH).requires_grad_(), randn(ROWS, WIDTH, seed=9)
+    with opfuse.autocast(recipe=recipe):
+        y = model(x)
+        z = first(x).detach()
+    assert torch.equal(y, steps(model, MXFP8BlockScaling(), count=1)[0])  # the forward pass does not know of it
+    got = torch.autograd.grad(y, [x, *model.parameters()], dy)
+
+    amax = z.float().abs().max()
+    scale = torch.tensor(448.0) / amax
+    codes = (z.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    kept = (codes.float() * (1 / scale)).bfloat16()
+    h = kept.float().clamp(min=0).square().bfloat16()
+    dh = product(rows(dy, "grad_output"), columns(second.weight, "weight"))
+    dz = (dh.float() * (2 * kept.float().clamp(min=0))).bfloat16()
+    dx = product(rows(dz, "grad_output"), columns(first.weight, "weight"))
+    dw1 = product(columns(dz, "grad_output"), columns(x, "input"))
+    dw2 = product(columns(dy, "grad_output"), columns(h, "input"))
+    wanted = dx, dw1, dz.float().sum(0).bfloat16(), dw2, dy.float().sum(0).bfloat16()
+    assert equal(got, wanted)
+
+
+def rows(x, role):
+    return planes(x, role).dequantize(torch.float32, "rowwise")
+
+
+def columns(x, role):
+    return planes(x, role).dequantize(torch.float32, "columnwise").t().contiguous()
+
+
+def planes(x, role):
+    return MXFP8BlockScaling().quantizer(QuantizerRole(tensor_type=role)).quantize(x.detach())
+
+
+def product(left, right):
+    """Of lines by lines, in fp32, rounded once."""
+    return (left @ right.t()).bfloat16()
+
+
+def residual():
+    skip, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    skip.set_extra_output_channel(0, "skip", output_to_caller=False)
+    add.set_extra_input_channel(0, "skip")
+    return [skip, ops.Linear(WIDTH, WIDTH), ops.GELU(), add, ops.Linear(WIDTH, WIDTH)]
+
+
+class Mine(ops.GELU):
+    """Runs code that is not the library's."""
+
+    def op_forward(self, ctx, input_, **kwargs):
+        return super().op_forward(ctx, input_, **kwargs)
+
+
+OTHERS = {
+    "a sum with what is not saved": residual,
+    "an op of one's own": lambda: [ops.Linear(WIDTH, WIDTH), Mine(), ops.Linear(WIDTH, WIDTH)],
+    "a norm whose bias is not saved": lambda: [ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH)],
+    "a reshape": lambda: [ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Reshape((-1, WIDTH)), ops.Linear(WIDTH, WIDTH)],
+}
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("name", OTHERS)
+def test_b35_what_does_not_follow_from_saved_state_is_saved_as_ever(name):
+    model = to(ops.Sequential(*OTHERS[name]()), torch.bfloat16)
+    recipe = Float8BlockScaling(keep="recompute")
+    assert equal(steps(model, recipe), steps(model, Float8BlockScaling()))
+    assert {each.role for each in remade_of(model, recipe)} == {"weight"}
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_noticed():
+    model = made()
+    x = randn(ROWS, WIDTH).requires_grad_()
+    with opfuse.autocast(recipe=Float8BlockScaling(keep="recompute")):
+        y = model(x)
+    with torch.no_grad():
+        model[-1].weight.add_(1)
+    with pytest.raises(SavedTensorError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_delayed_scale_that_has_moved_since_is_not_read():
+    """The region ends, and with it the scale of the call, before the backward pass begins."""
+    model, recipe = made(), DelayedScaling(amax_history_len=1, keep="recompute")
+    wanted = steps(model, DelayedScaling(amax_history_len=1), count=2)
+    assert equal(steps(model, recipe, count=2), wanted)
+
+
+@pytest.mark.row("B35")
+def test_b35_what_contradicts_another_field_is_refused():
+    for override in ("dequantized", "high_precision"):
+        refused = rf"wants keep='recompute' or None: backward_override='{override}' is for gradients of what ran"
+        with pytest.raises(RecipeError, match=refused):
+            Float8CurrentScaling(keep="quantized", backward_override=override)
+    with pytest.raises(RecipeError, match=r"wants rounding='per_op'.*got keep='recompute', rounding='single'"):
+        MXFP8BlockScaling(keep="recompute", rounding="single")
+    with pytest.raises(RecipeError, match=r"keep.*got 'everything'"):
+        MXFP8BlockScaling(keep="everything")
+    assert MXFP8BlockScaling(keep="quantized", rounding="single").keep == "quantized"
+
+
+def test_quantized_is_what_the_op_s_own_field_does():
+    """But for casts that are made anew, from the same codes."""
+    asked = to(ops.Sequential(ops.GELU(cache_quantized_input=True)), torch.bfloat16)
+    plain = to(ops.Sequential(ops.GELU()), torch.bfloat16)
+    assert equal(steps(plain, MXFP8BlockScaling(keep="quantized")), steps(asked, MXFP8BlockScaling()))
+    assert Float8CurrentScalingQuantizer(torch.float8_e4m3fn).planes_agree

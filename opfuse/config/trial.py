@@ -48,6 +48,9 @@ def trial(
     if (problem := _too_large((rows, columns), ("pipeline", "ops", 0) if data is None else ("data",))) is not None:
         return problem
     last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
+    if isinstance(last, Problem) and data is not None and last.loc == ("pipeline", "ops", 0):
+        given = f"; a sample of the data has {columns} columns, context {data.context} x embedding {data.embedding}"
+        return replace(last, message=last.message.removesuffix(".") + given)
     if isinstance(last, Problem) or data is None or last is None or last[-1] == data.classes:
         return last if isinstance(last, Problem) else None
     message = f"the pipeline returns {last[-1]} columns, {data.kind} has {data.classes} classes"

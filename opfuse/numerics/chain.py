@@ -141,7 +141,8 @@ def split_columns(stage: Stage, x: Tensor) -> tuple[Tensor, ...]:
     group = stage.interleave or max(columns // 2, 1)
     if columns % (2 * group):
         wanted = f"a multiple of {2 * group} columns" if stage.interleave else "an even number of columns"
-        raise ShapeError(describe(f"stage {stage.math.name} input", wanted=wanted, got=tuple(x.shape), cure="pad the columns"))
+        cure = "have the op before it make so many, as its out_features: two inputs of this one lie side by side in them"
+        raise ShapeError(describe(f"{stage.math.name} input", wanted=wanted, got=tuple(x.shape), cure=cure))
     halves = x.reshape(*x.shape[:-1], columns // (2 * group), 2, group)
     return tuple(half.flatten(-2) for half in halves.unbind(-2))
 

@@ -119,6 +119,19 @@ class Expression:
     def __bool__(self) -> bool:
         return _refuse("a comparison or a branch")
 
+    def __lt__(self, other: Any) -> bool:
+        return _refuse("a comparison or a branch")
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+    def __float__(self) -> float:
+        return _refuse("a function of Python's numbers", "write methods of x, such as x.tanh()")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: Any) -> NoReturn:
+        name = function.__name__
+        _refuse(f"torch's {name}", *([f"write the method, x.{name}()"] if name in FUNCTIONS else ()))
+
 
 def expressed(value: Any) -> Expression:
     """``value``, or the expression of a number."""
@@ -159,9 +172,9 @@ def _binary(
     return Expression(f"{first} {sign} {second}", lambda given: run(left.value(given), right.value(given)), parts, binding)
 
 
-def _refuse(got: str) -> NoReturn:
+def _refuse(got: str, cure: str = "declare the op as an ops.Pointwise") -> NoReturn:
     wanted = f"numbers, + - * /, powers from 1 to 8, and the methods {', '.join(FUNCTIONS)}"
-    raise SpecError(describe("a formula", wanted=wanted, got=got, cure="declare the op as an ops.Pointwise"))
+    raise SpecError(describe("a formula", wanted=wanted, got=got, cure=cure))
 
 
 def formula(

@@ -162,13 +162,13 @@ class _LearnedNorm(_Normalization):
         return not ctx.needs.isdisjoint(("input", "weight"))
 
     def _check_input(self, x: torch.Tensor) -> None:
-        if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
+        if (found := tuple(x.shape[-len(self.normalized_shape) :])) != self.normalized_shape:
             raise ShapeError(
                 describe(
                     f"{self.label} input",
                     wanted=f"trailing dimensions {self.normalized_shape}",
                     got=tuple(x.shape),
-                    cure="check the preceding op's size",
+                    cure=f"pass so many features, or have the op before it make them, or build the op for {found}",
                 )
             )
 

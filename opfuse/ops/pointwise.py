@@ -23,6 +23,14 @@ from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 
 
+def _saved(cls: type, math: object) -> tuple[str, ...]:
+    """What an op of this math saves. SpecError where it is none, as torch's function of the same name is."""
+    if not isinstance(math, Pointwise):
+        cure = "write math = ops.formula(NAME, lambda x: …), or ops.Pointwise(...)"
+        raise SpecError(describe(f"class {cls.__name__} math", wanted="an ops.Pointwise", got=repr(math), cure=cure))
+    return ("x", *math.operands)
+
+
 class PointwiseOperation(BasicOperation):
     """y = f(x, operands; constants), rounded once to the dtype of x, or of torch.autocast.
 
@@ -41,7 +49,7 @@ class PointwiseOperation(BasicOperation):
 
     def __new__(cls, *args: object, **given: object) -> Self:
         if not hasattr(cls, "math"):
-            where, cure = f"class {cls.__name__}", f"write math = ops.Pointwise(...) into class {cls.__name__}"
+            where, cure = f"class {cls.__name__}", "write math = ops.formula(NAME, lambda x: …), or ops.Pointwise(...), into it"
             raise SpecError(describe(where, wanted="its math", got="none", cure=cure))
         return super().__new__(cls, *args, **given)
 
@@ -49,7 +57,7 @@ class PointwiseOperation(BasicOperation):
         super().__init_subclass__(**kwargs)
         cls._reads = {}
         if place(cls, ("math",)) < place(cls, ("saves",)):
-            cls.saves = ("x", *cls.math.operands)
+            cls.saves = _saved(cls, cls.math)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -64,7 +72,7 @@ class PointwiseOperation(BasicOperation):
     def _follow_math(self) -> None:
         """Forget what followed from the math that this object had; plans and programs of it as well."""
         self.__dict__["_reads"] = {}
-        self.__dict__["saves"] = ("x", *self.math.operands)
+        self.__dict__["saves"] = _saved(type(self), self.math)
         self.changed()
 
     # -- alone -------------------------------------------------------------------------------------------------------------
@@ -188,14 +196,9 @@ class Bias(PointwiseOperation):
 
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if shape[-1:] != (self.size,):
-            raise ShapeError(
-                describe(
-                    f"{self.label} input",
-                    wanted=f"shape (..., {self.size})",
-                    got=tuple(shape),
-                    cure="check the preceding op's size",
-                )
-            )
+            wanted, size = f"shape (..., {self.size})", shape[-1] if shape else 1
+            cure = f"have the op before it make {self.size} features, or build this one with size={size}"
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(shape), cure=cure))
         return super().forward_stage(ctx, shape, device)
 
 

@@ -128,9 +128,10 @@ class Sequential(Enrolled):
 
     def _check(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
-            raise PipelineError(
-                describe("Sequential", wanted="an nn.Module", got=type(module).__name__, cure="pass ops or modules")
-            )
+            got, cure = type(module).__name__, "pass ops or modules"
+            if isinstance(module, type):
+                got, cure = f"the class {module.__name__}", f"write {module.__name__}(...)"
+            raise PipelineError(describe("Sequential", wanted="an nn.Module", got=got, cure=cure))
         return module
 
     def append(self, module: nn.Module) -> Sequential:

@@ -49,7 +49,7 @@ class Reshape(BasicOperation):
                     f"{self.label} input",
                     wanted=f"{input_.numel()} elements to fit {self.shape}",
                     got=tuple(input_.shape),
-                    cure="check the preceding op's size",
+                    cure="name a shape of as many elements, or leave one dimension to be found: -1",
                 )
             ) from error
 

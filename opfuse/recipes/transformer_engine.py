@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
+from opfuse.errors import OpfuseWarning, RecipeError, closest, describe
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import Recipe
 
@@ -33,9 +33,7 @@ def as_recipe(given: object) -> Recipe:
         return given
     name = type(given).__name__
     if isinstance(given, type) or name not in _CLASSES:
-        what = given.__name__ if isinstance(given, type) else name
-        cure = f"pass an instance of one of {', '.join(_CLASSES)}"
-        raise RecipeError(describe("recipe", wanted="a recipe", got=f"{given!r}{nearest(what, _CLASSES)}", cure=cure))
+        raise RecipeError(describe("recipe", wanted="a recipe", got=repr(given), cure=_meant(given)))
     cls = _CLASSES[name]
     shared = [field.name for field in fields(cls) if hasattr(given, field.name)]
     mapped: dict[str, Any] = {field: _spelled(field, getattr(given, field)) for field in shared}
@@ -44,6 +42,15 @@ def as_recipe(given: object) -> Recipe:
         text = f"TransformerEngine {name}: ignored, as opfuse has no such setting: {', '.join(unmapped)}"
         warnings.warn(text, OpfuseWarning, stacklevel=4)
     return recipe
+
+
+def _meant(given: object) -> str:
+    """What to write for something that is no recipe: a class instead of an object, the name of a class, a kind."""
+    classes = {name: name for name in _CLASSES} | {kind: cls.__name__ for kind, cls in RECIPES.items()}
+    text = given if isinstance(given, str) else (given if isinstance(given, type) else type(given)).__name__
+    if (found := closest(text, classes)) is not None:
+        return f"write opfuse.recipes.{classes[found]}()"
+    return f"pass an instance of one of {', '.join(_CLASSES)}"
 
 
 def _spelled(name: str, value: object) -> object:

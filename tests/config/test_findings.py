@@ -190,6 +190,12 @@ def test_sizes_that_do_not_meet_are_found_at_the_later_op():
     assert "(128, 32)" in finding.message
 
 
+def test_data_that_the_first_op_does_not_take_are_named_with_their_columns():
+    finding = rehearsed(("{op: rms_norm, size: 96}",), rest="data: {kind: pydoc_topics, context: 8, embedding: 16}")
+    assert (finding.code, finding.span.line) == ("does-not-fit", 5)
+    assert finding.message.endswith("a sample of the data has 128 columns, context 8 x embedding 16")
+
+
 def test_a_recipe_that_cannot_take_a_size_is_found_at_the_op():
     finding = rehearsed(("{op: gelu}", "{op: linear, in_features: 40, out_features: 64}"), recipe="{kind: mxfp8}")
     assert (finding.code, finding.span.line) == ("does-not-fit", 6)

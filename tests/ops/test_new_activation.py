@@ -1,5 +1,6 @@
 """The path of CONTRIBUTING.md for an activation: the class that it shows and one place in a table are all that one takes."""
 
+import math
 import re
 import types
 from pathlib import Path
@@ -101,6 +102,12 @@ def test_a_derivative_holds_no_operation_without_effect():
     [
         (lambda x: x.than(), "'than'; did you mean 'tanh'"),
         (lambda x: x if x else -x, "a comparison"),
+        (lambda x: 0 if x > 0 else x, "a comparison"),
+        (lambda x: max(x, 0), "a comparison"),
+        (lambda x: x * torch.tanh(x), r"torch's tanh\. Cure: write the method, x\.tanh\(\)"),
+        (lambda x: x * torch.nn.functional.softplus(x), r"Cure: write the method, x\.softplus\(\)"),
+        (lambda x: x * torch.sin(x), "torch's sin.*Pointwise"),
+        (lambda x: x * math.tanh(x), "Cure: write methods of x"),
         (lambda x: x**0.5, "a power of 0.5"),
         (lambda x: x + "1", "str"),
         (lambda x, limit: x, "wants .* got .*limit"),
@@ -109,3 +116,8 @@ def test_a_derivative_holds_no_operation_without_effect():
 def test_what_no_formula_can_say_is_an_error(of, got):
     with pytest.raises(SpecError, match=got):
         formula("wrong", of)
+
+
+def test_math_that_is_a_function_of_torch_is_an_error():
+    with pytest.raises(SpecError, match=r"class Wrong math: .* got .*tanh.*Cure: write math = ops\.formula"):
+        type("Wrong", (ops.Activation,), {"math": torch.tanh})

@@ -38,7 +38,7 @@ WRONG_SHAPES = {
     "rms norm of two": (lambda: ops.RMSNorm((3, 8)), (8,), "RMSNorm", r"trailing dimensions \(3, 8\)", r"\(8,\)"),
     "layer norm": (lambda: ops.LayerNorm((2, 8)), (3, 8), "LayerNorm", r"trailing dimensions \(2, 8\)", r"\(3, 8\)"),
     "l2 of a scalar": (ops.L2Normalization, (), "l2_normalization", "at least one normalised dimension", r"got \(\)"),
-    "odd halves": (ops.SwiGLU, (3, 7), "swiglu", "an even number of columns", r"\(3, 7\)"),
+    "odd halves": (ops.SwiGLU, (3, 7), "^swiglu input", "an even number of columns", r"\(3, 7\)"),
     "groups": (lambda: ops.SwiGLU(glu_interleave_size=4), (3, 12), "swiglu", "a multiple of 8 columns", r"\(3, 12\)"),
     "gated scalar": (ops.GEGLU, (), r"GEGLU\(\) input", "at least one dimension", r"got \(\)"),
     "reshape": (lambda: ops.Reshape((5, -1)), (3, 8), "Reshape", r"24 elements to fit \(5, -1\)", r"\(3, 8\)"),
@@ -50,6 +50,21 @@ def test_a_wrong_shape(case):
     make_op, shape, *words = WRONG_SHAPES[case]
     with raised(errors.ShapeError, ValueError, *words):
         make_op()(torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    ("op", "cure"),
+    [(ops.SwiGLU(), "out_features"), (ops.Bias(8), "size=7"), (ops.RMSNorm(8), r"for \(7,\)"), (ops.Reshape((5,)), "-1")],
+    ids=lambda given: getattr(given, "label", ""),
+)
+def test_the_cure_of_a_wrong_shape_names_what_to_change(op, cure):
+    with pytest.raises(errors.ShapeError, match=f"Cure: .*{cure}"):
+        op(torch.randn(3, 7))
+
+
+def test_a_class_in_place_of_an_op():
+    with pytest.raises(errors.PipelineError, match=r"got the class GELU\. Cure: write GELU\(\.\.\.\)"):
+        ops.Sequential(ops.GELU)
 
 
 @pytest.mark.parametrize("recipe", [None, MXFP8], ids=["no recipe", "mxfp8"])

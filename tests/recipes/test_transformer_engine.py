@@ -144,6 +144,12 @@ def test_values_that_ours_cannot_hold_are_refused():
         as_recipe(SubclassOfTheirs())
 
 
+@pytest.mark.parametrize("given", [recipes.Float8CurrentScaling, "fp8_current", "fp8_curent", "Float8CurentScaling"])
+def test_what_names_a_recipe_is_told_how_to_write_one(given):
+    with pytest.raises(RecipeError, match=r"Cure: write opfuse\.recipes\.Float8CurrentScaling\(\)"):
+        as_recipe(given)
+
+
 def test_own_recipes_pass_through():
     ours = recipes.MXFP8BlockScaling()
     assert as_recipe(ours) is ours

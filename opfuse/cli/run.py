@@ -55,7 +55,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
     problems: dict[str, None] = {}
-    checkpoints = Checkpoints(directory, same, resume, lambda problem: problems.update({str(problem): None}))
+    checkpoints = Checkpoints(directory, same, resume, lambda problem: problems.update({str(problem): None}), told=error)
     if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
         error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
     checkpoints.begin(text.encode())

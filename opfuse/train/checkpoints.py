@@ -41,13 +41,14 @@ class Checkpoints:
     """The checkpoints of a comparison, one for each of its runs, in place of the one before.
 
     run: what makes it this run and no other, in words. resume: whether to go on from what is there. failed: takes what could
-    not be written, and training goes on; None: it is raised.
+    not be written, and training goes on; None: it is raised. told: takes a sentence for each run that was to go on.
     """
 
     directory: Path
     run: Mapping[str, str]
     resume: bool = False
     failed: Callable[[OutputError], None] | None = None
+    told: Callable[[str], None] = lambda _: None
 
     def path(self, label: str) -> Path:
         """The file of one run."""
@@ -78,7 +79,10 @@ class Checkpoints:
     def load(self, label: str) -> RunState | None:
         """What to go on from; None if there is nothing. OutputError if it is of another run, or no checkpoint at all."""
         path = self.path(label)
-        if not self.resume or not path.exists():
+        if not self.resume:
+            return None
+        if not path.exists():
+            self.told(f"{label}: no checkpoint to go on from, so it begins anew")
             return None
         found = read(path)
         others = found.pop("run")
@@ -87,6 +91,7 @@ class Checkpoints:
                 wanted, got = difference(others.get(name, ""), value)
                 cure = "go on with what the run began with, or begin anew without --resume"
                 raise OutputError(describe(f"{path} {name}", wanted=wanted, got=got, cure=cure))
+        self.told(f"{label}: goes on after step {found['step']}")
         return RunState(**found)
 
 

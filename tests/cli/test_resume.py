@@ -65,7 +65,9 @@ def _killed(arguments: list[str], at: int) -> None:
     main(arguments)
 
 
-def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Delayed scaling, whose states are saved; a dropout, whose generator is."""
     run, out = configured(tmp_path, "delayed"), tmp_path / "out"
     assert main([*run, str(tmp_path / "whole")]) == 0
@@ -76,6 +78,9 @@ def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bi
     assert read(out / "checkpoints" / "delayed.pt")["step"] == 4  # configuration, step 2, step 4, and then none
     assert not (out / "report.json").exists()
     assert main([*run, str(out), "--resume"]) == 0
+    told = capsys.readouterr().err
+    assert "delayed: goes on after step 4" in told
+    assert "bfloat16: no checkpoint to go on from, so it begins anew" in told
     assert losses(out) == losses(tmp_path / "whole")
     report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
     assert report["fusion_counts"] == whole["fusion_counts"]

@@ -52,7 +52,9 @@ class offloaded(saved_tensors_hooks):
         large = _on_device(tensor) and tensor.nbytes >= self.least
         return large and tensor.untyped_storage().data_ptr() not in self._staying
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Away:
+    def _pack(self, given: torch.Tensor) -> torch.Tensor | _Away:
+        # A result that its own node saves knows that node: held as it came, both would stay until a backward pass.
+        tensor = given if given.grad_fn is None else given.detach()
         if not self._leaves(tensor):
             return tensor
         for each in (saved() for saved, _ in self._leaving):
@@ -125,10 +127,11 @@ class _Away:
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
         self._copied = stream.record_event()
+        self._copy_of = None if self.here is None else _place(self.here)  # with the version whose values were copied
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is of this very tensor, with these values."""
-        return self.here is not None and _place(self.here) == _place(tensor)
+        return self.here is not None and self._copy_of == _place(tensor)
 
     def let_go(self) -> None:
         """Leave the device's memory to what is computed from now on, which waits for the copy."""

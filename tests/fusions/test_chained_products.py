@@ -9,9 +9,11 @@ import torch
 
 import opfuse
 from opfuse import ops
+from opfuse.errors import ShapeError
 from opfuse.fusions import RULES
 from opfuse.kernels.products.chained import product_chain
 from opfuse.tensors import gemm
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
 
 WIDTH, ROWS = 128, 64
@@ -47,6 +49,7 @@ def test_what_is_told_of_products_with_chains():
     x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
     with gemm.chains_told() as told:
         run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))
+    run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))  # of which nobody is told
     assert [(tuple(shape), ops) for shape, ops, _ in told] == [((ROWS, 2 * WIDTH), ("bias", "gelu")), ((ROWS, WIDTH), ("bias",))]
     assert {why for *_, why in told} == {"no GPU whose kernels are used"}
     with opfuse.autocast(recipe=recipe_for("fp8_current")):
@@ -55,6 +58,29 @@ def test_what_is_told_of_products_with_chains():
     text = str(replace(found, chains=(told[0], told[1]._replace(why=""))))
     assert "chain    bias gelu behind a product (64, 256): apart, no GPU whose kernels are used\n" in text
     assert "chain    bias behind a product (64, 128): one launch\n" in text
+
+
+@pytest.mark.parametrize("fields", [{"rounding": "single"}, {"batch_invariant": True}])
+def test_sums_that_are_not_rounded_or_have_one_order_are_made_apart(fields):
+    """The one launch rounds sums before its chain, and may take other sums for other numbers of rows."""
+    with gemm.chains_told() as told:
+        run(mlp(), randn(ROWS, WIDTH, dtype=torch.bfloat16), step=Step(recipe_for("delayed", **fields), RULES))
+    assert told == []
+
+
+def test_operands_of_other_lengths_are_refused_before_they_are_read():
+    quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+    left, right = (quantizer.quantize(torch.randn(32, length)) for length in (64, 48))
+    product = gemm.PendingProduct(left, right, torch.bfloat16, None, {})
+    with pytest.raises(ShapeError, match="wants equal summed dimensions, got 64 and 48"):
+        product.chained([], None, dtype=torch.bfloat16, rounding="per_op", keep=())
+
+
+def test_operands_that_do_not_meet_are_not_added_in_place(monkeypatch):
+    monkeypatch.setattr(gemm, "accumulate", lambda *_, **__: True)
+    quantizers = Float8CurrentScalingQuantizer(torch.float8_e4m3fn), MXFP8Quantizer()
+    one, other = (quantizer.quantize(torch.randn(32, 32)) for quantizer in quantizers)
+    assert [gemm.add_product("wgrad", one, each, torch.zeros(32, 32)) for each in (one, other)] == [True, False]
 
 
 def test_a_linear_with_a_product_of_its_own_is_asked_for_it(monkeypatch):

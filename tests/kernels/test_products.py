@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opfuse import formats
-from opfuse.kernels.cases.chain_casts import encoding_of
 from opfuse.kernels.products import emulated
 from opfuse.kernels.products import native as gemm_native
-from opfuse.kernels.products.chained import slower, why_apart
 from opfuse.kernels.products.emulated import operand
-from opfuse.kernels.products.hopper import form_of, is_faster
-from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, multiply, refusal
+from opfuse.kernels.products.hopper import is_faster
+from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
 from opfuse.program.tape import Tape
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm
@@ -149,33 +146,19 @@ def test_sums_are_added_in_place_where_that_is_faster():
     assert not out.any()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "sizes", "cast", "why"),
-    [
-        (("tensor", "tensor"), (256, 2048, 64), "delayed", ""),
-        (("tensor", "tensor"), (256, 2048, 8208), "delayed", "slower: wants 1 to 8192 length of the sum, got 8208"),
-        (("tensor", "tensor"), (256, 2048, 8208), "", ""),
-        (("tensor", "tensor"), (128, 8192, 64), "", "slower: wants 256 to inf lines, got 128"),
-        (("tensor", "tensor"), (256, 1024, 64), "current", "slower: wants 32 to inf tiles, got 16"),
-        (("tensor", "tensor"), (256, 2048, 64), "MX", "not measured for this product with this cast"),
-        (("1x128", "128x128"), (1024, 4096, 128), "1x128", ""),
-        (("1x128", "128x128"), (512, 4096, 128), "1x128", "slower: wants 112 to inf tiles, got 64"),
-        (("1x128", "1x128"), (1024, 4096, 128), "1x128", "not measured for this product with this cast"),
-    ],
-)
-def test_when_a_chain_is_made_with_its_product(kinds, sizes, cast, why):
-    m, n, k = sizes
-    encode = encoding_of(cast, formats.E4M3, ("rowwise",), (m, n), torch.device("cpu")) if cast else None
-    form = form_of(stored(kinds[0], 16, k), stored(kinds[1], 16, k), BF16, fast=True)
-    assert slower(form, encode, (m, k), n) == why
-    left, right = stored(kinds[0], 16, k), stored(kinds[1], 16, k)
-    assert why_apart(left, right, [], encode, dtype=BF16, fast=True) == "no GPU whose kernels are used"
-
-
 def test_r10_odd_left_lines_need_no_scale_of_their_own():
     assert refused(stored("tensor", 37, 64), stored("tensor", 64, 64)) == ""
     assert refused(stored("row", 37, 64), stored("row", 64, 64)) == ""
     assert refused(stored("128x128", 130, 256), stored("1x128", 64, 256)) == ""
+
+
+def test_tiles_of_one_number_of_lines_have_whole_scales_at_any_number():
+    def why(kind: str, lines: int) -> str:
+        return invariant_refusal(stored(kind, lines, 256).layout, stored("1x128", 64, 256).layout, BF16, HOPPER)
+
+    assert refused(stored("1x128", 130, 256), stored("1x128", 64, 256)).startswith("left lines with scales of their own")
+    assert why("1x128", 130) == ""
+    assert why("128x128", 128) == "tiles: wants scales of single lines on the left, got 128x128 blocks"
 
 
 @pytest.mark.parametrize(

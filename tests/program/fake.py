@@ -35,11 +35,11 @@ def floats(address: int, count: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
-def launch(entry: str, x: Tensor, out: Tensor) -> Tensor:
+def launch(entry: str, x: Tensor, out: Tensor, *, threads: int = 32) -> Tensor:
     """``out`` becomes what kernel ``entry`` makes of ``x``, both fp32 and contiguous; a tape that listens is told."""
     fields = x.data_ptr(), out.data_ptr(), x.numel()
     if (tape := launching.listener()) is not None:
-        tape.launched(Launch(VARIANT, entry, Grid(1, 32), LAYOUT, fields, 0))
+        tape.launched(Launch(VARIANT, entry, Grid(1, threads), LAYOUT, fields, 0))
     _run(entry, *fields)
     return out
 

@@ -14,6 +14,7 @@ from opfuse.kernels.casts import block
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.numerics.layouts import Layout
+from opfuse.program.joining import joined_launches
 from opfuse.program.program import Program
 from opfuse.program.steps import LaunchStep
 from opfuse.program.tape import Tape
@@ -75,6 +76,7 @@ ORDERS = {
     ),
     "an op between has nothing to do with them": (lambda x: [launch("double", x, room()), x + 1, launch("double", x, room())], 2),
     "both write one place": (lambda x: [launch("double", x[:4], y := room()), launch("double", x, y)], 2),
+    "one has other threads": (lambda x: [launch("double", x, room()), launch("double", x, room(), threads=64)], 2),
     "nothing": (lambda x: [launch("double", x, room()), launch("double", x, room())], 1),
 }
 
@@ -87,6 +89,16 @@ def test_what_waits_for_another_is_a_launch_of_its_own(name):
     x = torch.randn(8)
     for got, wanted in zip(program([x.clone()]), run(x.clone()), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_what_lies_on_both_sides_of_a_step_of_which_nobody_knows_what_it_reads_is_not_joined():
+    x, y = torch.randn(8), torch.randn(8)
+    tape = Tape([x, y])
+    with torch.no_grad(), tape.recording():
+        _ = launch("double", x, room()), y + 1, launch("double", x, room())
+    for homes, count in ((tape.homes, 1), (lambda numbers: None, 2)):
+        steps = joined_launches(tape.steps, homes)
+        assert sum(isinstance(step, LaunchStep) for step in steps) == count
 
 
 def test_random_runs_have_the_results_of_their_launches_one_by_one():

@@ -185,17 +185,18 @@ class Live:
         return joined
 
 
-def test_functions_of_the_host_that_can_be_called_as_one_are():
-    tape, lives = Tape([torch.ones(2)]), [Live("a", 2.0), Live("b", 3.0), Live("c", 4.0)]
+@pytest.mark.parametrize(("names", "wanted"), [("ab", 11.0), ("abc", 26.0)])
+def test_functions_of_the_host_that_can_be_called_as_one_are(names, wanted):
+    tape, lives = Tape([torch.ones(2)]), [Live(name, value) for value, name in enumerate(names, 2)]
     with tape.recording():
         x = tape.given[0]
         for live in lives:
             launching.listener().call(live)
-            x = x * live.tensors[0]
+            x = 2 * x + live.tensors[0]
     program = Program(tape, [tape.number(x)])
     Live.log.clear()
-    assert program([torch.ones(2)])[0].tolist() == [24.0, 24.0]
-    assert Live.log == ["abc"]
+    assert program([torch.ones(2)])[0].tolist() == [wanted, wanted]
+    assert Live.log == [names]
 
 
 def test_what_came_in_is_let_go_after_its_last_reader():

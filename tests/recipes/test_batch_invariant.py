@@ -22,6 +22,7 @@ from opfuse.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from opfuse.tensors.gemm import gemm
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -100,6 +101,16 @@ def test_which_quantizers_cast_row_by_row():
     assert all(each.row_local for each in (*by_row, NVFP4Quantizer(row_scaled_nvfp4=True)))
     shared = [Float8CurrentScalingQuantizer(FP8), Float8BlockQuantizer(FP8), NVFP4Quantizer()]
     assert not any(each.row_local for each in (*shared, MXFP8Quantizer(with_2d_quantization=True)))
+
+
+def test_sums_in_high_precision_are_in_the_type_that_was_asked_for():
+    x, w = torch.randn(3, WIDTH).bfloat16(), torch.randn(5, WIDTH).bfloat16()
+    y = gemm("fprop", x, w, dtype=torch.bfloat16, out_dtype=torch.float32, invariant=True)
+    torch.testing.assert_close(y, x.float() @ w.float().t())
+
+
+def test_no_rows_are_a_product_of_no_rows():
+    assert in_tiles(0, "cpu", lambda cut: cut(torch.randn(0, WIDTH)) @ torch.randn(WIDTH, 5)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("quantizer", [Float8RowQuantizer(FP8), Float8BlockQuantizer(FP8, block_scaling_dim=1), MXFP8Quantizer()])

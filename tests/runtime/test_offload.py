@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -122,5 +123,60 @@ def test_tensors_leave_and_come_back_in_order_and_each_once(notes):
     notes.clear()
     (grad,) = torch.autograd.grad(y, x)
     assert notes[:3] == ["wait", "wait", "copy"]  # the sine is still there, and c is fetched beside the product
-    assert notes.count("copy") == 2
+    assert notes[3:] == ["wait", "wait", "copy", "wait", "wait", "wait", "wait"]  # who reads c before another waits for it, too
     torch.testing.assert_close(grad, layer.weight.sum(0) * c.cos() * c * 2 * a * a)
+
+
+@pytest.mark.cpu
+def test_memory_of_the_host_is_used_again_and_no_more_comes_back_than_is_wanted(notes, monkeypatch):
+    """Four tensors of 400 bytes, of which two may be on their way in each direction."""
+    host, away, made = offload._on_host, opfuse.offloaded(ahead=800, least=400), []
+    monkeypatch.setattr(offload, "_on_host", lambda size: made.append(size) or host(size))
+
+    def forward():
+        x = torch.rand(10, 10, requires_grad=True)
+        with away:
+            y = x.exp()
+            for _ in range(3):
+                y = y.exp()
+        notes_of_it = [*notes]
+        notes.clear()
+        return y.sum(), notes_of_it
+
+    y, first = forward()
+    assert first == ["copy", "copy", "copy", "wait", "copy", "wait"]
+    y.backward()
+    assert notes == ["wait", "wait", "copy", "wait", "wait", "copy", "wait", "wait"]  # one that is there, and one that comes
+    del y
+    notes.clear()
+    y, second = forward()
+    assert second == ["wait", "copy"] * 3 + ["wait"] + ["wait", "copy"] + ["wait"]  # for the copy back from the same memory
+    assert made == [400] * 4
+    del y  # without a backward pass
+    assert notes == ["wait", "wait"]  # memory of the device is free once it was copied
+    notes.clear()
+    passes = [forward()[0] for _ in range(2)]
+    passes[1].backward()
+    assert notes.count("copy") == 2  # what the other pass saved stays away
+
+
+@pytest.mark.cpu
+def test_a_tensor_that_was_changed_since_it_left_leaves_again(notes):
+    """By who saved it first it is not read, else autograd would not allow the change."""
+    x, factor = torch.randn(10, 10, requires_grad=True), torch.ones(10, 10)
+    with opfuse.offloaded(ahead=400, least=400):
+        unread = x * factor
+        factor.mul_(2)
+        y = (x * factor).exp().exp()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad((x * factor).exp().exp().sum(), x)[0])
+    assert unread.grad_fn is not None
+
+
+@pytest.mark.cpu
+def test_what_stays_goes_with_its_graph():
+    with opfuse.offloaded():
+        y = torch.rand(10, requires_grad=True).exp()
+    kept = weakref.ref(y)
+    del y
+    assert kept() is None

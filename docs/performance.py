@@ -51,7 +51,16 @@ def kernels(record: Mapping[str, Any]) -> str:
         for name in dict.fromkeys(names)
         if name != "copy"
     ]
-    return table(("kernel", "16384 x 8192, % of copy (at least)", "4096 x 4096, µs (at most)"), rows)
+    return KERNELS + table(("kernel", "16384 x 8192, % of copy (at least)", "4096 x 4096, µs (at most)"), rows)
+
+
+KERNELS = (
+    "100 % of copy is the bandwidth of torch's copy of a bf16 matrix of that shape. A cast writes the plane that products "
+    "read along rows, `row`, along columns, `col`, or `both`; `delayed`, and `cast` after an activation: FP8 under a scale "
+    "that is known; `current`: with the pass that finds the amax; `measured`: the same for NVFP4, beside `known amax`; "
+    "`blocks`: 1x128; `swizzled`, `swz`: scales in the order in which hardware with such products reads them; `decode`: "
+    "back to bf16; `kept`: the input of the activation is written too, for the backward pass; `d`: a derivative.\n\n"
+)
 
 
 def peers(record: Mapping[str, Any]) -> str:
@@ -101,7 +110,14 @@ def pipelines(record: Mapping[str, Any]) -> str:
         for setting, each in found.items()
     ]
     head = ("pipeline, recipe, override", "forward, ms", "x products", "training, ms", "x products (at most)")
-    return f"{table(head, rows)}\n\n{beside_products(record)}"
+    return f"{PIPELINES}{table(head, rows)}\n\n{beside_products(record)}"
+
+
+PIPELINES = (
+    "`x products`: how many times as long as its matrix products alone, which run in turns with it, forward ones in the "
+    "recipe's format, backward ones too, or in bf16 under an override. Forward is inference; training is one forward and "
+    "backward pass.\n\n"
+)
 
 
 def beside_products(record: Mapping[str, Any]) -> str:
@@ -234,7 +250,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "grouped": ("Mixtures of experts, 7168 features in, 2048 out", lambda record: "\n".join(groups(record)).strip()),
         "host": (
             "Time of the host while the device has nothing to do, and what a user waits",
-            lambda record: problems(record, "host"),
+            lambda record: HOST + problems(record, "host"),
         ),
         "pytorch": ("CUDA graphs, compiled code, offload", inside),
         "overhead": ("Being asked: watching, tracing, sources", overhead),
@@ -247,6 +263,8 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     run = record["measured"]
     return [(heading, f"{code(run[script])}.\n\n{text(record)}") for script, (heading, text) in made.items() if script in run]
 
+
+HOST = "Infer is a forward pass under `torch.no_grad`; in parentheses, what it may be at most.\n\n"
 
 CONVERTED = (
     "Layers of Llama 3 8B, random weights, one sequence; and how many times as fast as the plain layers under torch.compile. "
@@ -304,7 +322,8 @@ def document(record: Mapping[str, Any], several: Mapping[str, Any]) -> str:
         "# Measured\n\n"
         f"By `{record['script']}`, each table in one process: {versions}. Random data, fewest bytes counted; limits in "
         "parentheses, what misses its limit in bold. A digest that `opfuse kernels --digest` prints as well says which kernels "
-        "were measured.\n\n"
+        "were measured. Two pipelines come back, with inputs and weights in bf16: A is Linear, GELU, Linear, with biases; B is "
+        "RMSNorm, Linear to twice the inner width, SwiGLU, Linear, without biases, the step that the README shows.\n\n"
         f"{code(record['tests'])}. tests/gpu: {counted(record['tests'])}.\n"
     )
     made = [*sections(record), ("Several GPUs", ranks(several))]

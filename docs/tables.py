@@ -161,6 +161,19 @@ def speed() -> str:
     return "\n\n".join(each for each in (_faster(pipeline), found and f"{OF_LLAMA}\n\n{_faster(found)}") if each)
 
 
+def host() -> str:
+    """Steps of the smallest model in the record, where the host decides, beside eager torch."""
+    results = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
+    took = {f["name"]: f["value"] for f in results if f["script"] == "host" and f["unit"] == "x eager bf16"}
+    found = {name.split(", ")[-2]: times for name, times in took.items() if name.endswith("forward + backward")}
+    few = [found[name] for name in ("none", "fp8_block", "fp8_current", "delayed")]
+    return (
+        f"On a model so small that the host decides (256 wide), a step takes {min(few):.1f} to {max(few):.1f} times what eager "
+        f"bf16 takes without a recipe and under FP8,\n{found['mxfp8']:.1f} times under MXFP8 and {found['nvfp4']:.1f} under "
+        "NVFP4, which are emulated."
+    )
+
+
 def _faster(took: Mapping[str, float]) -> str:
     """Milliseconds, and how many times as fast as the first two, eager and compiled, each is."""
     peers = [*took.values()][:2]
@@ -191,6 +204,7 @@ OF_LLAMA = "Four layers of Llama 3 8B as transformers has them (4096 tokens), bo
 
 TABLES = {
     "speed": speed,
+    "host": host,
     "support": support,
     "formats": formats,
     "presets": presets,

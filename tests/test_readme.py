@@ -13,6 +13,7 @@ import torch
 import opfuse
 from docs import tables
 from opfuse import ops, recipes
+from opfuse.config.load import check
 from opfuse.runtime.fuser import recorded_plans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,6 +95,13 @@ def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
         fused = model(x)
     assert "scaled_linear" in plans[0].fusions
     assert torch.equal(plain, fused)
+
+
+def test_the_file_of_the_howto_has_no_findings(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "howto.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my.txt").write_text("to be or not to be")
+    (tmp_path / "my.yaml").write_text(text)
+    assert check(tmp_path / "my.yaml") == ()
 
 
 def test_commands_of_the_readme_exist() -> None:

@@ -266,20 +266,30 @@ def extended(base: Fusion, name: str, pattern: Sequence[Term], *, when: Sequence
     if unfit := unlike(base, pattern):
         cure = f"mend place {unfit.place}, or leave the pattern out"
         raise FusionError(describe(f"fusion {name!r}", wanted=unfit.reason, got=printed(pattern), cure=cure))
-    places = tuple(term.name for term in pattern)
-    absent = tuple((term.name, () if term.high is None else None) for term in base.pattern if term.name not in places)
+    places, known = tuple(term.name for term in pattern), {term.name: term for term in base.pattern}
+    absent = tuple((name, () if _is_bound_as_tuple(term) else None) for name, term in known.items() if name not in places)
+    alone = tuple(term.name for term in pattern if _is_bound_as_tuple(known[term.name]) and not _is_bound_as_tuple(term))
     sides = {"forward": base.forward, "backward": base.backward}
-    made = {side: run if run is None or not absent else _without(run, absent, places) for side, run in sides.items()}
+    same = not absent and not alone
+    made = {side: run if run is None or same else _as_base(run, absent, alone, places) for side, run in sides.items()}
     held = tuple(guard for guard in base.when if guard.reads.split(".")[0] in ("env", *places))
     doc = f"{base.name} where {printed(pattern)}."
     return fusion(name, tuple(pattern), when=(*held, *when), priority=priority, doc=doc, **made)
 
 
+def _is_bound_as_tuple(term: Term) -> bool:
+    """Whether a rule gets what stands at this place in a tuple: there may be several."""
+    return term.high != 1
+
+
 @cache
-def _without(run: Callable[..., Any], absent: tuple[tuple[str, Any], ...], places: tuple[str, ...]) -> Callable[..., Any]:
-    """``run`` where nothing stands at the places ``absent``; one function for each."""
+def _as_base(
+    run: Callable[..., Any], absent: tuple[tuple[str, Any], ...], alone: tuple[str, ...], places: tuple[str, ...]
+) -> Callable[..., Any]:
+    """``run`` where nothing stands at the places ``absent``, and one node at most at those ``alone``; one function for each."""
 
     def extended_rule(value: Any, /, **bound: Any) -> Any:
-        return run(value, **bound, **dict(absent))
+        several = {place: () if bound[place] is None else (bound[place],) for place in alone}
+        return run(value, **{**bound, **several, **dict(absent)})
 
     return _with_places(extended_rule, places)

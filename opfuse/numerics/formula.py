@@ -119,10 +119,12 @@ class Expression:
     def __bool__(self) -> bool:
         return _refuse("a comparison or a branch")
 
-    def __lt__(self, other: Any) -> bool:
+    def _compare(self, other: Any) -> bool:
+        """An answer, as == has one for any two objects, would choose a branch once and for all."""
         return _refuse("a comparison or a branch")
 
-    __gt__ = __le__ = __ge__ = __lt__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare  # type: ignore[assignment]
+    __hash__ = object.__hash__  # keys of a dictionary are compared by identity first
 
     def __float__(self) -> float:
         return _refuse("a function of Python's numbers", "write methods of x, such as x.tanh()")
@@ -189,11 +191,14 @@ def formula(
     leaves = {n: Expression(n, lambda given, n=n: given[n]) for n in ("dy", *inputs, *operands, *constants)}  # type: ignore[misc]
     y = expressed(of(**{n: leaf for n, leaf in leaves.items() if n != "dy"}))
     slopes = _slopes(y, leaves["dy"])
+    if not any(leaves[n] in slopes for n in inputs):
+        _refuse(f"one that reads nothing of {', '.join(inputs)}")
     found = {n: slopes.get(leaves[n], expressed(0)) for n in (*inputs, *operands)}
 
     def gradients(wanted: Any, dy: Tensor, *given: Tensor, **others: Any) -> dict[str, Tensor]:
         values = {"dy": dy, **dict(zip(inputs, given)), **others}
-        return {n: found[n].value(values) for n in wanted}
+        made = {n: found[n].value(values) for n in wanted}
+        return {n: grad if isinstance(grad, Tensor) else torch.full_like(dy, grad) for n, grad in made.items()}
 
     return Pointwise(
         name,

@@ -23,7 +23,7 @@ from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
-from opfuse.ops.main_grad import added, main_grad_of
+from opfuse.ops.main_grad import added, is_asked_for, main_grad_of
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
@@ -297,6 +297,8 @@ class GroupedLinear(BasicOperation):
         weights = {name: self.parameter(name) for name in self.weight_names if name in ctx.needs}
         if weights and self.delay_wgrad_compute:
             weights = owed(weights, where=self.label)
+        if self.accumulate_into_main_grad:
+            weights = {name: weight for name, weight in weights.items() if is_asked_for(weight)}
         if not weights:
             return {}
         x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, **ctx.env.product("wgrad")}

@@ -18,7 +18,7 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
-from opfuse.ops.main_grad import added, main_grad_of, overwrites, stand_in
+from opfuse.ops.main_grad import added, is_asked_for, main_grad_of, overwrites, stand_in
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
@@ -133,6 +133,8 @@ class BasicLinear(BasicOperation):
         if "weight" not in ctx.needs:
             return None
         weight, main = self.parameter("weight"), self.spec.accumulate_into_main_grad
+        if main and not is_asked_for(weight):
+            return None
         if main:
             main_grad_of(weight, where=f"{self.label} weight")
         wide = pointwise.compute_dtype(ctx.compute_dtype) if main or scale is not None else None

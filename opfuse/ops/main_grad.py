@@ -44,6 +44,23 @@ def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tens
     return stand_in(weight)
 
 
+_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""autograd's node of a parameter: adds to its ``grad``."""
+
+
+def is_asked_for(weight: nn.Parameter) -> bool:
+    """Whether the running backward pass is to give the gradient of a weight: not one that asks for others alone (``inputs=[x]``).
+
+    True for what is no leaf of the node that runs, as inside of compiled code: then nobody says.
+    """
+    node = torch._C._current_autograd_node()
+    leaves = [edge for edge, _ in node.next_functions if isinstance(edge, _LEAF) and edge.variable is weight] if node else []
+    try:
+        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad for the weight itself
+        return True
+
+
 def overwrites(weight: nn.Parameter) -> bool:
     """Whether the buffer of a weight is overwritten."""
     return bool(getattr(weight, "overwrite_main_grad", False))

@@ -53,7 +53,8 @@ class TokenDispatch(BasicOperation):
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         wide = pointwise.compute_dtype(input_.dtype)
         # The gate reads the input itself, and a product of its own: torch.autocast would round both.
-        probabilities = gemm("fprop", input_.to(wide), weight.to(wide), dtype=wide).softmax(-1)
+        options = ctx.env.product("fprop")  # a gate of other bits chooses other groups
+        probabilities = gemm("fprop", input_.to(wide), weight.to(wide), dtype=wide, **options).softmax(-1)
         picked, chosen = probabilities.topk(self.top_k)
         # A stable sort keeps the tokens of a group in order.
         order = chosen.flatten().argsort(stable=True)

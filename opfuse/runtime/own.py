@@ -47,9 +47,14 @@ def _is_fixed(math: Any) -> bool:
 
 
 def _is_closed(function: Any) -> bool:
-    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments."""
+    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments.
+
+    What makes one op of another, as ``gated`` does, has the definitions of that, which may be the user's.
+    """
     if not isinstance(function, FunctionType) or _is_known_function(function):
-        return isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
+        cells = (function.__closure__ or ()) if isinstance(function, FunctionType) and is_ours(function) else ()
+        known = isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
+        return known and all(_is_fixed(cell.cell_contents) for cell in cells)
     named = (function.__globals__.get(name) for name in _names(function.__code__))
     kept = function.__closure__ or function.__defaults__ or function.__kwdefaults__
     return not kept and all(value is None or isinstance(value, ModuleType) or _is_known_function(value) for value in named)

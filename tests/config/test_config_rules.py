@@ -13,7 +13,7 @@ from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config import loads
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
-from opfuse.fusions.declared import KINDS, WORDS, declared, misfit
+from opfuse.fusions.declared import KINDS, WORDS, declared, extended, misfit
 from opfuse.runtime.fuser import recorded_plans
 
 TOP = """version: 1
@@ -560,6 +560,27 @@ def test_a_rule_extends_one_that_is_there() -> None:
     x = torch.randn(32, 64, dtype=found.dtype)
     with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
         assert torch.equal(fused(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    ("base", "pattern"),
+    [
+        ("epilogue", "producer=basic_linear chain=gelu"),
+        ("epilogue", "producer=basic_linear chain=silu? quantize?"),
+        ("backward_activation_bias", "quantize chain=gelu"),
+    ],
+)
+def test_an_extension_may_have_one_node_where_its_rule_takes_several(base: str, pattern: str) -> None:
+    rule, x, made = extended(built_in(base), "mine", terms_of(pattern)), torch.randn(32, 32), []
+    between = [] if "silu" in pattern else [ops.GELU()]
+    model = ops.Sequential(ops.Linear(32, 32, bias=False), *between, ops.Linear(32, 32, bias=False))
+    for rules in (default_rules().with_rule(rule, first=True), default_rules().unfused):
+        fused = ops.Sequential(*model, rules=rules)
+        with recorded_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+            y = fused(x)
+        made.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
+        assert ("mine" in {o.rule for o in plans[0].outcomes if o.status == "fused"}) == (len(made) == 1)
+    assert all(map(torch.equal, *made))
 
 
 def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:

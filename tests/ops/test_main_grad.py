@@ -108,6 +108,20 @@ def test_plans_tell_them_apart_and_no_program_is_made():
     assert not any(plan.programs.values())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pass_that_asks_for_other_gradients_adds_nothing(form):
+    """As it leaves ``weight.grad`` alone: a gradient penalty, or a schedule that takes gradients of inputs first."""
+    main, x = buffered(pipelines(form)[0]), torch.randn(96, 32, requires_grad=True)
+    before, y = {name: w.main_grad.clone() for name, w in weights(main).items()}, main(*given(main, x)).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward(inputs=[x], retain_graph=True)
+    assert all(torch.equal(w.main_grad, before[name]) for name, w in weights(main).items())
+    first, *others = weights(main).values()
+    y.backward(inputs=[first])
+    assert not torch.equal(first.main_grad, next(iter(before.values())))
+    assert not any(w.grad_added_to_main_grad for w in others)
+
+
 WRONG = {
     "none": (lambda w: None, errors.PipelineError, "a tensor to add"),
     "dtype": (lambda w: torch.zeros(w.shape, dtype=torch.bfloat16), errors.DtypeError, "torch.float32"),

@@ -92,6 +92,7 @@ def test_each_function_of_formulas_is_derived(name):
 
 def test_a_derivative_holds_no_operation_without_effect():
     assert formula("line", lambda x, w, c: (x + 0) * w - c / 1, operands={"w": "row"}, constants=("c",)).backward == ("dy * w",)
+    assert torch.equal(formula("sign", lambda x: x.sign()).grad(torch.ones(2), torch.ones(2))[0], torch.zeros(2))
     p = formula("gated", lambda a, b: a.tanh() * b)
     assert (p.inputs, p.backward[1]) == (("a", "b"), "dy * tanhf(a)")
     assert formula("scaled", lambda x, c: x * c.exp(), constants=("c",)).value(torch.ones(2), c=0.0).dtype == torch.float32
@@ -108,6 +109,8 @@ def test_a_derivative_holds_no_operation_without_effect():
         (lambda x: x * torch.nn.functional.softplus(x), r"Cure: write the method, x\.softplus\(\)"),
         (lambda x: x * torch.sin(x), "torch's sin.*Pointwise"),
         (lambda x: x * math.tanh(x), "Cure: write methods of x"),
+        (lambda x: 1.0 if x == 0 else x.tanh() / x, "a comparison"),
+        (lambda x: 0 * x + 1, "reads nothing of x"),
         (lambda x: x**0.5, "a power of 0.5"),
         (lambda x: x + "1", "str"),
         (lambda x, limit: x, "wants .* got .*limit"),

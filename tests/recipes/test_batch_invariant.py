@@ -72,6 +72,17 @@ def test_without_the_field_rows_depend_on_their_batch_and_groups_have_it_too():
             assert torch.equal(experts(x[63:64], torch.tensor([0, 0, 1])), whole[63:])
 
 
+def test_a_gate_chooses_alone_what_it_chooses_in_a_batch():
+    gate, x = ops.TokenDispatch(4, 96, top_k=2), torch.randn(72, 96)
+
+    def chosen(x):
+        _, _, probabilities, places = gate(x)
+        return probabilities[places]  # by token
+
+    with torch.no_grad(), opfuse.autocast(recipe=LISTED["block"]):
+        assert all(torch.equal(chosen(x[i : i + 1])[0], chosen(x)[i]) for i in (0, 31, 64, 71))
+
+
 REFUSED = (
     (Float8CurrentScaling, {}),
     (Float8BlockScaling, {"x_block_scaling_dim": 2, "w_block_scaling_dim": 1}),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
+from opfuse.numerics.pointwise import gated
 from opfuse.program.steps import CallStep
 from opfuse.runtime import own
 from opfuse.runtime.programs import interpreted
@@ -355,9 +356,14 @@ class Sloped(ops.Activation):
     math = ops.Pointwise("sloped", "x", ("dy",), value=lambda x: x * SLOPE[0], grad=lambda dy, x: (dy * SLOPE[0],))
 
 
+class SlopedGate(ops.GLU):
+    math = gated(Sloped.math, "sloped_gate")
+
+
 @pytest.mark.cpu
-def test_definitions_that_read_more_than_their_arguments_run_at_every_call():
-    model = ops.Sequential(Sloped())
+@pytest.mark.parametrize("op", [Sloped, SlopedGate])
+def test_definitions_that_read_more_than_their_arguments_run_at_every_call(op):
+    model = ops.Sequential(op())
     for slope in (1.0, 1.0, 1.0, 2.0, 3.0):
         SLOPE[0] = slope
         x = torch.ones(2, 8, requires_grad=True)

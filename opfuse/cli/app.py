@@ -29,7 +29,8 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(name="opfuse", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(name="opfuse", no_args_is_help=True, add_completion=False, rich_markup_mode=None, context_settings=HELP)
 
 
 @app.callback()

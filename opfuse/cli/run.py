@@ -36,7 +36,7 @@ from opfuse.train import (
     write_report,
     write_values,
 )
-from opfuse.train.comparison import labels, overridden
+from opfuse.train.comparison import data_of, labels, overridden
 from opfuse.train.report import report_text
 
 WIDTH = 100
@@ -50,6 +50,7 @@ INTERRUPTED = 130
 def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: Path | None, resume: bool, as_json: bool) -> None:
     """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
+    data_of(chosen)  # refuses a file without data before anything is written
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)

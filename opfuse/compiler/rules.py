@@ -112,7 +112,7 @@ class Guard:
     def wants(self) -> str:
         """What it wants, in words."""
         if self.want is None and self.test == "is_not":
-            return "a value"
+            return "a recipe" if self.reads == "env.recipe" else "a value"
         return TESTS[self.test][1].format(self.want)
 
     def ok(self, got: Any) -> bool:

@@ -110,7 +110,7 @@ import sys
 from opfuse.cli import main
 assert main(["--help"]) == 0
 for name in sys.argv[1:]:
-    assert main([name, "--help"]) == 0
+    assert main([name, "-h"]) == 0
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "networkx", "ruamel"}))
 """
 

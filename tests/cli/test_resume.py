@@ -118,6 +118,15 @@ def test_ctrl_c_keeps_what_there_is(
     assert losses(out) == losses(tmp_path / "whole")
 
 
+def test_a_file_without_data_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = configured(tmp_path, "none")
+    own = tmp_path / "own.yaml"
+    own.write_text("".join(line for line in own.read_text().splitlines(True) if not line.startswith("data:")))
+    assert main([*run, str(tmp_path / "out")]) == 1
+    assert "wants data to train on" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = configured(tmp_path, "none"), tmp_path / "out"
     assert main([*run, str(out)]) == 0

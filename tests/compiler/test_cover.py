@@ -260,7 +260,7 @@ def test_without_a_recipe_its_fields_are_absent():
     outcome = only(planned(ops.Linear(64, 64, bias=False), ops.GELU(), rules=RuleSet((guarded,))), "pair")
     assert (outcome.status, outcome.got) == ("missed", "nothing")
     builtin = only(planned(ops.GELU(), ops.GELU(), rules=RULES), "backward_activation_bias")
-    assert str(builtin).endswith("env.recipe: wants a value, got None")
+    assert str(builtin).endswith("env.recipe: wants a recipe, got None")
 
 
 def test_a_guard_reads_every_node_of_a_run_and_none_of_an_absent_place():

@@ -7,6 +7,7 @@ from torch import nn
 
 import opfuse
 from opfuse.convert.experts import experts_of
+from opfuse.convert.leaves import GATED
 from opfuse.recipes import MXFP8BlockScaling
 from opfuse.runtime.fuser import recorded_plans
 from tests.convert.test_fuse import EXACT, called, converted_exactly
@@ -45,6 +46,11 @@ def routed(dtype=torch.float32):
     """Tokens, their experts, of which one gets none, and the weights."""
     chosen = torch.tensor([[0, 1], [1, 3], [4, 3], [1, 0], [3, 4], [0, 4]])
     return torch.randn(6, 32, dtype=dtype), chosen, torch.rand(6, 2, dtype=dtype)
+
+
+def test_experts_with_an_activation_that_gates_nothing_here_stay(monkeypatch):
+    monkeypatch.delitem(GATED, "silu")
+    assert experts_of(Mixture()) is None
 
 
 def test_experts_are_known_by_what_they_compute():

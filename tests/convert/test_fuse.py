@@ -18,6 +18,7 @@ from opfuse.convert.converted import converted
 from opfuse.convert.weights import joined
 from opfuse.errors import ConversionError, OpfuseWarning, SavedTensorError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from opfuse.recipes.availability import Support
 from opfuse.runtime.fuser import recorded_plans
 from opfuse.runtime.held import held_calls
 from opfuse.tensors.quantizers import IdentityQuantizer
@@ -540,7 +541,7 @@ def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dyn
         assert not torch.equal(calls[1](x), twin(x))
 
 
-def test_an_explanation_names_the_recipes_of_converted_modules():
+def test_an_explanation_names_the_recipes_of_converted_modules(monkeypatch):
     """They hold where no region is active; an active one counts instead."""
     model, x = Model(), torch.randint(0, 48, (2, 16))
     opfuse.fuse_(model, FP8)
@@ -548,5 +549,12 @@ def test_an_explanation_names_the_recipes_of_converted_modules():
     assert (found.recipe, found.backend) == (repr(FP8), "emulated")
     opfuse.fuse_(model, FP8, policy={"*.mlp": DelayedScaling()})
     assert {*opfuse.explain(model, x).recipe.split(" and ")} == {repr(FP8), repr(DelayedScaling())}
+    status = {"delayed": "native", FP8.kind: "emulated"}
+    monkeypatch.setattr("opfuse.inspect.explain.support", lambda recipe: Support(status[recipe.kind], ""))
+    for _ in range(2):
+        found = opfuse.explain(model, x, overrides=True)
+        assert (found.backend, found.saved_by_override) == ("emulated", {})  # of one of them; overrides are a recipe's
+        status = {kind: "emulated" if told == "native" else "native" for kind, told in status.items()}
+    monkeypatch.undo()
     with opfuse.autocast(recipe=EXACT):
         assert opfuse.explain(model, x).recipe == repr(EXACT)

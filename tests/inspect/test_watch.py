@@ -104,9 +104,13 @@ def amaxes(made: Any) -> list[torch.Tensor]:
 def test_a_look_at_experts_tells_of_each_operand() -> None:
     model = ops.Sequential(ops.GroupedLinear(3, 32, 64, bias=False, pad_splits=True)).bfloat16()
     x = torch.randn(96, 32).bfloat16().requires_grad_()
-    with opfuse.watch(model) as watch, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):
-        model(x, torch.tensor([40, 0, 56])).sum().backward()
+    with warnings.catch_warnings(record=True) as alarms, opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):
+        warnings.simplefilter("always")
+        with opfuse.watch(model, alarms={"sqnr": 1000.0}) as watch:
+            model(x, torch.tensor([40, 0, 56])).square().sum().backward()
     told = {(record["tensor"], record["plane"]) for record in watch.records}
+    assert str(watch).count("columnwise") == 2
+    assert sum("wants sqnr" in str(each.message) for each in alarms) == len(told)
     both = {(name, plane) for name in ("input", "grad_output") for plane in ("rowwise", "columnwise")}
     assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}
 
@@ -117,16 +121,17 @@ def test_a_scale_that_is_too_small_saturates() -> None:
     x = torch.ones(32, 32)
     x[0] = 1000.0
     x[1, :16] = 460.0  # rounds to 448: nothing was cut
+    x[1, 16:] = 470.0  # above half a step
     watch = opfuse.watch(model)
     with warnings.catch_warnings(record=True) as told, opfuse.autocast(recipe=recipes.DelayedScaling()):
         warnings.simplefilter("always")
         model(x)
     (cast,) = [each for each in watch.records if each["tensor"] == "input"]
-    assert cast["saturated"] == pytest.approx(1 / 32)
+    assert cast["saturated"] == pytest.approx(1.5 / 32)
     assert cast["op"] == "0"
     text = next(str(each.message) for each in told if "saturated" in str(each.message))
     assert text.startswith(
-        "0 input in step 1: wants saturated of at most 0.01, got 0.0312 in fp8_tensor_e4m3. Cure: give the scale room"
+        "0 input in step 1: wants saturated of at most 0.01, got 0.0469 in fp8_tensor_e4m3. Cure: give the scale room"
     )
 
 

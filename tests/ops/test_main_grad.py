@@ -8,6 +8,7 @@ import torch
 import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.core.spec import accumulates
+from opfuse.tensors.gemm import gemm
 from tests.ops.test_op_errors import raised
 
 SPLITS = torch.tensor([32, 0, 64])
@@ -64,6 +65,33 @@ def test_the_sum_in_fp32_is_that_of_the_gradients(form, recipe):
             assert "bias" not in name or torch.equal(bias.grad, main.get_parameter(name).grad)
         plain.zero_grad()
         main.zero_grad()
+
+
+@pytest.mark.parametrize("form", ["added", "overwritten", "scaled"])
+def test_a_product_that_adds_to_the_buffer_itself_does_what_an_addition_does(form, monkeypatch):
+    """As on a GPU: not where the buffer is overwritten, nor where a factor is taken into the sums."""
+    asked = []
+
+    def adding(name, dy, x, out, *, fast):
+        asked.append(fast)
+        out.add_(gemm(name, dy, x, dtype=torch.float32))
+        return True
+
+    found = []
+    for add in (lambda *_, **__: False, adding):
+        monkeypatch.setattr("opfuse.ops.linear.add_product", add)
+        torch.manual_seed(0)
+        scale = 0.5 if form == "scaled" else 1.0
+        model = ops.Sequential(ops.BasicLinear(32, 64, accumulate_into_main_grad=True), ops.ConstantScale(scale))
+        (weight,) = weights(buffered(model)).values()
+        weight.overwrite_main_grad = form == "overwritten"
+        with opfuse.autocast(recipe=recipes.Float8CurrentScaling(rounding="single" if form == "scaled" else "per_op")):
+            model(torch.randn(96, 32)).square().sum().backward()
+        assert weight.grad_added_to_main_grad
+        assert not weight.grad.any()
+        found.append(weight.main_grad)
+    assert torch.equal(*found)
+    assert bool(asked) == (form == "added")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -27,6 +27,8 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    GroupedQuantizer,
+    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -112,6 +114,9 @@ def test_which_quantizers_cast_row_by_row():
     assert all(each.row_local for each in (*by_row, NVFP4Quantizer(row_scaled_nvfp4=True)))
     shared = [Float8CurrentScalingQuantizer(FP8), Float8BlockQuantizer(FP8), NVFP4Quantizer()]
     assert not any(each.row_local for each in (*shared, MXFP8Quantizer(with_2d_quantization=True)))
+    assert HybridQuantizer(by_row[0], shared[0]).row_local  # the product of the forward pass reads the rowwise plane
+    assert not HybridQuantizer(shared[0], by_row[0]).row_local
+    assert not GroupedQuantizer((shared[0],) * 2, (1, 1), padded=True).row_local
 
 
 def test_sums_in_high_precision_are_in_the_type_that_was_asked_for():

@@ -109,6 +109,16 @@ def test_keywords_that_opfuse_has_not_are_refused_by_name_unless_at_their_defaul
         op(*sizes, tensor_paralel_mode=None)
 
 
+def test_what_a_gated_unit_of_an_mlp_may_be_asked_for():
+    """By the names and the default of te.ops, not by the table that refuses them."""
+    clamp = {"tanh_clamp_scale": 2.0}
+    for name in ("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledTanhSReLU"):
+        op = functools.partial(getattr(te.ops, name), **(clamp if "Tanh" in name else {}))
+        op(activation_recompute_in_mlp=False)
+        with pytest.raises(UnsupportedError, match="the input is kept"):
+            op(activation_recompute_in_mlp=True)
+
+
 def test_other_ops_are_opfuse_s_own():
     assert te.ops.GELU is ops.GELU
     assert te.ops.Sequential is ops.Sequential

@@ -97,10 +97,12 @@ def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
     assert torch.equal(plain, fused)
 
 
-def test_the_file_of_the_howto_has_no_findings(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "howto.md").read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("page", ["howto", "fusions"])
+def test_a_file_that_a_page_shows_has_no_findings(page: str, tmp_path: Path) -> None:
+    pages = [(ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("howto", page)]
+    whole, text = (re.findall(r"```yaml\n(.*?)```", each, re.DOTALL)[0] for each in pages)
     (tmp_path / "my.txt").write_text("to be or not to be")
-    (tmp_path / "my.yaml").write_text(text)
+    (tmp_path / "my.yaml").write_text(text if text == whole else whole + text)  # rules are the end of a file
     assert check(tmp_path / "my.yaml") == ()
 
 

@@ -111,6 +111,14 @@ class Pointwise:
         return {name: variables(expression) & {*self.inputs, *self.operands} for name, expression in gradients.items()}
 
     @cached_property
+    def is_known(self) -> bool:
+        """Whether its value is computed by code of the library throughout, which gives the same bits whenever it runs."""
+        if not str(getattr(self.value, "__module__", "")).startswith("opfuse."):
+            return False
+        made_of = [cell.cell_contents for cell in getattr(self.value, "__closure__", None) or ()]
+        return all(each.is_known for each in made_of if isinstance(each, Pointwise))
+
+    @cached_property
     def backward_reads(self) -> frozenset[str]:
         """Inputs and operands whose values some backward expression reads: what outlives the forward pass if all are wanted."""
         return frozenset().union(*self.reads.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from opfuse.core.context import Context
@@ -31,9 +33,17 @@ class Activation(PointwiseOperation):
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         exact = KEEP[ctx.env.backward_override].backward == "high_precision"
-        if x is not None and (getattr(self.spec, "cache_quantized_input", False) or ctx.env.keep == "quantized") and not exact:
+        if x is not None and (self._caches_input or ctx.env.keep == "quantized") and not exact:
             x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)
+
+    @property
+    def _caches_input(self) -> bool:
+        return bool(getattr(self.spec, "cache_quantized_input", False))
+
+    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
+        """Not from codes of the input, which are not what the forward pass read, unless the recipe asks for that."""
+        return "" if self._caches_input and ctx.env.keep != "quantized" else super().remakes(ctx)
 
 
 class GELU(Activation):

@@ -119,7 +119,7 @@ class PointwiseOperation(BasicOperation):
 
     def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
         saved = frozenset(self.reads_saved(ctx))
-        if not saved.issuperset(self.math.operands):
+        if not self.math.is_known or not saved.issuperset(self.math.operands):
             return ""
         return "saved" if "x" in saved else "input"
 

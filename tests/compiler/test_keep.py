@@ -168,7 +168,13 @@ class Mine(ops.GELU):
         return super().op_forward(ctx, input_, **kwargs)
 
 
+class Drawn(ops.Activation):
+    math = ops.Pointwise("drawn", "x", ("dy * x",), lambda x: x * torch.rand_like(x), lambda dy, x: (dy * x,))
+
+
 OTHERS = {
+    "an input that is kept in FP8": lambda: [ops.SiLU(cache_quantized_input=True), ops.Linear(WIDTH, WIDTH)],
+    "math of one's own that draws": lambda: [ops.Linear(WIDTH, WIDTH), Drawn(), ops.Linear(WIDTH, WIDTH)],
     "a sum with what is not saved": residual,
     "an op of one's own": lambda: [ops.Linear(WIDTH, WIDTH), Mine(), ops.Linear(WIDTH, WIDTH)],
     "a norm whose bias is not saved": lambda: [ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH)],

@@ -599,6 +599,11 @@ def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:
         ("extends: epilogue, pattern: [chain=gelu, producer=basic_linear]", "never-matches", "chain=gelu"),
         ("extends: epilogue, pattern: [chain=gelu+]", "never-matches", "chain=gelu+"),
         ("extends: epilogue, pattern: [producer=basic_linear]", "never-matches", "producer=basic_linear"),
+        (
+            "extends: linear_scale_add, pattern: [basic_linear, scale=constant_scale?, add=add_extra_input]",
+            "never-matches",
+            "scale=constant_scale?",
+        ),
         ("extends: epilogue, emit: chain", "unknown-key", "emit"),
         ("extends: epilogue, when: {linear.in_features: 64}", "unknown-path", "linear.in_features"),
     ],

@@ -77,6 +77,7 @@ def test_why_a_device_does_not_make_a_chain_with_its_product(on_hopper):
     assert why(("row", "row"), 32) == "no native product of row formats"
     assert why(("tensor", "tensor"), 24) == "right lines: wants a positive multiple of 16, got 24"
     assert why(("tensor", "tensor"), 32, "MX") == "no kernel for this chain with this cast"
+    assert why(("tensor", "tensor"), 32, ops=("swiglu",)) == "no kernel for this chain with this cast"
     assert why(("tensor", "tensor"), 32) == "slower: wants 256 to inf lines, got 16"
 
 

@@ -109,7 +109,7 @@ def test_a_look_at_experts_tells_of_each_operand() -> None:
         with opfuse.watch(model, alarms={"sqnr": 1000.0}) as watch:
             model(x, torch.tensor([40, 0, 56])).square().sum().backward()
     told = {(record["tensor"], record["plane"]) for record in watch.records}
-    assert str(watch).count("columnwise") == 2
+    assert len(str(watch).splitlines()) == 1 + len(told)
     assert sum("wants sqnr" in str(each.message) for each in alarms) == len(told)
     both = {(name, plane) for name in ("input", "grad_output") for plane in ("rowwise", "columnwise")}
     assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}

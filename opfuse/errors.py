@@ -145,9 +145,11 @@ def _ended(text: str) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to ``name`` in any case of letters, if one is close."""
+    """The known name closest to ``name`` in any case of letters, if one is close; first of those of which it is a part."""
     folded = {word.casefold(): word for word in known}
-    found = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
+    asked = name.casefold()
+    part = [word for word in folded if asked and asked in word.split("_")]  # linear: of basic_linear
+    found = difflib.get_close_matches(asked, part or folded, n=1, cutoff=0.5)
     return folded[found[0]] if found else None
 
 

@@ -18,7 +18,7 @@ from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
 from opfuse.compiler.rules import Fusion, Guard, Term, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one, one_of
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
-from opfuse.errors import FusionError, KeyValueError
+from opfuse.errors import FusionError, KeyValueError, closest
 from opfuse.fusions import RULES
 from opfuse.ops.chains import run_chain, run_chain_backward
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
@@ -420,6 +420,11 @@ BAD_TERMS = {
 def test_bad_places_die_at_construction(name):
     with pytest.raises(FusionError, match=r"pattern place .*wants at least one word, and a number of nodes.*Cure: write 'gelu'"):
         BAD_TERMS[name]()
+
+
+def test_a_word_means_the_one_that_it_is_a_part_of():
+    assert closest("Linear", ("listener", "basic_linear", "bias")) == "basic_linear"
+    assert closest("listner", ("listener", "basic_linear")) == "listener"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_r4_fused_equals_unfused(rule, name, override, dtype):
     outcomes = fused.outcomes(rule.name)
     kinds = place.kinds if recipe is not None and not (override and rule.direction == "backward") else place.kinds_without_recipe
     if rule.name in NEEDS_QUANTIZED_BACKWARD and (recipe is None or override is not None):
-        reason = ("env.recipe", "a value", "None")
+        reason = ("env.recipe", "a recipe", "None")
         if recipe is not None:
             reason = ("env.recipe.backward_override", "None", repr(override))
         assert {(o.status, o.guard, o.wanted, o.got) for o in outcomes} == {("missed", *reason)}

@@ -703,7 +703,7 @@ def test_an_activation_without_math_is_named():
     class Empty(ops.Activation):
         pass
 
-    with pytest.raises(SpecError, match=r"class Empty: wants its math, got none[.] Cure: write math = ops.Pointwise"):
+    with pytest.raises(SpecError, match=r"class Empty: wants its math, got none[.] Cure: write math = ops.formula"):
         Empty()
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -363,6 +364,20 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         The last may be left out of an op without extra inputs. Gradients of extra outputs are ``ctx.grad_extras``.
         """
         refuse_missing(self.label, "op_backward or fuser_backward")
+
+    # -- what the backward pass makes anew ---------------------------------------------------------------------------------
+
+    remade_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Of operands that may be left out of what is saved, since they are casts that can be made again: the name of each role."""
+
+    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
+        """From what the op's result can be made again: its saved state, its input and the saved state, or nothing."""
+        return ""
+
+    def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
+        """The result of this op and of those behind it, from their saved state, cast in the same kernel where there is a cast."""
+        got, cure = "remakes() says that there is one", 'define it, or have remakes() answer ""'
+        raise PipelineError(describe(self.label, wanted="a method remake", got=got, cure=cure))
 
 
 def _spec_fields(op: nn.Module) -> Collection[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 
-from opfuse.core.context import Context, Value
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.numerics.delayed import UpdateRule
@@ -130,19 +128,6 @@ class QuantizerSlotsMixin:
     def quantizer_slots(self) -> tuple[tuple[QuantizerRole, QuantizerRole], ...]:
         """The role of each slot, and the role that its delayed-scaling state is kept under, whether or not it is there yet."""
         return tuple(pair for mode in get_args(Mode) for pair in self._slots_of(mode, self.num_quantizers(mode)))
-
-    # -- what the backward pass makes anew ---------------------------------------------------------------------------------
-
-    remade_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Of operands that may be left out of what is saved, since they are casts that can be made again: the name of each role."""
-
-    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
-        """From what the op's result can be made again: its saved state, its input and the saved state, or nothing."""
-        return ""
-
-    def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
-        """The result of this op and of those behind it, from their saved state, cast in the same kernel where there is a cast."""
-        raise NotImplementedError
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
         """Called before a call whose recipe is not that of the last one; quantizers are derived at each call all the same."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -186,8 +186,7 @@ class QuantizedTensor(Quantized):
 
         Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
         """
-        values: torch.Tensor = straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self)
-        return values
+        return cast(torch.Tensor, straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self))
 
     def quantize_(
         self, source: torch.Tensor, noop_flag: torch.Tensor | None = None, *, amax: torch.Tensor | None = None
@@ -333,8 +332,7 @@ class QuantizedTensor(Quantized):
         Assigning a quantized tensor takes over its storage. Assigning a plain one takes over its dtype and device, as
         ``Module.to`` asks for, and casts its values, unless they are those that the tensor holds already.
         """
-        alias: torch.Tensor = _DATA.__get__(self)
-        return alias
+        return cast(torch.Tensor, _DATA.__get__(self))
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:

@@ -16,17 +16,9 @@ from opfuse.errors import PipelineError, RecipeError, SavedTensorError, ShapeErr
 from opfuse.numerics.activations import ACTIVATIONS, ARITHMETIC, GATED, POINTWISE, SCALED, sigmoid
 from opfuse.numerics.chain import Stage, backward_chain, forward_chain
 from opfuse.numerics.pointwise import Pointwise
+from tests.numerics.constants import CONSTANTS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-CONSTANTS = {
-    "limit": 7.0,
-    "alpha": 1.702,
-    "glu_linear_offset": 1.0,
-    "beta1": 4.0,
-    "beta2": 25.0,
-    "scale": 1.1,
-    "tanh_clamp_scale": 1.5,
-}
 
 
 def make_stage(name: str, shape: tuple[int, ...], dtype: torch.dtype, interleave: int | None = None) -> Stage:

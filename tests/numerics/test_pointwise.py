@@ -31,17 +31,9 @@ from opfuse.numerics.activations import (
 )
 from opfuse.numerics.formula import formula
 from opfuse.numerics.pointwise import Pointwise, compute_dtype, gated, scaled, substitute, variables
+from tests.numerics.constants import CONSTANTS
 
 CUDA_SOURCES = Path(opfuse.kernels.__file__).parent / "cuda"
-CONSTANTS = {
-    "limit": 7.0,
-    "alpha": 1.702,
-    "glu_linear_offset": 1.0,
-    "beta1": 4.0,
-    "beta2": 25.0,
-    "scale": 0.3,
-    "tanh_clamp_scale": 2.5,
-}
 
 MISH = formula("mish", lambda x: x * x.softplus().tanh())
 

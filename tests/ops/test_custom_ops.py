@@ -747,3 +747,14 @@ def test_te_ops_methods_of_a_builtin_op_do_what_its_own_do():
     model = ops.Sequential(Twice())
     assert torch.equal(model(x, extra), 2 * (x + extra))
     assert torch.autograd.gradcheck(model, (x, extra))
+
+
+def test_an_op_that_says_it_remakes_its_result_but_does_not_is_named():
+    class Promising(ops.BasicOperation):
+        kind = "promising"
+
+        def remakes(self, ctx):
+            return "saved"
+
+    with pytest.raises(PipelineError, match=r"Promising\(\): wants a method remake, got remakes\(\) says that there is one"):
+        Promising().remake([], None)

@@ -61,10 +61,8 @@ def test_a_row_has_the_bits_that_it_has_in_any_batch_of_up_to_8192(kind):
             assert torch.equal(bits_of_rows(model, x[part], LISTED[kind]), whole[part])
 
 
-def test_without_the_field_rows_depend_on_their_batch_and_groups_have_it_too():
+def test_a_row_has_its_bits_in_tiles_and_in_groups_of_any_size():
     x, w, sizes = torch.randn(256, WIDTH), torch.randn(WIDTH, WIDTH), torch.tensor([3, 60, 1])
-    if all(torch.equal(x[:rows] @ w.t(), (x @ w.t())[:rows]) for rows in range(1, 9)):
-        pytest.skip("this machine's product is invariant by itself")
     assert torch.equal(in_tiles(1, "cpu", lambda cut: cut(x[:1]) @ w.t()), in_tiles(256, "cpu", lambda cut: cut(x) @ w.t())[:1])
     for recipe in (LISTED["block"], LISTED["high precision"]):
         experts = ops.GroupedLinear(3, WIDTH, WIDTH)

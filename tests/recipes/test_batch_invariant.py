@@ -139,12 +139,24 @@ def test_a_tile_is_what_its_lines_are_in_the_whole(quantizer):
     assert torch.allclose(multiply_tiles(*lines), multiply(*lines), rtol=1e-5, atol=1e-4)
     if quantizer.formats[0].family != "mx":
         wanted = multiply_tiles(*lines)
-        assert torch.equal(in_tiles(70, "cpu", lambda cut: _sums(native._tile(planes[0], cut), lines[1])), wanted)
+        tiles = [native._tile(planes[0], start, 64) for start in (0, 64)]
+        assert all(tile.in_place for tile in tiles)
+        assert tiles[0].data.data_ptr() == planes[0].data.data_ptr()
+        sums = [multiply(operand(*tile[:3], layout=tile.layout), lines[1]) for tile in tiles]
+        assert torch.equal(torch.cat(sums)[:70], wanted)
 
 
-def _sums(tile, right):
-    assert tile.in_place
-    return multiply(operand(*tile[:3], layout=tile.layout), right)
+@pytest.mark.parametrize("quantizer", [Float8CurrentScalingQuantizer(FP8), Float8RowQuantizer(FP8)])
+def test_tiles_are_written_where_the_result_lies(quantizer, monkeypatch):
+    """By torch's own product on a CPU, in the place that is given or in a new one."""
+    monkeypatch.setattr("opfuse.kernels.products.tiles.ROWS", {"cuda": 64})
+    made = (quantizer.wanting(columnwise=False).quantize(torch.randn(lines, 256).bfloat16()) for lines in (150, 48))
+    planes = [Stored(each.data, each.scale, each.amax, each.layout) for each in (storage.plane("rowwise") for storage in made)]
+    options = {"out_dtype": torch.bfloat16, "fast": False}
+    wanted, out = native._scaled_mm(*planes, **options), torch.zeros(150, 48, dtype=torch.bfloat16)
+    assert torch.allclose(native._in_tiles(*planes, **options, out=None), wanted, rtol=2**-7, atol=1e-3)
+    assert native._in_tiles(*planes, **options, out=out) is out
+    assert torch.allclose(out, wanted, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.row("X07")

@@ -32,7 +32,7 @@ from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
 from opfuse.kernels.products.hopper import grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
-from opfuse.kernels.products.tiles import TileCut, in_tiles, rows_of
+from opfuse.kernels.products.tiles import lines_from, rows_of
 from opfuse.numerics.layouts import Layout, are_known
 
 Version = tuple[int, int]
@@ -224,11 +224,7 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
         if not refusal(left, right, out_dtype, device, own=True):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if not invariant_refusal(left.layout, right.layout, out_dtype, device):
-            return in_tiles(
-                left.layout.lines[0],
-                left.data.device.type,
-                lambda cut: _scaled_mm(_tile(left, cut), right, out_dtype=out_dtype, fast=fast),
-            )
+            return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply_tiles(*_operands(left, right)).to(out_dtype)
 
 
@@ -239,15 +235,35 @@ def invariant_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machi
     return layout_refusal(left.replace(shape=(rows_of("cuda"), left.lines[1])), right, out_dtype, machine)
 
 
-def _tile(plane: Stored, cut: TileCut) -> Stored:
-    """Lines of a rowwise plane, with their scales, where these are not for all."""
+TILE_START = 256
+"""Bytes on which operands start that a library takes for aligned ones, which is part of how it chooses."""
+
+
+def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """By the library, in tiles that lie where they are, on the same bytes all of them. Lines that fill no tile are copied."""
+    (lines, _), columns = left.layout.lines, right.layout.lines[0]
+    if not on_bytes(left.data, TILE_START):
+        left = left._replace(data=left.data.clone())
+    if out is None or tuple(out.shape) != (lines, columns) or not (out.is_contiguous() and on_bytes(out, TILE_START)):
+        out = torch.empty(lines, columns, dtype=out_dtype, device=left.data.device)
+    rows = rows_of("cuda")
+    for start in range(0, lines, rows):
+        tile, part = _tile(left, start, rows), out[start : start + rows]
+        if len(part) == rows:
+            _scaled_mm(tile, right, out_dtype=out_dtype, fast=fast, out=part)
+        else:
+            part.copy_(_scaled_mm(tile, right, out_dtype=out_dtype, fast=fast)[: len(part)])
+    return out
+
+
+def _tile(plane: Stored, start: int, rows: int) -> Stored:
+    """Lines of a rowwise plane from ``start`` on, with their scales, where these are not for all; zeros fill the last tile."""
     layout = plane.layout
-    data = cut(plane.data)
     if layout.scale_across:
-        scale = cut(plane.scale.t()[: layout.lines[0]]).t().contiguous()
+        scale = lines_from(plane.scale.t()[: layout.lines[0]], start, rows).t().contiguous()
     else:
-        scale = plane.scale if layout.format.family == "tensor" else cut(plane.scale)
-    return Stored(data, scale, plane.amax, layout.replace(shape=(len(data), layout.lines[1])))
+        scale = plane.scale if layout.format.family == "tensor" else lines_from(plane.scale, start, rows)
+    return Stored(lines_from(plane.data, start, rows), scale, plane.amax, layout.replace(shape=(rows, layout.lines[1])))
 
 
 def _own(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:

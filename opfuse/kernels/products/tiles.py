@@ -30,6 +30,12 @@ def in_tiles(count: int, device: str, product: Callable[[TileCut], torch.Tensor]
     return (made[0] if len(made) == 1 else torch.cat(made))[:count]
 
 
-def _cut(x: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+def lines_from(x: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    """The lines of a tile where they lie; a copy that zeros fill where the tile is not whole."""
     piece = x[start : start + rows]
-    return torch.constant_pad_nd(piece, (0, 0) * (x.ndim - 1) + (0, rows - len(piece)))
+    return piece if len(piece) == rows else torch.constant_pad_nd(piece, (0, 0) * (x.ndim - 1) + (0, rows - len(piece)))
+
+
+def _cut(x: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    piece = lines_from(x, start, rows)
+    return piece.clone() if len(x) >= start + rows else piece

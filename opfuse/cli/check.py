@@ -11,8 +11,7 @@ import typer
 from opfuse.cli.output import echo, echo_json
 from opfuse.config.findings import FORMATS
 from opfuse.config.load import check as check_file
-from opfuse.config.load import load
-from opfuse.config.values import SettingValue, values_of
+from opfuse.config.values import SettingValue, values_in
 from opfuse.keys import plain
 
 
@@ -20,7 +19,7 @@ def check(configs: Sequence[Path], *, format: str, values: bool = False) -> None
     """Print the findings of all files, in one of :data:`FORMATS`; end with 1 if there are any. values: also what files mean."""
     findings = {path: check_file(path) for path in configs}
     told = [finding for found in findings.values() for finding in found]
-    meant = {path: values_of(load(path)) for path, found in findings.items() if values and not found}
+    meant = {path: values_in(path) for path, found in findings.items() if values and not found}
     if format == "json" and values:
         echo_json(
             {"findings": [each.record() for each in told], "values": {str(path): _plain(found) for path, found in meant.items()}}

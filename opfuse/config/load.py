@@ -64,7 +64,7 @@ class Config:
 
 def load(path: str | Path) -> Config:
     """The configuration in the file at ``path``, or in the example of that name. ConfigError with every finding, if any."""
-    return loads(*_found(path))
+    return loads(*found(path))
 
 
 def load_policy(path: str | Path) -> Choices:
@@ -72,13 +72,13 @@ def load_policy(path: str | Path) -> Choices:
 
     ConfigError with every finding. Whether patterns fit the model, fuse_ says.
     """
-    return loads_policy(*_found(path))
+    return loads_policy(*found(path))
 
 
 def check(path: str | Path) -> tuple[Finding, ...]:
     """Every finding of the file at ``path``: those of :func:`load` and, where there are none, what rules expect in vain."""
     try:
-        data, name = _found(path)
+        data, name = found(path)
         if is_policy(data, name):
             loads_policy(data, name)
             return ()
@@ -87,7 +87,7 @@ def check(path: str | Path) -> tuple[Finding, ...]:
         return error.findings
 
 
-def _found(path: str | Path) -> tuple[bytes, str]:
+def found(path: str | Path) -> tuple[bytes, str]:
     """The text of a file or an example, and where it is."""
     file, known = Path(path), examples()
     if not file.exists():
@@ -112,9 +112,17 @@ def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     if isinstance(root.data, TextFile) and not (config.folder / root.data.path).is_file():
         help = "write the path from the folder of this file, or an absolute one"
         document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)
+    for name in () if root.data is not None else _waiting(document):
+        help = "add `data: {kind: pydoc_topics}`, or `data: {kind: text, path: FILE}` with a text of yours"
+        document.report(document.find((name,), on="key"), "missing-key", f"{name!r} needs a key 'data' in the file", help)
     for problem in unmet(root.fusions.rules, call):
         document.report(document.find(problem.loc), problem.code, problem.message, problem.help)
     return tuple(document.findings)
+
+
+def _waiting(document: Document) -> list[str]:
+    """Sections that do nothing without data. A batch size alone is no training: plans are made for its rows."""
+    return [name for name in ("train", "watch") if {*_keys(document, name)} - {"batch_size"}]
 
 
 def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:

@@ -21,7 +21,7 @@ from opfuse.config.findings import Problem, Refused, refuse, sentence
 from opfuse.config.models import Section
 from opfuse.config.report import report
 from opfuse.convert.policy import Said
-from opfuse.errors import RecipeError
+from opfuse.errors import RecipeError, closest
 from opfuse.recipes import Recipe, recipe_of
 
 
@@ -37,6 +37,8 @@ MODELS: Mapping[str, type[Section]] = {**recipes.MODELS, "default": Default}
 
 class PolicyFile(Section):
     """What a file with a policy holds."""
+
+    not_here = {"pipeline": "a file with a pipeline has no policy: opfuse.load(path), or opfuse run"}
 
     version: Annotated[int, Field(ge=1, le=1)]
     recipe: recipes.RecipeSection
@@ -95,6 +97,7 @@ def _sections(document: Document) -> Mapping[tuple[str, ...], type[Section]]:
 
 
 def is_policy(data: bytes, path: str) -> bool:
-    """Whether a file chooses for a model instead of describing a pipeline."""
-    root = read(data, path).root
-    return root.child("policy") is not None and root.child("pipeline") is None
+    """Whether a file chooses for a model instead of describing a pipeline; a mistyped key is taken for the nearer one."""
+    root, known = read(data, path).root.value, {"policy", "pipeline"}
+    keys = {*root} if isinstance(root, dict) else set()
+    return (known & keys or known & {closest(key, known) for key in keys}) == {"policy"}

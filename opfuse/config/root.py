@@ -19,6 +19,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Root(Section):
     """A configuration of opfuse."""
 
+    not_here = {"policy": "this file is for a model that you convert: opfuse.fuse_(model, **opfuse.load_policy(path))"}
+
     version: Annotated[int, Field(ge=1, le=1)]
     recipe: recipes.RecipeSection
     pipeline: operations.Pipeline

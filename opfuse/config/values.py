@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from opfuse.config.load import Config
+from opfuse.config.document import Document, read
+from opfuse.config.load import Config, found, loads
+from opfuse.config.policies import Choices, is_policy, loads_policy
+from opfuse.recipes import Recipe
 from opfuse.sources import DEFAULT
 
 
@@ -17,16 +21,32 @@ class SettingValue(NamedTuple):
     source: str
 
 
+def values_in(path: str | Path) -> list[SettingValue]:
+    """The settings of the configuration or the policy at ``path``. ConfigError with every finding."""
+    data, name = found(path)
+    if is_policy(data, name):
+        return [*_choices(loads_policy(data, name), read(data, name))]
+    return values_of(loads(data, name))
+
+
 def values_of(config: Config) -> list[SettingValue]:
     """The settings of all sections; of the rules those that the file speaks of."""
-    return [*_recipe(config), *_pipeline(config), *_rules(config), *_sections(config)]
+    recipe = _recipe("recipe", config.recipe, config.places.get("recipe", DEFAULT))
+    return [*recipe, *_pipeline(config), *_rules(config), *_sections(config)]
 
 
-def _recipe(config: Config) -> Iterator[SettingValue]:
-    recipe = config.recipe
-    yield SettingValue("recipe", "none" if recipe is None else recipe.kind, config.places.get("recipe", DEFAULT))
+def _choices(choices: Choices, document: Document) -> Iterator[SettingValue]:
+    """What a policy says, pattern by pattern."""
+    yield from _recipe("recipe", choices["recipe"], document.source(("recipe",)))
+    for pattern, said in choices["policy"].items():
+        path, source = f"policy.{pattern}", document.source(("policy", pattern))
+        yield from [SettingValue(path, said, source)] if isinstance(said, str) else _recipe(path, said, source)
+
+
+def _recipe(path: str, recipe: Recipe | None, source: str) -> Iterator[SettingValue]:
+    yield SettingValue(path, "none" if recipe is None else recipe.kind, source)
     for name, value in () if recipe is None else recipe.values().items():
-        yield SettingValue(f"recipe.{name}", value, recipe.sources[name])  # type: ignore[union-attr]
+        yield SettingValue(f"{path}.{name}", value, recipe.sources[name])  # type: ignore[union-attr]
 
 
 def _pipeline(config: Config) -> Iterator[SettingValue]:

@@ -53,6 +53,51 @@ def test_check_as_json(files, capsys, option):
     assert json.loads(capsys.readouterr().out) == []
 
 
+POLICY = """version: 1
+recipe: {kind: fp8_current}
+policy:
+  model.layers.0: {kind: none}
+  lm_head: {kind: default}
+  "*.mlp": {kind: mxfp8, backward_override: dequantized}
+"""
+
+
+def test_check_of_a_policy(files, tmp_path, capsys):
+    """A file for `opfuse.fuse_`, also one whose key is mistyped; commands that want a pipeline say what it is for."""
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    (tmp_path / "typo.yaml").write_text(POLICY.replace("policy:", "polcy:").replace("dequantized", "dequantised"))
+    assert main(["check", "policy.yaml", "--values"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["policy.model.layers.0", "none", "policy.yaml:4:19"] in lines
+    assert ["policy.lm_head", "default", "policy.yaml:5:12"] in lines
+    assert ["policy.*.mlp.backward_override", "dequantized", "policy.yaml:6:45"] in lines
+    assert ["recipe.scale_rule", "te", "default"] in lines
+    assert main(["check", "typo.yaml"]) == 1
+    out = capsys.readouterr().out
+    assert "typo.yaml:3:1: error[unknown-key]: unknown key 'polcy'\n" in out
+    assert "= help: did you mean 'policy'?" in out
+    assert out.endswith("1 finding in 1 file\n")
+    assert main(["explain", "policy.yaml"]) == 1
+    assert "= help: this file is for a model that you convert: opfuse.fuse_(model, **opfuse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rest", "found"),
+    [
+        ("train: {steps: 3}", ["train"]),
+        ("train: {steps: 3, batch_size: 64}\nwatch: {every: 1}", ["train", "watch"]),
+        ("train: {batch_size: 64}", []),
+        ("train: {steps: 3}\ndata: {kind: pydoc_topics, context: 4, embedding: 8}", []),
+    ],
+)
+def test_sections_that_do_nothing_without_data_are_told(files, tmp_path, capsys, rest, found):
+    (tmp_path / "rest.yaml").write_text(GOOD.replace("{op: gelu}", "{op: linear, in_features: 32, out_features: 256}") + rest)
+    assert main(["check", "rest.yaml"]) == bool(found)
+    assert [line.split("error")[1] for line in capsys.readouterr().out.splitlines() if "error" in line] == [
+        f"[missing-key]: {name!r} needs a key 'data' in the file" for name in found
+    ]
+
+
 def test_check_as_workflow_commands(files, capsys):
     assert main(["check", "bad.yaml", "--format", "github"]) == 1
     assert capsys.readouterr().out.startswith("::error file=bad.yaml,line=2,col=16,title=unknown-recipe::")

@@ -175,6 +175,7 @@ class Recipe(ABC):
         # Still construction: after this function nothing writes to the instance.
         vars(self).update(values, _sources=MappingProxyType(sources))
         self.check()
+        self._check_batch_invariant()
         vars(self)["_digest"] = keys.digest(self, cls.__name__)
 
     def _resolve(self, name: str, declared: tuple[object, Setting | None]) -> Resolved:
@@ -193,6 +194,9 @@ class Recipe(ABC):
             cure = "use another recipe with this override, such as Float8CurrentScaling, or leave the override out"
             raise RecipeError(describe(type(self).__name__, wanted="backward_override=None", got=got, cure=cure))
         self._check_keep()
+
+    def _check_batch_invariant(self) -> None:
+        """RecipeError if what casts inputs breaks that promise. After :meth:`check`: only fields that agree make a quantizer."""
         if self.batch_invariant and (quantizer := self.known_quantizer()) is not None:
             self.check_row_local(type(self).__name__, quantizer)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass, fields
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from opfuse.recipes import (
 )
 from opfuse.recipes.settings import settings_of
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
+from tests.compiler.fields import VALUES, names_of
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -436,6 +438,19 @@ def test_r11_nvfp4_contradictions_are_refused_at_construction():
     NVFP4BlockScaling(nvfp4_4over6="weights")
     with pytest.raises(RecipeError, match="write None"):
         NVFP4BlockScaling(nvfp4_4over6="none")
+
+
+@ALL
+def test_r11_any_two_fields_agree_or_are_refused_as_fields_of_the_recipe(cls):
+    """Not as arguments of a quantizer that the recipe makes, of which its user knows nothing."""
+    refusals = []
+    for (one, values), (other, others) in combinations([(name, VALUES[name]) for name in names_of(cls)], 2):
+        for chosen in ({one: a, other: b} for a in values for b in others):
+            try:
+                build(cls, **chosen)
+            except RecipeError as error:
+                refusals.append(str(error))
+    assert all(text.startswith(cls.__name__) and "Cure: " in text for text in refusals)
 
 
 WRONG = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opfuse.core.protocol import checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import QuantizedStorage
@@ -114,8 +115,9 @@ class Context:
         self._keep(values)
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
-        """Leave the gradients of the op's parameters and of its extra inputs."""
-        self.grad_params, self.grad_inputs = tuple(params), tuple(extras)
+        """Leave the gradients of the op's parameters and of its extra inputs. PipelineError for what is no tuple of tensors."""
+        self.grad_params = checked_tensors(self.op.label, "gradients of parameters", params)
+        self.grad_inputs = checked_tensors(self.op.label, "gradients of extra inputs", extras)
 
     @property
     def saved(self) -> SimpleNamespace:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from opfuse.core.context import Context
-from opfuse.core.protocol import NEIGHBOURS, checked_gradients, checked_outputs
+from opfuse.core.protocol import NEIGHBOURS, check_tensor, checked_gradients, checked_lists, checked_outputs
 
 
 class NumberedMixin:
@@ -60,15 +60,18 @@ def run_forward(op: Any, ctx: Context, x: Any, kwargs: Mapping[str, Any]) -> tup
     """The output of one op and its extra outputs, by the protocol that it was written for."""
     if not _is_numbered(op, "fuser_forward"):
         return checked_outputs(op, op.op_forward(ctx, x, **(NEIGHBOURS if op.takes_neighbours else {}), **kwargs))
-    y, extras = op.fuser_forward([ctx], x, basic_op_extra_inputs=[ctx.extras], **NEIGHBOURS, basic_op_kwargs=[kwargs])
-    return y, extras[0]
+    found = op.fuser_forward([ctx], x, basic_op_extra_inputs=[ctx.extras], **NEIGHBOURS, basic_op_kwargs=[kwargs])
+    y, (extras,) = checked_lists(op.label, "fuser_forward", found, 1)
+    check_tensor(f"{op.label} fuser_forward", y, "return the output, then a list with a tuple of the extra outputs")
+    return y, extras
 
 
 def run_backward(op: Any, ctx: Context, dy: Any) -> tuple[Any, Any, Any]:
     """Gradients of one op's input, of its parameters, and of its extra inputs, by the protocol that it was written for."""
     if not _is_numbered(op, "fuser_backward"):
         return checked_gradients(op, ctx, op.op_backward(ctx, dy))
-    dx, (params,), (extras,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[ctx.grad_extras])
+    found = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[ctx.grad_extras])
+    dx, (params,), (extras,) = checked_lists(op.label, "fuser_backward", found, 1)
     return dx, params, extras
 
 

@@ -24,6 +24,15 @@ PASSED: Mapping[str, tuple[str, ...]] = {
 
 CALLER = {"op_forward": "fuser_forward", "op_backward": "fuser_backward"}
 
+LISTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "fuser_forward": (("extra outputs",), "return y, [()], for an op without any"),
+    "fuser_backward": (
+        ("gradients of parameters", "gradients of extra inputs"),
+        "return dx, [(dw, db)], [()], for an op with two parameters and no extra inputs",
+    ),
+}
+"""What the methods of te.ops return behind a tensor, and how that is written."""
+
 
 def check_signatures(cls: type, base: type) -> None:
     """PipelineError for a method written in ``cls`` that cannot be called as ``base`` has it called."""
@@ -60,10 +69,49 @@ def checked_outputs(op: Any, output: Any) -> tuple[Any, tuple[Any, ...]]:
     if op.num_extra_outputs and isinstance(output, tuple) and output:
         output, *rest = output
         extras = tuple(rest)
-    if not isinstance(output, (torch.Tensor, QuantizedStorage)):
-        cure = "return the output, alone or, if num_extra_outputs says so, with extra outputs behind it"
-        raise PipelineError(describe(f"{op.label} op_forward", wanted="a tensor", got=type(output).__name__, cure=cure))
+    cure = "return the output, alone or, if num_extra_outputs says so, with extra outputs behind it"
+    check_tensor(f"{op.label} op_forward", output, cure)
     return output, extras
+
+
+def check_tensor(where: str, output: object, cure: str) -> None:
+    """PipelineError for what is neither a tensor nor a quantized value."""
+    if not isinstance(output, (torch.Tensor, QuantizedStorage)):
+        raise PipelineError(describe(where, wanted="a tensor", got=_form(output), cure=cure))
+
+
+def checked_lists(label: str, method: str, found: Any, ops: int) -> tuple[Any, ...]:
+    """What a method of te.ops returned for so many ops: a tensor, then the lists of :data:`LISTS`, with an entry for each op.
+
+    PipelineError for anything else. An empty list stands for one of empty entries.
+    """
+    names, cure = LISTS[method]
+    lists = found[1:] if isinstance(found, (tuple, list)) else ()
+    if len(lists) == len(names) and all(isinstance(each, (tuple, list)) and len(each) in (0, ops) for each in lists):
+        entries = ([checked_tensors(label, name, one) for one in each] for name, each in zip(names, lists))
+        return (found[0], *(each or [()] * ops for each in entries))
+    wanted = f"a tensor, then a list of {' and one of '.join(names)}, with an entry for each of {ops} ops"
+    raise PipelineError(describe(f"{label} {method}", wanted=wanted, got=_form(found), cure=cure))
+
+
+def checked_tensors(label: str, what: str, found: Any) -> tuple[torch.Tensor | None, ...]:
+    """What an op gives several of, one by one; PipelineError for what is no collection of tensors and None."""
+    told = f"{label} {what}"
+    if not isinstance(found, Iterable) or isinstance(found, torch.Tensor):
+        cure = "return them in a tuple, with None for one that is not there; () if the op has no such tensors"
+        raise PipelineError(describe(told, wanted="a tuple of tensors", got=_form(found), cure=cure))
+    given = tuple(found)
+    for each in given:
+        if each is not None and not isinstance(each, torch.Tensor):
+            raise PipelineError(describe(told, wanted="tensors, or None", got=_form(each), cure="return one tensor for each"))
+    return given
+
+
+def _form(found: object) -> str:
+    """What came instead of a result, in a few words."""
+    if isinstance(found, (tuple, list)):
+        return f"a {type(found).__name__} of {', '.join(type(each).__name__ for each in found) or 'nothing'}"
+    return "None" if found is None else f"a {type(found).__name__}"
 
 
 def checked_gradients(op: Any, ctx: Any, found: Any) -> tuple[Any, Any, Any]:
@@ -76,10 +124,9 @@ def checked_gradients(op: Any, ctx: Any, found: Any) -> tuple[Any, Any, Any]:
         return found[0], found[1], ctx.grad_inputs
     if count == 3 and op.num_extra_inputs:
         return found[0], found[1], found[2]
-    got = f"{count} values" if count else type(found).__name__
     wanted, cure = (
         ("the gradients of the input, of the parameters and of the extra inputs", "return dx, (dw,), (d_extra,)")
         if op.num_extra_inputs
         else ("the gradient of the input and those of the parameters", "return dx, (dw, db), or dx, () without parameters")
     )
-    raise PipelineError(describe(f"{op.label} op_backward", wanted=wanted, got=got, cure=cure))
+    raise PipelineError(describe(f"{op.label} op_backward", wanted=wanted, got=_form(found), cure=cure))

@@ -10,6 +10,7 @@ import torch
 from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Context, Value, plain
+from opfuse.core.protocol import check_tensor
 from opfuse.errors import PipelineError, describe
 
 
@@ -71,10 +72,12 @@ def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[An
     return zip(wanted, grads)
 
 
-def check_shape(context: Context | None, grad: Value | None) -> None:
-    """PipelineError for a gradient of another shape than the input it belongs to."""
-    shape = None if context is None else context._input_shape
-    if context is not None and grad is not None and shape is not None and grad.shape != shape:
-        cure = "return a gradient of the input's shape from its backward"
-        where = f"{context.op.label} gradient of the input"
+def check_input_gradient(context: Context | None, grad: Value | None) -> None:
+    """PipelineError for a gradient that is no tensor, or of another shape than the input it belongs to."""
+    if context is None or grad is None:
+        return
+    where, cure = f"{context.op.label} gradient of the input", "return a gradient of the input's shape from its backward"
+    check_tensor(where, grad, cure)
+    shape = context._input_shape
+    if shape is not None and grad.shape != shape:
         raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))

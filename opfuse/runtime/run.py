@@ -18,10 +18,10 @@ from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
-from opfuse.core.protocol import NEIGHBOURS
+from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording
 from opfuse.errors import FusionError, PipelineError, describe
-from opfuse.runtime.gradients import Gradients, check_shape
+from opfuse.runtime.gradients import Gradients, check_input_gradient
 from opfuse.runtime.kept import Held
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -172,13 +172,14 @@ class Runner:
         contexts = self._contexts(group, {i: self._context(node, values) for i, node in nodes.items()})
         chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
         with recording(self.plan.key.env.grad):
-            output, extra_outputs = group.opaque.fuser_forward(
+            found = group.opaque.fuser_forward(
                 contexts,
                 plain(values[chain[0].inputs[0]]),
                 basic_op_extra_inputs=[context.extras for context in contexts],
                 **NEIGHBOURS,
                 basic_op_kwargs=[self.kwargs[i] for i in group.ops],
             )
+        output, extra_outputs = checked_lists(group.name, "fuser_forward", found, len(contexts))
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
@@ -294,7 +295,7 @@ class Runner:
         grad_input, grad_params, grad_extras = run_backward(op, context, dy if node.takes_quantized else plain_or_none(dy))
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)
-        check_shape(context, grad_input)
+        check_input_gradient(context, grad_input)
         grads.add(node.inputs[0], grad_input)
 
     def _backward_fused(self, rule: Fusion, group: Group, grads: Gradients) -> None:
@@ -320,11 +321,14 @@ class Runner:
         for i, context in zip(group.ops, contexts):
             values = nodes[i].outputs[1:] if i in nodes else ()
             context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in values)
-        dx, params, extras = group.opaque.fuser_backward(
+        found = group.opaque.fuser_backward(
             contexts,
             plain_or_none(grads.take(chain[-1].outputs[0])),
             basic_op_grad_extra_outputs=[c.grad_extras for c in contexts],
         )
+        dx, params, extras = checked_lists(group.name, "fuser_backward", found, len(contexts))
+        if dx is not None:
+            _check_result(f"{group.name} fuser_backward", dx)
         for context, grad_params, grad_extras in zip(contexts, params, extras):
             context.set_grads(params=grad_params, extras=grad_extras)
         self._finish(chain, dx, grads)
@@ -337,7 +341,7 @@ class Runner:
         if first.is_cast:
             grads.put(first.inputs[0], dx)
         else:
-            check_shape(grads.contexts.get(first.index), dx)
+            check_input_gradient(grads.contexts.get(first.index), dx)
             grads.add(first.inputs[0], dx)
 
 

@@ -680,11 +680,16 @@ def test_a_method_that_cannot_be_called_is_refused_with_its_class():
 @pytest.mark.parametrize(
     ("forward", "backward", "told"),
     [
-        (lambda x: None, lambda dy: (dy, ()), "op_forward: wants a tensor, got NoneType"),
-        (lambda x: (x, x), lambda dy: (dy, ()), "op_forward: wants a tensor, got tuple"),
-        (lambda x: x * 2, lambda dy: dy, "op_backward: wants .*, got Tensor"),
-        (lambda x: x * 2, lambda dy: (dy,), "op_backward: wants .*, got 1 values"),
-        (lambda x: x * 2, lambda dy: (dy, (), ()), "op_backward: wants .*, got 3 values"),
+        (lambda x: None, lambda dy: (dy, ()), "op_forward: wants a tensor, got None"),
+        (lambda x: (x, x), lambda dy: (dy, ()), "op_forward: wants a tensor, got a tuple of Tensor, Tensor"),
+        (lambda x: x * 2, lambda dy: dy, "op_backward: wants .*, got a Tensor"),
+        (lambda x: x * 2, lambda dy: (dy,), "op_backward: wants .*, got a tuple of Tensor[.]"),
+        (lambda x: x * 2, lambda dy: (dy, (), ()), "op_backward: wants .*, got a tuple of Tensor, tuple, tuple"),
+        (lambda x: x * 2, lambda dy: (dy, None), "gradients of parameters: wants a tuple of tensors, got None"),
+        (lambda x: x * 2, lambda dy: (dy, dy), "gradients of parameters: wants a tuple of tensors, got a Tensor"),
+        (lambda x: x * 2, lambda dy: (dy, (1.0,)), "gradients of parameters: wants tensors, or None, got a float"),
+        (lambda x: x * 2, lambda dy: (1.0, ()), "gradient of the input: wants a tensor, got a float"),
+        (lambda x: x * 2, lambda dy: ((dy,), ()), "gradient of the input: wants a tensor, got a tuple of Tensor"),
     ],
 )
 def test_a_result_of_another_form_is_refused(forward, backward, told):
@@ -695,8 +700,37 @@ def test_a_result_of_another_form_is_refused(forward, backward, told):
         def op_backward(self, ctx, dy):
             return backward(dy)
 
-    with pytest.raises(PipelineError, match=told):
+    with pytest.raises(PipelineError, match=f"{told}.* Cure: return"):
         ops.Sequential(Wrong())(torch.randn(2, 8, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("forward", "backward", "told"),
+    [
+        (lambda x, n: x, lambda dy, n: dy, "fuser_forward: wants .* a list of extra outputs, .* got a Tensor"),
+        (lambda x, n: (x, [None] * n), lambda dy, n: dy, "extra outputs: wants a tuple of tensors, got None"),
+        (lambda x, n: (x, [()] * 3), lambda dy, n: dy, "fuser_forward: wants .* an entry for each of .* ops"),
+        (lambda x, n: (None, [()] * n), lambda dy, n: dy, "fuser_forward: wants a tensor, got None"),
+        (lambda x, n: (x, [()] * n), lambda dy, n: dy, "fuser_backward: wants .* gradients of extra inputs, .* got a Tensor"),
+        (lambda x, n: (x, [()] * n), lambda dy, n: (dy, [()] * n), "fuser_backward: .* got a tuple of Tensor, list"),
+        (lambda x, n: (x, [()] * n), lambda dy, n: (dy, [None] * n, []), "gradients of parameters: .* got None"),
+        (lambda x, n: (x, [()] * n), lambda dy, n: (1.0, [], []), "wants a tensor, got .*float"),
+    ],
+)
+def test_a_result_of_another_form_is_refused_of_te_ops_methods(forward, backward, told, fused):
+    ops_of = 2 if fused else 1
+
+    class Wrong(ops.FusedOperation if fused else ops.BasicOperation):
+        def fuser_forward(self, basic_op_ctxs, x, **kwargs):
+            return forward(x, ops_of)
+
+        def fuser_backward(self, basic_op_ctxs, dy, **kwargs):
+            return backward(dy, ops_of)
+
+    op = Wrong([ops.GELU(), ops.GELU()]) if fused else Wrong()
+    with pytest.raises((PipelineError, FusionError), match=f"Wrong.*{told}.* Cure: return"):
+        ops.Sequential(op)(torch.randn(2, 8, requires_grad=True)).sum().backward()
 
 
 def test_an_activation_without_math_is_named():
@@ -726,7 +760,7 @@ def test_an_op_with_extra_tensors_returns_all_of_them():
             return super().op_forward(ctx, x)[0]
 
     x = torch.randn(2, 8, requires_grad=True)
-    with pytest.raises(PipelineError, match=r"wants .* of the extra inputs, got 2 values[.] Cure: return dx, .*d_extra"):
+    with pytest.raises(PipelineError, match=r"wants .* of the extra inputs, got a tuple of .*[.] Cure: return dx, .*d_extra"):
         ops.Sequential(Silent())(x, x.detach().requires_grad_())[0].sum().backward()
     with pytest.raises(PipelineError, match=r"Single.*outputs: wants 2, got 1"):
         ops.Sequential(Single())(x, x)

@@ -37,9 +37,10 @@ MOST_REGISTERS = {
     "chain_forward.cu": {"chain_forward": 128},
     "chain_backward.cu": {"chain_backward": 128},
     "chain_tile.cu": {"chain_tile": 255, "row_sums": 32, "column_sums": 32},
-    "norm_backward.cu": {"norm_backward": 255, "norm_sums": 40},
+    "norm_backward.cu": {"norm_backward": 255},
     "norm_cast.cu": {"norm_cast": 168},
     "norm_forward.cu": {"norm_forward": 168},
+    "norm_sums.cu": {"norm_sums": 48},
     "product.cu": {"product": 168},
     "product_chain.cu": {"product_chain": 168},
 }

@@ -131,6 +131,19 @@ def test_variants_are_compiled_in_threads_each_once_and_one_that_fails_is_left(t
     compiling.assemble.cache_clear()
 
 
+def test_the_first_variant_is_being_compiled_while_others_are_looked_for(monkeypatch):
+    begun, looked_for = threading.Event(), []
+
+    def coming() -> Iterator[Variant]:
+        yield Variant("first.cu")
+        looked_for.append(begun.wait(10))
+
+    monkeypatch.setattr(compiling, "is_compiled", lambda *_: False)
+    monkeypatch.setattr(compiling, "cubin", lambda *_: begun.set())
+    compiling.compile_together(coming(), "sm_90a", cubins.CubinCache(None))
+    assert looked_for == [True]
+
+
 def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
     told: list[list[Variant]] = []
     compiled = {Variant("known.cu")}

@@ -7,6 +7,7 @@
 // Compiled         with what row.cuh asks for
 // Defined by       opfuse/numerics/norm.py
 #pragma once
+#include "halves.cuh"
 #include "row.cuh"
 
 enum Kind { RMS_NORM, LAYER_NORM, L2_NORM };
@@ -22,17 +23,6 @@ struct Norm {
 };
 
 // ------------------------------------------------------------------------------------------------------------------------ sums
-
-// The second half is added to the first until one is left.
-template <int N>
-OPFUSE_FN float by_halves(float (&v)[N]) {
-    static_assert((N & (N - 1)) == 0, "a power of two");
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int i = 0; i < half; ++i) v[i] += v[i + half];
-    return v[0];
-}
 
 constexpr int power_of_two_above(int n) { return n <= 1 ? 1 : 2 * power_of_two_above((n + 1) / 2); }
 

@@ -2,16 +2,14 @@
 //
 // x, dy, extra   [rows, columns] of IN, GRAD and EXTRA, contiguous; rstd, mean: what the forward pass stored
 // dx             [rows, columns] of IO. ADD = 1: with extra added to dx as it is rounded; ADD = 2: before it is
-// parts          fp32 [blocks of norm_backward, SUMS, columns rounded up to eight]: sums of the rows of a block
-// d_weight, d_bias  [columns] of WEIGHT
+// parts          fp32 [blocks, SUMS, columns rounded up to eight]: sums of the rows of a block, which norm_sums.cu adds up
 // Order          block b has teams of threads b TEAMS ..., each the rows that are equal to it modulo all BLOCKS TEAMS; they are added
-//                in turn, then by halves what teams have, and what blocks have: nothing is added atomically
-// Grid           norm_backward: at most BLOCKS blocks of 256 threads, with SUMS PACKS 8 KiB of shared memory;
-//                norm_sums: one for each 32 sums
+//                in turn, then by halves what teams have: nothing is added atomically
+// Grid           at most BLOCKS blocks of 256 threads, with SUMS PACKS 8 KiB of shared memory
 // Defined by     opfuse/numerics/norm.py, norm_backward and norm_backward_add
 #include "norm.cuh"
 
-constexpr int BLOCKS = 256, SUMS = int(WEIGHTED) + int(CENTERED), ROW_SUMS = 1 + int(CENTERED);
+constexpr int SUMS = int(WEIGHTED) + int(CENTERED), ROW_SUMS = 1 + int(CENTERED);
 
 struct Parameters {
     Norm norm;
@@ -19,8 +17,7 @@ struct Parameters {
     const EXTRA* extra;
     IO* dx;
     float* parts;
-    WEIGHT *d_weight, *d_bias;
-    u32 blocks, pitch;
+    u32 pitch, unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
@@ -57,28 +54,6 @@ OPFUSE_FN void store_part(const Parameters& parameters, const float4* shared) {
         if (column < parameters.pitch)
             part[(sum * parameters.pitch + column) / 4] = make_float4(by_halves(v[0]), by_halves(v[1]), by_halves(v[2]), by_halves(v[3]));
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) norm_sums(const __grid_constant__ Parameters parameters) {
-    constexpr int ADDERS = 32, EACH = THREADS / ADDERS, LOADS = BLOCKS / EACH;
-    __shared__ float of_thread[EACH][ADDERS];
-    int first = threadIdx.x / ADDERS, own = threadIdx.x % ADDERS;
-    long long index = (long long)blockIdx.x * ADDERS + own, size = (long long)SUMS * parameters.pitch;
-    float v[LOADS];
-#pragma unroll
-    for (int k = 0; k < LOADS; ++k) {
-        int block = first + k * EACH;
-        v[k] = index < size && block < parameters.blocks ? parameters.parts[block * size + index] : 0.0f;
-    }
-    of_thread[first][own] = by_halves(v);
-    __syncthreads();
-    if (first > 0 || index >= size) return;
-    float sum[EACH];
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) sum[k] = of_thread[k][own];
-    float total = by_halves(sum) + 0.0f;  // where all is -0
-    long long column = index % parameters.pitch;
-    if (column < parameters.norm.columns) (index < parameters.pitch ? parameters.d_weight : parameters.d_bias)[column] = from_fp32<WEIGHT>(total);
 }
 
 // --------------------------------------------------------------------------------------------------------- gradient of the input

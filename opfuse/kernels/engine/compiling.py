@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -160,17 +160,23 @@ def is_compiled(variant: Variant, arch: str, cache: CubinCache) -> bool:
 
 
 def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) -> None:
-    """Compile those that the cache does not have, each in a thread: NVRTC runs without Python's lock.
+    """Compile those that the cache does not have, each in a thread, from when it is named: NVRTC runs without Python's lock.
 
     One that does not compile is told of when it is used.
     """
-    missing = [variant for variant in dict.fromkeys(variants) if not is_compiled(variant, arch, cache)]
-    if not missing:
-        return
-    with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0)))) as pool:
-        for made in [pool.submit(cubin, variant, arch, cache) for variant in missing]:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for made in [pool.submit(cubin, variant, arch, cache) for variant in _missing(variants, arch, cache)]:
             with contextlib.suppress(KernelError):
                 made.result()
+
+
+def _missing(variants: Iterable[Variant], arch: str, cache: CubinCache) -> Iterator[Variant]:
+    """Those that the cache does not have, once each."""
+    seen = set[Variant]()
+    for variant in variants:
+        if variant not in seen and not is_compiled(variant, arch, cache):
+            yield variant
+        seen.add(variant)
 
 
 def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resources]:

@@ -60,7 +60,7 @@ def load(variant: Variant, entry: str, device: int) -> int:
     arch, cache = architecture(device), cubin_cache(location())
     if (coming := _parameters.coming) is not None and not is_compiled(variant, arch, cache):
         _parameters.coming = None
-        compile_together([variant, *coming()], arch, cache)
+        compile_together(_one_after_another(variant, coming), arch, cache)
     image = cubin(variant, arch, cache)
     tell_of_spills(variant, arch, resources(variant, arch, cache))
     bind(device)
@@ -71,6 +71,12 @@ def load(variant: Variant, entry: str, device: int) -> int:
     cuda.funcSetAttribute(handle, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static)
     _functions[variant, entry, device] = handle
     return handle
+
+
+def _one_after_another(variant: Variant, coming: Callable[[], Iterable[Variant]]) -> Iterator[Variant]:
+    """``variant``, then those of ``coming``: the compiler loads and begins while these are looked for."""
+    yield variant
+    yield from coming()
 
 
 def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:

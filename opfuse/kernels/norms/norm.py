@@ -23,7 +23,7 @@ from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import ceil_div, round_up
 from opfuse.numerics.norm import BLOCKS, EIGHT, THREADS, Norm, NormGradients, Statistics
 
-_FORWARD, _BACKWARD = parameter_of("norm_forward.cu"), parameter_of("norm_backward.cu")
+_FORWARD, _BACKWARD, _SUMS = map(parameter_of, ("norm_forward.cu", "norm_backward.cu", "norm_sums.cu"))
 
 _ADDERS = 32  # sums of a block that adds up parts
 _SUM_BYTES = 8192  # of shared memory for the sums of an eight of columns of every thread
@@ -112,15 +112,23 @@ def norm_backward(
 
 
 def _run_backward(launch: Launcher, call: NormCall, tensors: _BackwardTensors, rounding: Rounding) -> None:
-    dy, extra, dx, parts, *_ = tensors
+    dy, extra, dx, parts, d_weight, d_bias = tensors
     blocks, sums, pitch = parts.shape
     form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
     variant, shared = _backward_variant(form, (dy.dtype, dx.dtype, None if extra is None else extra.dtype), sums, rounding)
-    fields = _BACKWARD(norm=call.without_bias().fields(), **addresses(**tensors._asdict()), blocks=blocks, pitch=pitch)
+    fields = _BACKWARD(norm=call.without_bias().fields(), **addresses(dy=dy, extra=extra, dx=dx, parts=parts), pitch=pitch)
     device = call.x.get_device()
     launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD.layout, *fields, device=device)
     if sums:
-        launch(variant, "norm_sums", Grid(ceil_div(sums * pitch, _ADDERS), THREADS), _BACKWARD.layout, *fields, device=device)
+        added = addresses(parts=parts, d_weight=d_weight, d_bias=d_bias)
+        fields = _SUMS(**added, columns=call.columns, pitch=pitch, blocks=blocks)
+        grid = Grid(ceil_div(sums * pitch, _ADDERS), THREADS)
+        launch(_sums_variant(form.weight), "norm_sums", grid, _SUMS.layout, *fields, device=device)
+
+
+@functools.cache
+def _sums_variant(weight: torch.dtype) -> Variant:
+    return variant_of("norm_sums.cu", _SUMS.layout, WEIGHT=C_TYPES[weight])
 
 
 @functools.cache

@@ -21,20 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from docs.questions_asked import QUESTIONS, Question
+from docs.questions_asked import PRELUDE, QUESTIONS, Question
 from opfuse.cli.app import main
 from opfuse.errors import OpfuseError
 from opfuse.runtime import trace
 
 DOCUMENT = Path(__file__).resolve().parent / "questions.md"
-
-PRELUDE = """import torch, opfuse
-from opfuse import ops, recipes
-from pathlib import Path
-
-def mlp(): return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16()
-def batch(rows=32): return torch.randn(rows, 32).bfloat16()
-"""
 
 TEXT = """# Questions, and what answers them
 

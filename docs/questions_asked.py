@@ -24,6 +24,15 @@ KEYS, FUSIONS, NUMBERS, MEMORY, MACHINE, FILES = (
     "Files, checkpoints and models",
 )
 
+PRELUDE = """import torch, opfuse
+from opfuse import ops, recipes
+from pathlib import Path
+
+def mlp(): return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16()
+def batch(rows=32): return torch.randn(rows, 32).bfloat16()
+"""
+"""All cases begin with it."""
+
 TWO_PLANS = """model, x = mlp(), batch()
 with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
     model(x)

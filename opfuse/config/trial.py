@@ -16,6 +16,7 @@ import torch
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
+from opfuse.config.unloaded import without_compiler
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe, autocast
@@ -47,7 +48,8 @@ def trial(
         return None
     if (problem := _too_large((rows, columns), ("pipeline", "ops", 0) if data is None else ("data",))) is not None:
         return problem
-    last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
+    with without_compiler():
+        last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
     if isinstance(last, Problem) and data is not None and last.loc == ("pipeline", "ops", 0):
         given = f"; a sample of the data has {columns} columns, context {data.context} x embedding {data.embedding}"
         return replace(last, message=last.message.removesuffix(".") + given)

@@ -171,11 +171,14 @@ def test_help_imports_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_module_exits_with_the_code(tmp_path):
+def test_the_module_exits_with_the_code_and_loads_no_compiler(tmp_path):
+    """torch.compile takes as long to import as torch; shapes of a pipeline's tensors are computed without it."""
     (tmp_path / "bad.yaml").write_text(BAD)
-    done = run("-m", "opfuse", "check", str(tmp_path / "bad.yaml"))
+    done = run("-X", "importtime", "-m", "opfuse", "check", str(tmp_path / "bad.yaml"), "quickstart", "moe")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+    assert "opfuse.config.trial" in done.stderr
+    assert "torch._dynamo" not in done.stderr
 
 
 def test_a_rehearsal_warns_of_no_region(tmp_path, monkeypatch):

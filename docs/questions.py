@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from docs.questions_asked import PRELUDE, QUESTIONS, Question
+from docs.questions_asked import QUESTIONS, Question
+from docs.questions_cases import PRELUDE
 from opfuse.cli.app import main
 from opfuse.errors import OpfuseError
 from opfuse.runtime import trace
@@ -31,7 +32,8 @@ DOCUMENT = Path(__file__).resolve().parent / "questions.md"
 TEXT = """# Questions, and what answers them
 
 One command or one call each. Every case below is planted by the code that stands with it, asked, and printed: `python -m docs.questions`
-writes this page, and a test compares. Each answers in less than a second after `import torch`. All cases begin with
+writes this page, and a test compares. Each answers in less than a second once what answers it is imported; `python -m docs.questions_timed`
+tells how long both take. All cases begin with
 
 ```py
 {prelude}```

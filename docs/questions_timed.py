@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from docs.questions_asked import PRELUDE, QUESTIONS, Question
+from docs.questions_asked import QUESTIONS, Question
+from docs.questions_cases import PRELUDE
 
 VARIABLES = "variables.json"
 
@@ -85,6 +86,8 @@ def _commanded(question: Question) -> Took:
     command, *rest = shlex.split(os.path.expandvars(question.ask))[1:]
     start = time.process_time()
     import_module(f"opfuse.cli.{command}")
+    if "--localize" in rest:
+        import_module("torch._dynamo")  # by the optimizers of torch, as in any training
     imports = time.process_time() - start
     main = import_module("opfuse.cli.app").main
     return _clocked(lambda: main([command, *rest]))._replace(imports=imports)

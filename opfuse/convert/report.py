@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Literal
 
 from opfuse.convert.gains import RECORD
 from opfuse.errors import describe
+from opfuse.inspect.alike import alike, counted, starred
 
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
@@ -119,9 +119,9 @@ class Report:
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """One row for modules that differ by numbers in their paths alone."""
-        found: Counter[tuple[str, str, str, str]] = Counter()
-        for entry in self.entries:
-            path = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.path)
-            found[path or "(model)", entry.kind, entry.recipe, entry.became or entry.told] += 1
-        for (path, kind, recipe, told), count in found.items():
-            yield (f"{path} ×{count}" if count > 1 else path), kind, recipe, told
+
+        def told(entry: Conversion) -> tuple[str, str, str]:
+            return entry.kind, entry.recipe, entry.became or entry.told
+
+        for same in alike(self.entries, lambda entry: (starred(entry.path), *told(entry))):
+            yield counted([entry.path or "(model)" for entry in same]), *told(same[0])

@@ -171,11 +171,18 @@ def _parts(shape: Sequence[Any]) -> bool:
     return isinstance(sizes, (tuple, list)) and len(sizes) == 4
 
 
+def _together(paths: Sequence[str]) -> str:
+    """``layer.attention.q+k+v``: a name for modules side by side."""
+    first, *others = paths
+    parent = first.rpartition(".")[0]
+    return "+".join([first, *(path.removeprefix(f"{parent}.") for path in others)])
+
+
 def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: bool) -> list[Sibling]:
     ops, made = product_of(weights)
-    name = "+".join(each.path for each in alone)
+    name, shown = "+".join(each.path for each in alone), _together([each.path for each in alone])
     ops[0].name = name
-    run = PipelineRun(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=name)
+    run = PipelineRun(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=shown)
     shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
     for index, own in enumerate(alone):
         sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
@@ -15,7 +14,8 @@ from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, pro
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
-from opfuse.inspect.observe import SavedValue, Totals, observe
+from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.observe import CallInputs, SavedValue, Totals, observe
 from opfuse.inspect.saved import RefusedSetting, listed, told, totals_under
 from opfuse.recipes import current_recipe, support
 from opfuse.recipes.delayed import DelayedScalingStates
@@ -99,8 +99,8 @@ class Explanation:
         return "\n\n".join("\n".join(_mermaid(plan, side)) for plan in self.plans for side in SIDES)
 
 
-def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, overrides: bool = False) -> Explanation:
-    """Explain ``model(x, *extra_inputs)`` under the active recipe, or those of converted modules, by running its forward once.
+def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: Any) -> Explanation:
+    """Explain ``model(*inputs, **named)`` under the active recipe, or those of converted modules, by running its forward once.
 
     The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
     delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
@@ -108,11 +108,11 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     :func:`opfuse.saved` does in more detail; an override under which the call cannot run is told as refused, and why.
 
     OpfuseWarning for amaxes of delayed scaling that were not finite. PipelineError for what is no module or runs no op of opfuse;
-    DtypeError for an input that is no tensor.
+    DtypeError for a first input that is no tensor.
     """
-    active = current_recipe()
+    active, given = current_recipe(), CallInputs(inputs, named)
     with chains_told() as chains:
-        found = observe(model, x, extra_inputs)
+        found = observe(model, given)
     for name, module in model.named_modules():
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
             states.tell(name or type(module).__name__)
@@ -124,13 +124,13 @@ def explain(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, over
     statuses = [support(each) for each in recipes]
     status = next((each for each in statuses if each.status != "native"), statuses[0])
     asked = overrides and len(recipes) == 1
-    totals = totals_under(recipes[0], "backward_override", found.totals, model, x, *extra_inputs) if asked else {}
+    totals = totals_under(recipes[0], "backward_override", found.totals, model, given) if asked else {}
     by_override = {name: kept if isinstance(kept, RefusedSetting) else kept.bytes for name, kept in totals.items()}
     sources = {name: source for each in recipes for name, source in each.sources.items()}
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in sources.items() if source.startswith(ENVIRONMENT)}
     told_as = " and ".join(map(repr, recipes))
     made = told_as, status.status, status.reason, found.plans, found.values, found.totals
-    return Explanation(*made, by_override, taken, kept=found.kept, chains=tuple(chains) if x.is_cuda else ())
+    return Explanation(*made, by_override, taken, kept=found.kept, chains=tuple(chains) if given.on_cuda else ())
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -151,23 +151,29 @@ def _text(e: Explanation) -> Iterator[str]:
         yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
     for shape, names, why in e.chains if e.rule is None else ():
         yield f"chain    {' '.join(names)} behind a product {tuple(shape)}: {f'apart, {why}' if why else 'one launch'}"
-    for plan in e.plans:
-        yield ""
-        sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
-        yield f"{plan.name}: {sizes}{' (opaque)' if plan.opaque else ''}"
-        yield f"  before   {' '.join(plan.ops)}"
-        for side in SIDES:
-            yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in groups_of(plan, side))}"
-        if e.rule is None:
-            yield from _products(plan)
-        yield "  rules"
-        yield from (f"    {each}" for each in plan.outcomes)
-        if e.rule is not None:
-            yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
+    told_of = [(plan.name, tuple(_pipeline(plan, e.rule))) for plan in e.plans]
+    for same in alike(told_of, lambda each: (starred(each[0]), each[1])):
+        sizes, *lines = same[0][1]
+        yield from ("", f"{counted([name for name, _ in same])}: {sizes}", *lines)
     if e.saved and e.rule is None:
         yield ""
         yield "saved for backward"
         yield from listed(e.saved)
+
+
+def _pipeline(plan: Plan, rule: str | None) -> Iterator[str]:
+    """What is told of a plan behind its name. rule: the only one that is told of."""
+    sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
+    yield f"{sizes}{' (opaque)' if plan.opaque else ''}"
+    yield f"  before   {' '.join(plan.ops)}"
+    for side in SIDES:
+        yield f"  {side:<8} {' '.join(_group_name(plan.graph, group) for group in groups_of(plan, side))}"
+    if rule is None:
+        yield from _products(plan)
+    yield "  rules"
+    yield from (f"    {each}" for each in plan.outcomes)
+    if rule is not None:
+        yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
 
 
 def _products(plan: Plan) -> Iterator[str]:
@@ -192,7 +198,7 @@ def to_fire(found: Outcome) -> str | None:
         return f"have ops in a row that the pattern of {found.rule} names"
     if found.guard.startswith("pattern."):
         return f"at {' '.join(found.ops)}: go on with {found.wanted} in place of {found.got}"
-    return f"at {' '.join(found.ops)}: have {found.guard} {found.wanted}, it is {found.got}"
+    return f"at {' '.join(found.ops)}: {found.guard} has to be {found.wanted}, and is {found.got}"
 
 
 def _group_name(graph: Graph, group: Group) -> str:

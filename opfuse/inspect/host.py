@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from opfuse.inspect.observe import copied_call
+from opfuse.inspect.observe import CallInputs, copied_call
 from opfuse.runtime.observed import GroupRun, observed
 
 
@@ -52,8 +52,8 @@ class _Times:
         self.found.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
 
 
-def host_times(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, calls: int = 5) -> HostTimes:
-    """How long the host is at each group of ``model(x, *extra_inputs)`` and of its backward pass, under the active recipe.
+def host_times(model: nn.Module, *inputs: Any, calls: int = 5, **named: Any) -> HostTimes:
+    """How long the host is at each group of ``model(*inputs, **named)`` and of its backward pass, under the active recipe.
 
     ``calls`` training calls are interpreted, by the plans that they have; as :func:`opfuse.explain`, that leaves no trace. From
     the third call of a shape on segments are repeated without Python for each op, so what is told matters before, and where no
@@ -61,14 +61,13 @@ def host_times(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, c
     """
     times = _Times()
     for _ in range(calls):
-        _step(model, x, extra_inputs, times)
+        _step(model, CallInputs(inputs, named), times)
     return _told(times)
 
 
-def _step(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor], times: _Times) -> None:
-    with copied_call(model, x, extras) as call, observed(times, fused=True):
-        output = call()
-        outputs = [each for each in (output if isinstance(output, tuple) else (output,)) if each.requires_grad]
+def _step(model: nn.Module, given: CallInputs, times: _Times) -> None:
+    with copied_call(model, given) as call, observed(times, fused=True):
+        outputs = [each for each in tree_leaves(call()) if isinstance(each, torch.Tensor) and each.requires_grad]
         wanted = [p for p in model.parameters() if p.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)

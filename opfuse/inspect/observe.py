@@ -73,19 +73,43 @@ class Observation:
     kept: tuple[int, int]
 
 
-def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observation:
-    """Run ``model(x, *extras)`` forward once.
+class CallInputs(NamedTuple):
+    """What a call is given, by place and by name."""
+
+    inputs: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(each for each in (*self.inputs, *self.named.values()) if isinstance(each, torch.Tensor))
+
+    @property
+    def on_cuda(self) -> bool:
+        return any(tensor.is_cuda for tensor in self.tensors)
+
+    def told(self) -> dict[str, torch.Tensor]:
+        """The tensors, as reports call them."""
+        given = {**dict(zip(_input_names(), self.inputs)), **self.named}
+        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+    def copied(self) -> CallInputs:
+        """The same call on copies of its tensors."""
+        inputs, named = ([_copied(each) for each in values] for values in (self.inputs, self.named.values()))
+        return CallInputs(tuple(inputs), dict(zip(self.named, named)))
+
+
+def observe(model: nn.Module, given: CallInputs) -> Observation:
+    """Run ``model`` forward once, with what it is given.
 
     The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
     and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
 
-    extras: whatever else ``model`` takes. PipelineError for what is no module, and for one that runs no op of opfuse; DtypeError
-    for an input that is no tensor.
+    PipelineError for what is no module, for one that runs no op of opfuse, and for a call without a tensor; DtypeError for a
+    first input that is no tensor.
     """
-    _check(model, x)
-    arguments = dict(zip(_input_names(), (x, *extras)))
-    given = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    inputs = {name: _copy(tensor) for name, tensor in given.items()}
+    _check(model, given)
+    call = given.copied()
+    inputs = call.told()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tensors: list[torch.Tensor] = []
 
@@ -95,14 +119,15 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observa
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
-        torch.func.functional_call(model, buffers, tuple((arguments | inputs).values()))
+        torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
     if not plans:
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     scopes = scopes_of(model)
-    memory = _SavedMemory(weights, inputs, dict(pair for name, copy in inputs.items() for pair in _blocks(given[name], copy)))
+    originals = dict(pair for tensor, copy in zip(given.tensors, call.tensors) for pair in _blocks(tensor, copy))
+    memory = _SavedMemory(weights, inputs, originals)
     memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
     values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
@@ -110,20 +135,23 @@ def observe(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Observa
 
 
 @contextmanager
-def copied_call(model: nn.Module, x: torch.Tensor, extras: Sequence[Any]) -> Iterator[Callable[[], Any]]:
-    """A call of ``model(x, *extras)`` on copies, as :func:`observe` makes it; its backward pass belongs into the block, too."""
-    _check(model, x)
-    inputs = [_copy(each) if isinstance(each, torch.Tensor) else each for each in (x, *extras)]
+def copied_call(model: nn.Module, given: CallInputs) -> Iterator[Callable[[], Any]]:
+    """A call of ``model`` on copies, as :func:`observe` makes it; its backward pass belongs into the block, too."""
+    _check(model, given)
+    call = given.copied()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with _undone(model):
-        yield lambda: torch.func.functional_call(model, buffers, tuple(inputs))
+        yield lambda: torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
 
 
-def _check(model: object, x: object) -> None:
+def _check(model: object, given: CallInputs) -> None:
     if not isinstance(model, nn.Module):
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="an nn.Module", got=type(model).__name__, cure=cure))
-    check_tensors(WHERE, x)
+    check_tensors(WHERE, *given.inputs[:1])
+    if not given.tensors:
+        cure = "pass what the model is called with, by place or by name"
+        raise PipelineError(describe(WHERE, wanted="inputs", got="no tensor", cure=cure))
 
 
 def _input_names() -> Iterator[str]:
@@ -246,6 +274,10 @@ def _undone(model: nn.Module) -> Iterator[None]:
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------
+
+
+def _copied(value: Any) -> Any:
+    return _copy(value) if isinstance(value, torch.Tensor) else value
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from opfuse.errors import OpfuseError
-from opfuse.inspect.observe import SavedValue, Totals, observe
+from opfuse.inspect.alike import alike, common, counted, starred
+from opfuse.inspect.observe import CallInputs, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import KEEP
 
@@ -63,21 +63,21 @@ class Saved:
         }
 
 
-def saved(model: nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Saved:
-    """What ``model(x, *extra_inputs)`` saves for its backward pass under the active recipe.
+def saved(model: nn.Module, *inputs: Any, **named: Any) -> Saved:
+    """What ``model(*inputs, **named)`` saves for its backward pass under the active recipe.
 
     Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace. A setting under
     which the call cannot run is told as refused, and why; only the active recipe as it is may raise. PipelineError for what
-    is no module or runs no op of opfuse; DtypeError for an input that is no tensor.
+    is no module or runs no op of opfuse; DtypeError for a first input that is no tensor.
     """
-    recipe = current_recipe()
-    found = observe(model, x, extra_inputs)
+    recipe, given = current_recipe(), CallInputs(inputs, named)
+    found = observe(model, given)
     asked = () if recipe is None else ("backward_override", "keep")
-    totals = [totals_under(recipe, name, found.totals, model, x, *extra_inputs) for name in asked if recipe is not None]
+    totals = [totals_under(recipe, name, found.totals, model, given) for name in asked if recipe is not None]
     overrides, kept = totals or ({}, {})
-    baseline = _attempted(lambda: _baseline(model, x, extra_inputs))
+    baseline = _attempted(lambda: _baseline(model, given))
     made = "none" if recipe is None else repr(recipe), found.values, found.totals
-    return Saved(*made, overrides, baseline, _dtype(model, x), found.kept[1], kept)
+    return Saved(*made, overrides, baseline, _dtype(model, given), found.kept[1], kept)
 
 
 CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(KEEP), "keep": (None, "recompute", "quantized")}
@@ -85,28 +85,27 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(KEEP
 
 
 def totals_under(
-    recipe: Recipe, name: str, own: Totals, model: nn.Module, *inputs: torch.Tensor
+    recipe: Recipe, name: str, own: Totals, model: nn.Module, arguments: CallInputs
 ) -> dict[str, Totals | RefusedSetting]:
     """What a call keeps under every value of the field ``name``, or why it refuses one. own: under the recipe as it is."""
 
     def under(value: str | None) -> Totals:
         changed = recipe.replace(**{name: value})
         with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
-            return observe(model, x, extras).totals
+            return observe(model, arguments).totals
 
-    x, *extras = inputs
     given = getattr(recipe, name)
     return {str(value): own if value == given else _attempted(partial(under, value)) for value in CHOICES[name]}
 
 
-def _baseline(model: nn.Module, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Totals:
+def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
     with autocast(enabled=False):
-        return observe(model, x, extras).totals
+        return observe(model, arguments).totals
 
 
-def _dtype(model: nn.Module, x: torch.Tensor) -> str:
-    """The dtype of the parameters, of ``x`` where there are none; "mixed dtypes" where they differ."""
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {x.dtype}
+def _dtype(model: nn.Module, given: CallInputs) -> str:
+    """The dtype of the parameters, of the first input where there are none; "mixed dtypes" where they differ."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {given.tensors[0].dtype}
     return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "mixed dtypes"
 
 
@@ -134,15 +133,21 @@ def told(totals: Totals) -> str:
 
 def listed(values: Sequence[SavedValue]) -> Iterator[str]:
     """Lines of a table of the values."""
-    rows = [HEAD, *map(_row, values)]
+    rows = [HEAD, *(_row(same) for same in alike(values, _as_another))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         cells = (cell.rjust(n) if name == "bytes" else cell.ljust(n) for name, cell, n in zip(HEAD, row, widths))
         yield "  " + "  ".join(cells).rstrip()
 
 
-def _row(v: SavedValue) -> tuple[str, ...]:
-    return v.op, v.name, v.format, "+".join(v.usages), v.dtype, "x".join(map(str, v.shape)), str(v.bytes), v.memory
+def _as_another(v: SavedValue) -> SavedValue:
+    """What values of layers that are alike have in common."""
+    return replace(v, op=starred(v.op), memory=starred(v.memory))
+
+
+def _row(same: Sequence[SavedValue]) -> tuple[str, ...]:
+    v, op, memory = same[0], counted([each.op for each in same]), common([each.memory for each in same])
+    return op, v.name, v.format, "+".join(v.usages), v.dtype, "x".join(map(str, v.shape)), str(v.bytes), memory
 
 
 def _comparison(found: Saved) -> Iterator[str]:

@@ -40,7 +40,7 @@ def test_why_not_tells_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", CONFIG, "--why-not", "linear_add"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3] == "  rules"
-    assert lines[-1].startswith("  to fire  at 16:basic_linear 18:add_extra_input: have add.in_place True")
+    assert lines[-1].startswith("  to fire  at 16:basic_linear 18:add_extra_input: add.in_place has to be True, and is False")
     assert "missed" in lines[-2]
     assert not any(word in line for line in lines for word in ("saved", "products"))
 

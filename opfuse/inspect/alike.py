@@ -1,0 +1,32 @@
+"""What layers of a model have in common is told once, with their number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def alike(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Items with one key together, in the order in which keys come first."""
+    found: dict[Hashable, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return [*found.values()]
+
+
+def starred(name: str) -> str:
+    """``name`` with a star for each step of its paths that is a number."""
+    return re.sub(r"(?<![^.+ ])(?<!\.\.)\d+(?!\.\.)(?![^.+ ])", "*", name)
+
+
+def common(names: Sequence[str]) -> str:
+    """One name for those that differ by numbers alone: ``layers.*.mlp``."""
+    return names[0] if len({*names}) == 1 else starred(names[0])
+
+
+def counted(names: Sequence[str]) -> str:
+    """The same with their number where there are several: ``layers.*.mlp ×2``."""
+    return f"{common(names)} ×{len(names)}" if len(names) > 1 else names[0]

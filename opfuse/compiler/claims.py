@@ -9,19 +9,14 @@ from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
-from opfuse.compiler.cover import ABSENT_STATUS, DIRECTIONS, FUSED, SHADOWED, Group, Outcome, cover
+from opfuse.compiler.cover import ABSENT_STATUS, FUSED, SHADOWED, Group, Outcome, cover
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.registry import FusionFunction, RuleSet
-from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.compiler.rules import PASSES, Fusion
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, OpfuseWarning, describe
-
-
-def sides_of(direction: str) -> tuple[str, ...]:
-    """The passes that a rule of this direction runs in."""
-    return (FORWARD, BACKWARD) if direction == JOINT else (direction,)
 
 
 class Claims:
@@ -43,7 +38,7 @@ class Claims:
 
     def claim_functions(self, rules: RuleSet, ops: Sequence[BasicOperation]) -> None:
         """Fusion functions see the live ops and replace runs of them."""
-        for direction in DIRECTIONS:
+        for direction in PASSES:
             for function in rules.functions_of(direction, self.env.level):
                 found = _replaced(function, ops, self.env)
                 for start, fused in found:
@@ -54,7 +49,7 @@ class Claims:
 
     def claim_rules(self, rules: Sequence[Fusion], direction: str) -> None:
         """Rules of one direction take what is left of it."""
-        sides = sides_of(direction)
+        sides = PASSES[direction]
         taken = {i: name for side in sides for i, name in self.owners[side].items()}
         found, outcomes = cover(self.graph, self.env, rules, direction, taken)
         for group in found:
@@ -74,7 +69,7 @@ class Claims:
         ops = range(start, start + len(fused.basic_ops))
         nodes = [node for op in ops for node in self.graph.by_op.get(op, ())]
         names = tuple(node.name for node in nodes if not node.side)
-        owners = (self.owners[side].get(node.index) for side in sides_of(direction) for node in nodes)
+        owners = (self.owners[side].get(node.index) for side in PASSES[direction] for node in nodes)
         if owner := next(filter(None, owners), None):
             self.outcomes.append(Outcome(name, direction, SHADOWED, names, by=owner))
             return
@@ -83,7 +78,7 @@ class Claims:
 
     def _add(self, group: Group, direction: str) -> None:
         """Let ``group`` run its nodes, in each pass those that do something in it."""
-        for side in sides_of(direction):
+        for side in PASSES[direction]:
             nodes = tuple(i for i in group.nodes if side in self.graph.nodes[i].directions)
             if nodes:
                 self.groups[side].append(replace(group, nodes=nodes))

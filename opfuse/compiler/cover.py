@@ -9,9 +9,9 @@ from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph, Node
 from opfuse.compiler.rules import ABSENT, JOINT, Fusion, Guard, Term, at_least, is_
+from opfuse.compiler.vocabulary import DERIVED
 from opfuse.core.signature import Env
 from opfuse.keys import key_fields
-from opfuse.recipes import Recipe
 
 FUSED, SHADOWED, MISSED, ABSENT_STATUS = "fused", "shadowed", "missed", "absent"
 
@@ -63,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialMatch:
     """How far a pattern got where it did not match."""
 
     depth: int
@@ -150,8 +150,8 @@ def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, .
 
 def match(
     rule: Fusion, chain: MainChain, start: int, claimed: Collection[int] = (), dead: set[tuple[int, int]] | None = None
-) -> Binding | Partial:
-    """Bind the rule's pattern from the node at ``start``, up to a claimed node; a Partial says where it stopped.
+) -> Binding | PartialMatch:
+    """Bind the rule's pattern from the node at ``start``, up to a claimed node; a PartialMatch says where it stopped.
 
     A place takes as many nodes as leave enough for the places behind it. dead: what earlier starts found that cannot be.
     """
@@ -161,8 +161,8 @@ def match(
         return tuple(tuple(run.nodes[i].index for i in place) for place in found)
     place, end, at = run.furthest
     if place < 0:  # every place has its nodes, which are too few together
-        return Partial(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]))
-    return Partial(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]))
+        return PartialMatch(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]))
+    return PartialMatch(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]))
 
 
 def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -176,16 +176,12 @@ def read(path: str, graph: Graph, env: Env, names: Mapping[str, tuple[int, ...]]
     return [_walk(start, rest) for start in starts]
 
 
-_DERIVED: tuple[tuple[type, tuple[str, ...]], ...] = ((Env, ("backward_override", "rounding")), (Recipe, ("kind",)))
-"""What follows from the key fields of a part of the key, or from its class."""
-
-
 def _parts(value: Any) -> Mapping[str, Any]:
     """What a guard may read of ``value``: what is in the key or follows from it, so that no plan outlives an answer."""
     parts = key_fields(value) or {}
     if isinstance(value, Node):
         return {**parts, **(key_fields(value.spec) or {}), **dict(value.params)}
-    derived = (name for cls, names in _DERIVED if isinstance(value, cls) for name in names)
+    derived = (name for cls, names in DERIVED.items() if isinstance(value, cls) for name in names)
     return {**parts, **{name: getattr(value, name) for name in derived}}
 
 
@@ -230,7 +226,7 @@ def cover(
 def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict[int, str]) -> tuple[list[Group], list[Outcome]]:
     groups: list[Group] = []
     outcomes: list[Outcome] = []
-    nearest: Partial | None = None
+    nearest: PartialMatch | None = None
     start, dead, dead_unclaimed = 0, set[tuple[int, int]](), set[tuple[int, int]]()
     first = rule.pattern[0]
     while start < len(chain.nodes):
@@ -238,7 +234,7 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
             start += 1
             continue
         binding = match(rule, chain, start, claimed, dead)
-        if not isinstance(binding, Partial):
+        if not isinstance(binding, PartialMatch):
             outcome = _judged(rule, graph, env, binding)
             if outcome.status == FUSED:
                 groups.append(Group(_flat(binding), rule, binding))
@@ -246,7 +242,7 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
         else:
             # What a match lost to earlier claims is worth an outcome of its own.
             binding = match(rule, chain, start, dead=dead_unclaimed)
-            if isinstance(binding, Partial):
+            if isinstance(binding, PartialMatch):
                 nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
                 start += 1
                 continue
@@ -280,7 +276,7 @@ def _advance(outcome: Outcome, nodes: Sequence[int], claimed: Mapping[int, str])
     return 1
 
 
-def _absence(rule: Fusion, graph: Graph, nearest: Partial | None) -> Outcome:
+def _absence(rule: Fusion, graph: Graph, nearest: PartialMatch | None) -> Outcome:
     if nearest is None or not nearest.at:
         return Outcome(rule.name, rule.direction, ABSENT_STATUS)
     ops = tuple(graph.nodes[i].name for i in nearest.at)
@@ -288,6 +284,3 @@ def _absence(rule: Fusion, graph: Graph, nearest: Partial | None) -> Outcome:
     return Outcome(
         rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got
     )
-
-
-DIRECTIONS = (JOINT, FORWARD, BACKWARD)

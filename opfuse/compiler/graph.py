@@ -30,6 +30,9 @@ QUANTIZE_GROUPS = "quantize_groups"
 GROUPED = "grouped"
 """Trait of an op whose rows are in groups, of as many rows as its first extra input says."""
 
+TRANSPARENT = "transparent"
+"""Trait of an op that returns its input itself, quantized or not."""
+
 VIEW = "view"
 """Trait of an op that is a view of torch's, which autograd follows by itself, in-place changes included."""
 

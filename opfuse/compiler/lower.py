@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, CastSpec, Graph, Node, ProductFormats
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, TRANSPARENT, CastSpec, Graph, Node, ProductFormats
 from opfuse.compiler.products import products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
@@ -20,9 +20,6 @@ from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import GemmError, PipelineError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import quantized_products
-
-TRANSPARENT = "transparent"
-"""Trait of an op that returns its input itself, quantized or not."""
 
 
 class Inputs(NamedTuple):

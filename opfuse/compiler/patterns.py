@@ -174,6 +174,11 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and name != "env"
 
 
+def is_single(pattern: Iterable[Term]) -> bool:
+    """Whether a pattern can only ever match one node."""
+    return sum(term.high or 2 for term in pattern) == 1
+
+
 def printed(pattern: Sequence[Term]) -> str:
     """The text of a pattern, which :func:`terms_of` reads as the same one."""
     taken: list[str] = []

@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
-from opfuse.compiler.cover import DIRECTIONS, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, VIEW, CastSpec, Graph, Node
-from opfuse.compiler.lower import TRANSPARENT, Inputs, lower
+from opfuse.compiler.cover import FUSED, Group, Outcome
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, TRANSPARENT, VIEW, CastSpec, Graph, Node
+from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.remade import Remade, remade_operands
+from opfuse.compiler.rules import PASSES
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
 from opfuse.core.grouped_cast import GroupedCast
@@ -101,7 +102,7 @@ class Plan:
     @property
     def fusions(self) -> tuple[str, ...]:
         """Names of what fused, forward first, once for each place."""
-        return tuple(outcome.rule for outcome in self.outcomes if outcome.status == "fused")
+        return tuple(outcome.rule for outcome in self.outcomes if outcome.status == FUSED)
 
 
 def compile_plan(
@@ -123,7 +124,7 @@ def compile_plan(
     claims.claim_presets(presets)
     claims.claim_functions(rules, ops)
     opaque = any(claims.groups.values())
-    for direction in DIRECTIONS:
+    for direction in PASSES:
         claims.claim_rules(rules.of(direction), direction)
     forward, backward = claims.complete(FORWARD), claims.complete(BACKWARD)
     verify(graph, forward, FORWARD)

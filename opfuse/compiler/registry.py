@@ -14,13 +14,12 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
-from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.compiler.rules import JOINT, PASSES, Fusion
 from opfuse.compiler.vocabulary import check_rules
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.keys import REGISTERED, Digest, digest, key_fields
 from opfuse.sources import caller
 
-DIRECTIONS = (JOINT, FORWARD, BACKWARD)
 LEVELS = (0, 1, 2)
 
 
@@ -54,9 +53,9 @@ class FusionFunction:
 
     def __post_init__(self) -> None:
         where = f"fusion function {self.name!r}"
-        if self.direction not in DIRECTIONS:
-            got = f"{self.direction!r}{nearest(str(self.direction), DIRECTIONS)}"
-            raise FusionError(describe(where, wanted=f"a direction of {DIRECTIONS}", got=got, cure="name one of them"))
+        if self.direction not in PASSES:
+            got = f"{self.direction!r}{nearest(str(self.direction), PASSES)}"
+            raise FusionError(describe(where, wanted=f"a direction of {tuple(PASSES)}", got=got, cure="name one of them"))
         if not callable(self.func):
             raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=_CURE))
         if not _takes_a_recipe(self.func):

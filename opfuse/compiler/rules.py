@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
-from opfuse.compiler.patterns import Term, is_name, maybe, one, printed, run, terms_of
+from opfuse.compiler.patterns import Term, is_name, is_single, maybe, one, printed, run, terms_of
 from opfuse.domains import keywords
 from opfuse.errors import FusionError, KeyValueError, describe, nearest
 from opfuse.keys import digest
@@ -17,6 +17,7 @@ from opfuse.sources import caller
 __all__ = [  # what a rule is written with, wherever it stands
     "ABSENT",
     "JOINT",
+    "PASSES",
     "TESTS",
     "Fusion",
     "Guard",
@@ -34,6 +35,9 @@ __all__ = [  # what a rule is written with, wherever it stands
 ]
 
 JOINT = "joint"
+
+PASSES: Mapping[str, tuple[str, ...]] = {JOINT: (FORWARD, BACKWARD), FORWARD: (FORWARD,), BACKWARD: (BACKWARD,)}
+"""The passes that a rule of each direction runs in; directions in the order in which they claim."""
 
 
 class _Absent:
@@ -242,7 +246,7 @@ class Fusion:
     @property
     def single(self) -> bool:
         """Whether the pattern can only ever match one node."""
-        return sum(term.high or 2 for term in self.pattern) == 1
+        return is_single(self.pattern)
 
     @property
     def direction(self) -> str:
@@ -259,10 +263,13 @@ class Fusion:
 def fusion(name: str, pattern: object, **fields: Any) -> Fusion:
     """A :class:`Fusion` whose pattern is written in any way that :func:`~opfuse.compiler.patterns.terms_of` reads.
 
-    ``"basic_linear bias? act=gelu|silu"``, a list of such places, or a dictionary from names to places.
+    ``"basic_linear bias? act=gelu|silu"``, a list of such places, or a dictionary from names to places. doc: by default what
+    the implementation says of itself.
     """
     known = keywords(Fusion) or ()
     if unknown := [field for field in fields if field not in known]:
         got = f"{unknown[0]!r}{nearest(unknown[0], known)}"
         raise FusionError(describe(f"fusion {name!r}", wanted=f"fields of {sorted(known)}", got=got, cure="mend the name"))
-    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **fields)
+    implementation = fields.get("forward") or fields.get("backward")
+    told = (implementation.__doc__ or "") if inspect.isfunction(implementation) else ""
+    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **{"doc": told, **fields})

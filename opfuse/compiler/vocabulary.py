@@ -7,7 +7,7 @@ one's own is registered after the class.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -25,6 +25,10 @@ Base = TypeVar("Base")
 
 PARAMETERS = ("weight", "bias")
 """Parameters of the built-in ops; grouped ones number theirs."""
+
+
+DERIVED: Mapping[type, tuple[str, ...]] = {Env: ("backward_override", "rounding"), Recipe: ("kind",)}
+"""What guards may read of a part of the key beside its fields: what follows from these, or from its class."""
 
 
 class NodeKind(NamedTuple):
@@ -108,14 +112,13 @@ def _names(cls: type) -> tuple[str, ...]:
 
 
 def _of_env(step: str) -> Lookup:
-    names = (*Env._fields, "backward_override", "rounding")
-    return names, _of_recipe if step == "recipe" else _of_value
+    return (*Env._fields, *DERIVED[Env]), _of_recipe if step == "recipe" else _of_value
 
 
 def _of_recipe(step: str) -> Lookup:
     """Fields of every recipe that there is, and what a custom one's factory answered."""
     answers = (f"{tensor}_quantizer" for tensor in TENSOR_TYPES)
-    return {"kind", *answers, *(name for cls in _below(cast(Any, Recipe)) for name in _names(cls))}, _of_anything
+    return {*DERIVED[Recipe], *answers, *(name for cls in _below(cast(Any, Recipe)) for name in _names(cls))}, _of_anything
 
 
 def _of_node(kinds: Sequence[NodeKind]) -> PathReader:

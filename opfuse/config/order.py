@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opfuse.compiler.registry import DIRECTIONS, RuleSet, default_rules
-from opfuse.compiler.rules import Fusion
+from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.rules import PASSES, Fusion
 from opfuse.config.findings import Problem, Refused, shown, similar
 from opfuse.config.shadows import covers
 
@@ -69,7 +69,7 @@ def check_changes(changes: Sequence[RuleChange]) -> Sequence[RuleChange]:
     for check in (_twice, _astray):
         _refuse(check(changes, i) for i in range(len(changes)))
     rules = changed(changes)
-    order = {direction: rules.of(direction) for direction in DIRECTIONS}
+    order = {direction: rules.of(direction) for direction in PASSES}
     for late in (_contrary, _shadowed):
         _refuse(late(change, i, order[change.rule.direction]) for i, change in enumerate(changes) if change.rule is not None)
     return changes

@@ -73,14 +73,12 @@ BACKWARD_LINEAR_ADD = fusion(
     {"extra": "make_extra_output", "basic_linear": "basic_linear"},
     when=(is_("extra.in_place", True),),
     backward=backward_linear_add,
-    doc=backward_linear_add.__doc__ or "",
 )
 
 BACKWARD_LINEAR_SCALE = fusion(
     "backward_linear_scale",
     {"basic_linear": "basic_linear", "quantize": maybe("quantize"), "scale": "constant_scale"},
     backward=backward_linear_scale,
-    doc=backward_linear_scale.__doc__ or "",
 )
 
 BACKWARD_ADD_RMS_NORM = fusion(
@@ -88,7 +86,6 @@ BACKWARD_ADD_RMS_NORM = fusion(
     {"extra": "make_extra_output", "norm": "rms_norm"},
     when=(is_("extra.in_place", False),),
     backward=backward_add_rms_norm,
-    doc=backward_add_rms_norm.__doc__ or "",
 )
 
 BACKWARD_ACTIVATION_BIAS = fusion(
@@ -96,12 +93,10 @@ BACKWARD_ACTIVATION_BIAS = fusion(
     {"quantize": maybe("quantize"), "chain": run("elementwise", low=1)},
     when=(is_not("env.recipe", None), is_("env.recipe.backward_override", None)),
     backward=backward_activation_bias,
-    doc=backward_activation_bias.__doc__ or "",
 )
 
 BACKWARD_ELEMENTWISE = fusion(
     "backward_elementwise",
     {"chain": run("elementwise", low=2)},
     backward=backward_elementwise,
-    doc=backward_elementwise.__doc__ or "",
 )

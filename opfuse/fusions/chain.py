@@ -24,5 +24,4 @@ ELEMENTWISE = fusion(
     "elementwise",
     {"chain": run("elementwise", low=1), "quantize": maybe("quantize")},
     forward=elementwise,
-    doc=elementwise.__doc__ or "",
 )

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE
-from opfuse.compiler.patterns import Term, printed, terms_of
-from opfuse.compiler.rules import JOINT, Fusion, Guard, fusion, is_
+from opfuse.compiler.patterns import Term, is_single, printed, terms_of
+from opfuse.compiler.rules import PASSES, Fusion, Guard, fusion, is_
 from opfuse.compiler.vocabulary import declared_traits
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
@@ -86,9 +86,14 @@ def _chain_misfit(term: Term, before: Term, *, last: bool) -> str | None:
         return None if term.high == 1 else f"an epilogue ends with one {QUANTIZE!r}, not with {str(term)!r}"
     if not _means_only(term.words, ELEMENTWISE):
         return f"{str(term)!r} is not elementwise, so it cannot follow {str(before)!r} in an epilogue"
-    if len(term.words) > 1 and (formed := [word for word in term.words if word in FORMS]):
-        return f"{formed[0]!r} is elementwise in one form only, so it needs a place of its own"
-    return None
+    return _form_misfit(term)
+
+
+def _form_misfit(term: Term) -> str | None:
+    """Why several ops cannot share a place of which one is elementwise in one form only."""
+    formed = [word for word in term.words if word in FORMS]
+    shares = bool(formed) and len(term.words) > 1
+    return f"{formed[0]!r} is elementwise in one form only, so it needs a place of its own" if shares else None
 
 
 @cache
@@ -131,9 +136,9 @@ def _elementwise_misfit(pattern: Sequence[Term], direction: str) -> Misfit | Non
             return Misfit(place, f"a {direction} chain has one {QUANTIZE!r} {where}, not {str(term)!r} here")
         if not _is_cast(term) and not _means_only(term.words, ELEMENTWISE):
             return Misfit(place, f"{str(term)!r} is not elementwise, so it cannot stand in a chain")
-        if len(term.words) > 1 and (formed := [word for word in term.words if word in FORMS]):
-            return Misfit(place, f"{formed[0]!r} is elementwise in one form only, so it needs a place of its own")
-    if sum(term.high or 2 for term in pattern) == 1 or all(map(_is_cast, pattern)):
+        if (reason := _form_misfit(term)) is not None:
+            return Misfit(place, reason)
+    if is_single(pattern) or all(map(_is_cast, pattern)):
         return Misfit(0, "one op alone is no fusion")
     return None
 
@@ -166,14 +171,11 @@ EMITTERS = {
 }
 """What a declared rule can emit."""
 
-DIRECTIONS = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD,), JOINT: (FORWARD, BACKWARD)}
-"""The passes that a rule of each direction implements."""
-
 
 def misfit(emit: str, pattern: Sequence[Term], direction: str) -> Misfit | None:
     """The place of ``pattern`` that ``emit`` cannot run in ``direction``, and why."""
     emitter = EMITTERS[emit]
-    if missing := [side for side in DIRECTIONS[direction] if side not in emitter.makes]:
+    if missing := [side for side in PASSES[direction] if side not in emitter.makes]:
         return Misfit(0, f"{emit} has no {missing[0]} implementation, chain has one")
     return emitter.misfit(pattern, direction)
 
@@ -201,11 +203,11 @@ def declared(
     """The rule that runs ``pattern`` as one ``emit``.
 
     pattern: as :func:`~opfuse.compiler.patterns.terms_of` reads it, in :data:`WORDS`; a Linear is ``basic_linear`` followed by
-    ``bias``. direction: of :data:`DIRECTIONS`. FusionError for an unknown word, emitter or direction, and for a pattern that
+    ``bias``. direction: of ``PASSES``. FusionError for an unknown word, emitter or direction, and for a pattern that
     ``emit`` cannot run.
     """
     where = f"fusion {name!r}"
-    for what, given, known in (("an emitter", emit, EMITTERS), ("a direction", direction, DIRECTIONS)):
+    for what, given, known in (("an emitter", emit, EMITTERS), ("a direction", direction, PASSES)):
         if given not in known:
             got = f"{given!r}{nearest(str(given), known)}"
             raise FusionError(describe(where, wanted=f"{what} of {tuple(known)}", got=got, cure="name one of them"))
@@ -225,7 +227,7 @@ def declared(
         when=(*forms_of(terms), *when),
         priority=priority,
         doc=f"{printed(terms)} as one {emit}.",
-        **{side: EMITTERS[emit].makes[side](terms) for side in DIRECTIONS[direction]},
+        **{side: EMITTERS[emit].makes[side](terms) for side in PASSES[direction]},
     )
 
 
@@ -246,7 +248,7 @@ def unlike(base: Fusion, pattern: Sequence[Term]) -> Misfit | None:
         return Misfit(0, f"the places of {base.name!r} stand in the order {', '.join(known)}")
     if needed := [name for name, term in known.items() if term.low and name not in names]:
         return Misfit(0, f"{base.name!r} is nothing without {needed[0]!r}")
-    if not base.single and sum(term.high or 2 for term in pattern) == 1:
+    if not base.single and is_single(pattern):
         return Misfit(0, "one op alone is no fusion")
     return None
 

@@ -62,7 +62,6 @@ LINEAR_SCALE_ADD = fusion(
     {"basic_linear": "basic_linear", "scale": "constant_scale", "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_scale_add,
-    doc=linear_scale_add.__doc__ or "",
 )
 
 LINEAR_ADD = fusion(
@@ -70,12 +69,10 @@ LINEAR_ADD = fusion(
     {"basic_linear": "basic_linear", "bias": maybe("bias"), "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_add,
-    doc=linear_add.__doc__ or "",
 )
 
 EPILOGUE = fusion(
     "epilogue",
     {"producer": one("producer"), "chain": run("elementwise"), "quantize": maybe("quantize")},
     forward=epilogue,
-    doc=epilogue.__doc__ or "",
 )

@@ -133,6 +133,14 @@ class Pointwise:
         """Whether the op reads two halves of the last dimension, so that y has half the columns of its input."""
         return len(self.inputs) == 2
 
+    def result_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape of y for inputs side by side in the last dimension of ``shape``; of halves, what is over is left out."""
+        return torch.Size((*shape[:-1], shape[-1] // 2)) if self.is_gated else shape
+
+    def input_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape of the inputs side by side for a y of ``shape``."""
+        return torch.Size((*shape[:-1], 2 * shape[-1])) if self.is_gated else shape
+
     def _findings(self) -> Iterator[tuple[str, object, object, str]]:
         names = (*self.inputs, *self.operands, *self.constants)
         if not _IDENTIFIER.fullmatch(self.name):

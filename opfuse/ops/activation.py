@@ -193,7 +193,6 @@ class ScaledSwiGLU(SwiGLU):
     kind = "scaled_swiglu"
     math = activations.SCALED["scaled_swiglu"]
     sources = {"scale": "extra0"}
-    num_extra_inputs = 1
 
 
 class ScaledSiTUGLU(SiTUGLU):
@@ -202,7 +201,6 @@ class ScaledSiTUGLU(SiTUGLU):
     kind = "scaled_situglu"
     math = activations.SCALED["scaled_situglu"]
     sources = {"scale": "extra0"}
-    num_extra_inputs = 1
 
 
 class ScaledClampedQGeGLU(ClampedSwiGLU):
@@ -211,7 +209,6 @@ class ScaledClampedQGeGLU(ClampedSwiGLU):
     kind = "scaled_clamped_qgeglu"
     math = activations.SCALED["scaled_clamped_qgeglu"]
     sources = {"scale": "extra0"}
-    num_extra_inputs = 1
 
 
 class ScaledSReLU(SReLU):
@@ -220,7 +217,6 @@ class ScaledSReLU(SReLU):
     kind = "scaled_srelu"
     math = activations.SCALED["scaled_srelu"]
     sources = {"scale": "extra0"}
-    num_extra_inputs = 1
 
 
 class ScaledTanhSReLU(Activation):
@@ -229,7 +225,6 @@ class ScaledTanhSReLU(Activation):
     kind = "scaled_tanh_srelu"
     math = activations.SCALED["scaled_tanh_srelu"]
     sources = {"scale": "extra0"}
-    num_extra_inputs = 1
 
     @hyper_parameters
     def __init__(self, *, tanh_clamp_scale: Positive, cache_quantized_input: bool = False) -> None:

@@ -99,8 +99,7 @@ def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -
         ctx.io_dtype = ctx.input_dtype = dtype
         ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         stages.append(ctx.op.forward_stage(ctx, shape, x.device))
-        if ctx.op.math.is_gated:
-            shape = torch.Size((*shape[:-1], shape[-1] // 2))
+        shape = ctx.op.math.result_shape(shape)
     return stages, shape
 
 
@@ -143,8 +142,7 @@ def _backward_stages(dy: torch.Tensor, contexts: Sequence[Context]) -> tuple[lis
     shape = dy.shape
     for i, ctx in reversed(tuple(enumerate(contexts))):
         stages.insert(0, ctx.op.backward_stage(ctx, shape, dy.device))
-        if ctx.op.math.is_gated:
-            shape = torch.Size((*shape[:-1], 2 * shape[-1]))
+        shape = ctx.op.math.input_shape(shape)
         if (x := ctx.op.saved_input(ctx)) is not None:
             saved[i] = x
         elif ctx.op.math.needs_input and ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs):
@@ -156,7 +154,7 @@ def remake_chain(x: torch.Tensor, contexts: Sequence[Context], cast: Cast | None
     """The result of a chain whose ops have run, over ``x``, the input of the first, and the operands that all saved; cast."""
     stages, shape = [], x.shape
     for ctx in contexts:
-        shape = torch.Size((*shape[:-1], shape[-1] // 2)) if ctx.op.math.is_gated else shape
+        shape = ctx.op.math.result_shape(shape)
         stages.append(ctx.op.backward_stage(ctx, shape, x.device))
     dtype, rounding = contexts[0].io_dtype, contexts[0].env.rounding
     fused = None if cast is None else cast.fused(shape, dtype, x.device)

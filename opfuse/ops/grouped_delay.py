@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from opfuse.core.context import Value, versions
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.ops.main_grad import LEAF, is_reached
 
 NamedWeights = Mapping[str, nn.Parameter]
-
-_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""autograd's node of a parameter: adds to its ``grad``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def owed(weights: NamedWeights, *, where: str) -> dict[str, nn.Parameter]:
     tensors (``torch.func.functional_call``, a parameter replaced since): nothing could be handed to them later.
     """
     edges = [edge for edge, _ in torch._C._current_autograd_node().next_functions]
-    leaves = {id(edge.variable): edge for edge in edges if isinstance(edge, _LEAF)}
+    leaves = {id(edge.variable): edge for edge in edges if isinstance(edge, LEAF)}
     wanted = "a parameter of its own, whose grad backward() adds to"
     cure = "build the op without delay_wgrad_compute"
     for name, weight in weights.items():
@@ -63,12 +60,7 @@ def owed(weights: NamedWeights, *, where: str) -> dict[str, nn.Parameter]:
             got = "another tensor in the forward pass"
             raise UnsupportedError(describe(f"{where}.{name} with delay_wgrad_compute", wanted=wanted, got=got, cure=cure))
     try:
-        return {name: weight for name, weight in weights.items() if _runs(leaves[id(weight)])}
+        return {name: weight for name, weight in weights.items() if is_reached(leaves[id(weight)])}
     except RuntimeError as error:
         got = "torch.autograd.grad for its weights"
         raise UnsupportedError(describe(f"{where} with delay_wgrad_compute", wanted=wanted, got=got, cure=cure)) from error
-
-
-def _runs(leaf: Any) -> bool:
-    """Whether the running backward pass comes by ``leaf``; torch raises a RuntimeError if it only captures its gradient."""
-    return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]

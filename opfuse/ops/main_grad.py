@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -44,8 +46,13 @@ def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tens
     return stand_in(weight)
 
 
-_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """autograd's node of a parameter: adds to its ``grad``."""
+
+
+def is_reached(leaf: Any) -> bool:
+    """Whether the running backward pass comes by ``leaf``; torch raises a RuntimeError if it only captures its gradient."""
+    return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
 
 
 def is_asked_for(weight: nn.Parameter) -> bool:
@@ -54,9 +61,9 @@ def is_asked_for(weight: nn.Parameter) -> bool:
     True for what is no leaf of the node that runs, as inside of compiled code: then nobody says.
     """
     node = torch._C._current_autograd_node()
-    leaves = [edge for edge, _ in node.next_functions if isinstance(edge, _LEAF) and edge.variable is weight] if node else []
+    leaves = [edge for edge, _ in node.next_functions if isinstance(edge, LEAF) and edge.variable is weight] if node else []
     try:
-        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)  # type: ignore[attr-defined]
+        return all(map(is_reached, leaves))
     except RuntimeError:  # torch.autograd.grad for the weight itself
         return True
 

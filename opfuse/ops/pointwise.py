@@ -35,7 +35,8 @@ class PointwiseOperation(BasicOperation):
     """y = f(x, operands; constants), rounded once to the dtype of x, or of torch.autocast.
 
     A subclass declares ``math`` and says where each operand comes from: ``sources`` maps it to ``"extra0"`` … or to a
-    parameter's name. Constants are fields of the spec. What the backward pass reads, and nothing else, is saved.
+    parameter's name; the op takes as many extra inputs. Constants are fields of the spec. What the backward pass reads, and
+    nothing else, is saved.
     """
 
     traits = frozenset(("elementwise",))
@@ -56,6 +57,8 @@ class PointwiseOperation(BasicOperation):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._reads = {}
+        if place(cls, ("sources",)) < place(cls, ("num_extra_inputs",)):
+            cls.num_extra_inputs = len({source for source in cls.sources.values() if source.startswith("extra")})
         if place(cls, ("math",)) < place(cls, ("saves",)):
             cls.saves = _saved(cls, cls.math)
 
@@ -221,7 +224,6 @@ class AddExtraInput(PointwiseOperation):
 
     math = activations.ADD
     sources = {"residual": "extra0"}
-    num_extra_inputs = 1
 
     @hyper_parameters
     def __init__(self, in_place: bool = False) -> None:

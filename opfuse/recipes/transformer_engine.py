@@ -36,7 +36,7 @@ def as_recipe(given: object) -> Recipe:
         raise RecipeError(describe("recipe", wanted="a recipe", got=repr(given), cure=_meant(given)))
     cls = _CLASSES[name]
     shared = [field.name for field in fields(cls) if hasattr(given, field.name)]
-    mapped: dict[str, Any] = {field: _spelled(field, getattr(given, field)) for field in shared}
+    mapped: dict[str, Any] = {field: spelled(field, getattr(given, field)) for field in shared}
     recipe = cls(**mapped).with_sources(dict.fromkeys(mapped, "TransformerEngine recipe"))
     if unmapped := list(_unmapped(given, recipe)):
         text = f"TransformerEngine {name}: ignored, as opfuse has no such setting: {', '.join(unmapped)}"
@@ -53,7 +53,8 @@ def _meant(given: object) -> str:
     return f"pass an instance of one of {', '.join(_CLASSES)}"
 
 
-def _spelled(name: str, value: object) -> object:
+def spelled(name: str, value: object) -> Any:
+    """A value of TransformerEngine's as the field ``name`` takes it here."""
     if isinstance(value, enum.Enum):
         return value.name
     spellings = _SPELLINGS.get(name, {})

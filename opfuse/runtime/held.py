@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from opfuse.errors import SavedTensorError, describe
+from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -83,10 +84,7 @@ class Keeper:
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    return any(_share_memory(tensor, other) for other in others)
-
-
-_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return any(share_memory(tensor, other) for other in others)
 
 
 def apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -18,7 +18,7 @@ from opfuse.runtime.programs import runner_of
 from opfuse.runtime.recompute import check_once
 from opfuse.runtime.run import Kept, Kwargs, Runner
 from opfuse.tensors.groups import sizes_read_once
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.storage import QuantizedStorage, share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
 _recording: ContextVar[list[Kept] | None] = ContextVar("opfuse_saves", default=None)
@@ -133,10 +133,7 @@ def _owns_memory(view: torch.Tensor, others: Sequence[torch.Tensor | None]) -> b
     """Whether ``view`` is detached from any graph and none of ``others`` lies in its memory; never so for a quantized tensor."""
     if view.requires_grad or isinstance(view, QuantizedTensor):
         return False
-    return not any(other is not None and _share_memory(view, other) for other in others)
-
-
-_share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return not any(other is not None and share_memory(view, other) for other in others)
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from opfuse import recipes
 from opfuse.recipes import Recipe
+from opfuse.recipes.transformer_engine import spelled
 from opfuse.te.keywords import Keywords, without
 
 _ATTENTION: Keywords = {
@@ -37,12 +38,6 @@ KEYWORDS: Mapping[str, Keywords] = {
 }
 """By recipe: keywords of TransformerEngine that opfuse has not, their defaults, and what to do instead of another value."""
 
-_SPELLED: Mapping[str, Mapping[object, object]] = {
-    "nvfp4_4over6": {"none": None},
-    "nvfp4_4over6_e4m3_use_256": {"none": None},
-}
-"""Values that TransformerEngine writes differently."""
-
 
 class _Taking(ABCMeta):
     """Makes opfuse's own recipe of the same name, and takes it for an instance; classes derived from it are as any recipe's."""
@@ -52,15 +47,10 @@ class _Taking(ABCMeta):
         if base is None:
             return super().__call__(*args, **given)
         known = without(f"te.recipe.{cls.__name__}", KEYWORDS[cls.__name__], given)
-        return base(*args, **{name: _spelled(name, value) for name, value in known.items()})
+        return base(*args, **{name: spelled(name, value) for name, value in known.items()})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _BASES[cls]) if cls in _BASES else super().__instancecheck__(instance)
-
-
-def _spelled(name: str, value: Any) -> Any:
-    spellings = _SPELLED.get(name)
-    return value if spellings is None or not isinstance(value, str) else spellings.get(value, value)
 
 
 _BASES: dict[Any, type[Recipe]] = {}

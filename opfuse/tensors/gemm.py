@@ -25,7 +25,7 @@ from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
-from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape, share_memory
 
 Operand = torch.Tensor | QuantizedStorage
 
@@ -86,7 +86,7 @@ def gemm(
     if name != "wgrad" and result.shape[0] != (rows := matrix_shape(left.shape)[0]):
         result = result[:rows]
     if out is not None:
-        return out if torch._C._is_alias_of(out, result) else out.copy_(result)  # type: ignore[attr-defined]
+        return out if share_memory(out, result) else out.copy_(result)
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 

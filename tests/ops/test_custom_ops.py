@@ -733,6 +733,26 @@ def test_a_result_of_another_form_is_refused_of_te_ops_methods(forward, backward
         ops.Sequential(op)(torch.randn(2, 8, requires_grad=True)).sum().backward()
 
 
+def test_an_elementwise_op_takes_the_extra_inputs_that_its_operands_come_from():
+    class Between(ops.PointwiseOperation):
+        math = ops.Pointwise(
+            "between",
+            forward="x + (low - high)",
+            backward=("dy",),
+            value=lambda x, low, high: x + (low - high),
+            grad=lambda dy, x, low, high: (dy,),
+            operands={"low": "full", "high": "full"},
+        )
+        sources = {"low": "extra0", "high": "extra1"}
+
+    class Same(Between):
+        sources = {"low": "extra0", "high": "extra0"}
+
+    x, low, high = torch.randn(3, 2, 8)
+    assert torch.equal(ops.Sequential(Between(), ops.GELU())(x, low, high), ops.GELU()(x + (low - high)))
+    assert (Same.num_extra_inputs, ops.ScaledSwiGLU.num_extra_inputs, ops.Bias.num_extra_inputs) == (1, 1, 0)
+
+
 def test_an_activation_without_math_is_named():
     class Empty(ops.Activation):
         pass

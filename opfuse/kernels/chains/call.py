@@ -252,7 +252,7 @@ def _result_shapes(shape: torch.Size, stages: Sequence[Stage]) -> list[torch.Siz
     for stage in stages if shapes else ():
         if stage.math.is_gated and shapes[-1][-1] % (2 * (stage.interleave or 1)):
             return []
-        shapes.append(torch.Size((*shapes[-1][:-1], shapes[-1][-1] // 2)) if stage.math.is_gated else shapes[-1])
+        shapes.append(stage.math.result_shape(shapes[-1]))
     return shapes
 
 
@@ -262,7 +262,7 @@ def _gradient_shapes(dy: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:
     for stage in reversed(stages) if shapes else ():
         if stage.math.is_gated and shapes[0][-1] % (stage.interleave or 1):
             return []
-        shapes.insert(0, torch.Size((*shapes[0][:-1], 2 * shapes[0][-1])) if stage.math.is_gated else shapes[0])
+        shapes.insert(0, stage.math.input_shape(shapes[0]))
     return shapes
 
 

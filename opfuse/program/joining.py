@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from opfuse.kernels.engine.joining import JOINED, READ_WORDS, joined_parameter, joined_variant
 from opfuse.program.steps import Hole, LaunchStep, Step
@@ -16,20 +17,19 @@ Homes = Callable[[Iterable[int]], set[int] | None]
 
 @dataclass
 class _LaunchGroup:
-    """Launches that may become one, at the place of the last; what they read, and what they write."""
+    """Launches that may become one; what they read, what they write, and the groups, by number, that they wait for.
 
-    places: list[int] = field(default_factory=list)
+    place: where they run, behind all that they wait for.
+    """
+
+    place: int
+    launches: list[LaunchStep] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
-
-    def add(self, place: int, reads: set[int], writes: set[int]) -> None:
-        """One more."""
-        self.places.append(place)
-        self.reads |= reads
-        self.writes |= writes
+    behind: set[int] = field(default_factory=set)
 
     def waits_for(self, reads: set[int] | None, writes: set[int] | None) -> bool:
-        """Whether the order matters of them, and of a step that reads and writes this; None: nobody knows what."""
+        """Whether the order matters of them, and of a step that reads and writes this."""
         return (
             reads is None
             or writes is None
@@ -37,22 +37,66 @@ class _LaunchGroup:
         )
 
 
+class _LaunchGroups:
+    """Groups in the order in which they run. One is open as long as no step has passed that had to come behind it.
+
+    A launch that waits for an open group closes none: it is of a later one. So of groups that are measured and cast one after
+    another, all are measured by one launch, and then cast by one.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[_LaunchGroup] = []
+        self._open: set[int] = set()
+        self._touching: dict[int, set[int]] = {}
+        self._last: dict[tuple[object, ...], int] = {}
+
+    def pass_by(self, reads: set[int] | None, writes: set[int] | None) -> None:
+        """Close the groups that come before a step, and those that these wait for."""
+        closing = self._before(reads, writes)
+        while closing:
+            self._open -= closing
+            closing = {number for each in closing for number in self.all[each].behind} & self._open
+
+    def add(self, place: int, launch: LaunchStep, reads: set[int], writes: set[int]) -> None:
+        """To the last group of its kind if nothing that it waits for comes later, else to a new one, at the end."""
+        key = launch.variant, launch.entry, launch.device, launch.grid[1:]
+        before, number = self._before(reads, writes), self._last.get(key, -1)
+        if number not in self._open or max(before, default=-1) >= number or len(self.all[number].launches) == JOINED:
+            number = self._last[key] = len(self.all)
+            self.all.append(_LaunchGroup(place))
+            self._open.add(number)
+        group = self.all[number]
+        group.launches.append(launch)
+        group.place = place
+        group.reads |= reads
+        group.writes |= writes
+        group.behind |= before
+        for home in reads | writes:
+            self._touching.setdefault(home, set()).add(number)
+
+    def _before(self, reads: set[int] | None, writes: set[int] | None) -> set[int]:
+        """The open groups that come before what reads and writes this."""
+        near = self._open
+        if reads is not None and writes is not None:
+            near = near.intersection(chain.from_iterable(self._touching.get(home, ()) for home in reads | writes))
+        return {number for number in near if self.all[number].waits_for(reads, writes)}
+
+
 def joined_launches(steps: Sequence[Step], homes: Homes) -> list[Step]:
     """The steps, with one launch for several. Launches move to the place of their last, never further up."""
-    found: list[_LaunchGroup] = []
-    opened: dict[tuple[object, ...], _LaunchGroup] = {}
-    for i, step in enumerate(steps):
+    groups, kept = _LaunchGroups(), dict[int, list[Step]]()
+    for place, step in enumerate(steps):
         split = _split(step)
-        touched = homes(step.reads()) if split is None else set[int]()
-        reads, writes = split or (touched, touched)
-        opened = {key: group for key, group in opened.items() if not group.waits_for(reads, writes)}
         if split is not None and isinstance(step, LaunchStep):
-            key = step.variant, step.entry, step.device, step.grid[1:]
-            if key not in opened or len(opened[key].places) == JOINED:
-                opened[key] = _LaunchGroup()
-                found.append(opened[key])
-            opened[key].add(i, *split)
-    return _with_joined(steps, [group.places for group in found if len(group.places) > 1])
+            groups.add(place, step, *split)
+        else:
+            touched = homes(step.reads())
+            groups.pass_by(touched, touched)
+            kept[place] = [step]
+    for group in groups.all:
+        group.place = max([group.place, *(groups.all[number].place for number in group.behind)])
+        kept.setdefault(group.place, []).append(_joined(group.launches))
+    return [step for place in sorted(kept) for step in kept[place]]
 
 
 def _split(step: Step) -> tuple[set[int], set[int]] | None:
@@ -66,14 +110,10 @@ def _split(step: Step) -> tuple[set[int], set[int]] | None:
     )
 
 
-def _with_joined(steps: Sequence[Step], groups: Sequence[Sequence[int]]) -> list[Step]:
-    gone = {i for places in groups for i in places[:-1]}
-    joined = {places[-1]: _joined([step for i in places if isinstance(step := steps[i], LaunchStep)]) for places in groups}
-    return [joined.get(i, step) for i, step in enumerate(steps) if i not in gone]
-
-
 def _joined(launches: Sequence[LaunchStep]) -> LaunchStep:
     first, blocks = launches[0], [launch.grid.blocks for launch in launches]
+    if len(launches) == 1:
+        return first
     words = len(first.parameter) // _WORD
     holes = [Hole(i * words + hole.word, hole.place) for i, launch in enumerate(launches) for hole in launch.holes]
     parameter = joined_parameter([launch.parameter for launch in launches], blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,14 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.kernels.engine.joining import READ_WORDS
+from opfuse.program import program
+from opfuse.program.joining import Homes, joined_launches
+from opfuse.program.steps import LaunchStep, Step
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
+from tests.program.fake import launches_told
 
 pytestmark = pytest.mark.cpu
 BF16 = torch.bfloat16
@@ -140,3 +146,24 @@ def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, capl
             assert_same(model, other, RECIPE, torch.tensor([128, 128]), call)
     assert "the host reads how many rows groups have" in caplog.text
     assert not any(isinstance(made, Recorded) for made in made_for(model))
+
+
+@pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8"])
+def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
+    """Of nine inputs and nine weights; under current scaling all are measured before one is cast."""
+    found: list[Sequence[Step]] = []
+
+    def joined(steps: Sequence[Step], homes: Homes) -> list[Step]:
+        found.append(joined_launches(steps, homes))
+        return [*steps]
+
+    monkeypatch.setattr(program, "joined_launches", joined)
+    monkeypatch.setattr(program.Program, "_make", lambda *_: None)
+    model, splits = to(ops.GroupedLinear(9, 128, 128), BF16), torch.tensor([128] * 9)
+    with launches_told(monkeypatch):
+        for call in range(2):
+            step(model, recipe_for(name), splits, call, train=False)
+    casts = [each.entry for each in found[0] if isinstance(each, LaunchStep) and each.variant.source in READ_WORDS]
+    kinds = {*casts}
+    assert kinds
+    assert all(casts.count(kind) == (4 if name == "fp8_block" else 3) for kind in kinds), casts  # blocks of weights are squares

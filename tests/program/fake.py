@@ -7,19 +7,23 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import Grid, Launch
+from opfuse.kernels.engine.registry import Kernel as AnyKernel
 from opfuse.program import line
 from opfuse.program.line import plain_room
 from opfuse.program.steps import Step
+from opfuse.program.tape import Tape
 from opfuse.runtime import recorded
 
 LAYOUT = struct.Struct("PPq")
@@ -57,6 +61,30 @@ def launch_kernel(kernel: tuple[Variant, str], blocks: int, *arguments: int) -> 
     for part, first in enumerate(firsts):
         if first < blocks:
             _run(entry, *LAYOUT.unpack_from(parameter, part * LAYOUT.size))
+
+
+@contextmanager
+def launches_told(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside the block, tapes of runs on a CPU have the launches that a device would have; results are the definitions'."""
+
+    def call(self: AnyKernel, *args: Any, **kwargs: Any) -> Any:
+        tape = launching.listener()
+        if not isinstance(tape, Tape) or tape.refusal:
+            return self.reference(*args, **kwargs)
+
+        def tell(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
+            tape.launched(Launch(variant, entry, grid, layout, fields, 0))
+
+        made = self.run(tell, *args, **kwargs)
+        with patch.context() as paused:
+            paused.setattr(tape, "_paused", True)
+            for room, result in zip(tree_leaves(made), tree_leaves(self.reference(*args, **kwargs)), strict=True):
+                room.copy_(result)
+        return made
+
+    with patch.context() as patched:
+        patched.setattr(AnyKernel, "__call__", call)
+        yield
 
 
 @contextmanager

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from opfuse.formats import E4M3, USAGES, fp8_block
-from opfuse.kernels.casts import block
+from opfuse.formats import E4M3, USAGES, fp8_block, fp8_tensor, mxfp8
+from opfuse.kernels.casts import block, tensor
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.registry import Launcher
 from opfuse.numerics.layouts import Layout
 from opfuse.program.joining import joined_launches
 from opfuse.program.program import Program
@@ -59,12 +61,25 @@ def test_casts_of_the_groups_of_a_tensor_are_one_launch(pieces, wanted):
     assert torch.equal(torch.cat(program([other])), 2 * other)
 
 
+def written_again(x: Tensor, out: Tensor) -> Tensor:
+    return launch("negate", launch("square", launch("double", x, out), room(4)), out)
+
+
 ORDERS = {
     "one reads what another wrote": (lambda x: [launch("square", launch("square", x, room()), room())], 2),
-    "a kernel between reads what was written": (
+    "a kernel between reads what was written, and may come later": (
         lambda x: [launch("double", x, first := room()), launch("square", first, room()), launch("double", x, room())],
+        2,
+    ),
+    "each is read by the next of another kind": (
+        lambda x: [launch("square", launch("double", each, room(4)), room(4)) for each in x.split(4)],
+        2,
+    ),
+    "an op between reads what a kernel made of what was written": (
+        lambda x: [launch("square", launch("double", x, room()), room()) + 1, launch("double", x, room())],
         3,
     ),
+    "a third kind writes where the first did": (lambda x: [written_again(each, room(4)) for each in x.split(4)], 3),
     "an op between reads what was written": (lambda x: [launch("double", x, room()) + 1, launch("double", x, room())], 2),
     "an op between writes what was read": (
         lambda x: [launch("double", y := x + 1, room()), y.mul_(3), launch("double", x, room())],
@@ -125,12 +140,27 @@ def test_random_runs_have_the_results_of_their_launches_one_by_one():
     assert fewer > 20
 
 
-@pytest.mark.parametrize("square", [False, True])
-def test_a_joined_cast_compiles_without_spills(square):
-    noted: list[Variant] = []
+def cast_noted(kind: str, launch: Launcher) -> None:
     x = torch.zeros(256, 256, dtype=torch.bfloat16)
-    layouts = [Layout(fp8_block(E4M3, 128 if square else 1), usage, tuple(x.shape)) for usage in USAGES]
-    block.cast_block.run(lambda variant, *_, **__: noted.append(variant), x, layouts)
+    layouts = {
+        fmt: [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES]
+        for fmt in (fp8_block(E4M3, 128), fp8_tensor(E4M3), mxfp8(E4M3))
+    }
+    of_blocks, of_tensor, of_mx = layouts.values()
+    casts: dict[str, Callable[[], object]] = {
+        "amax": lambda: tensor.tensor_amax.run(launch, x),
+        "delayed": lambda: tensor.cast_recording.run(launch, x, torch.ones(1), torch.zeros(1), of_tensor),
+        "current": lambda: tensor.cast_current.run(launch, x, torch.ones(1), of_tensor),
+        "block": lambda: block.cast_block.run(launch, x, of_blocks),
+        "mx": lambda: tensor.cast_mx.run(launch, x, of_mx),
+    }
+    casts[kind]()
+
+
+@pytest.mark.parametrize("kind", ["amax", "delayed", "current", "block", "mx"])
+def test_a_joined_cast_compiles_without_spills(kind):
+    noted: list[Variant] = []
+    cast_noted(kind, lambda variant, *_, **__: noted.append(variant))
     (single,) = noted
     once, joined = [*joining.with_joined(noted)], [*joining.with_joined(noted * 3)]
     assert (once, joined) == ([single], [single, joining.joined_variant(single)])

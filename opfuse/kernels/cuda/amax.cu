@@ -3,6 +3,7 @@
 // x           [size] of IN, contiguous, on 16 bytes if ALIGNED
 // amax        fp32, not negative; 0 at first for the amax of x alone
 // Grid        one block of 256 threads for each 8192 elements
+// JOINED      as joined.cuh has it
 // Defined by  opfuse/numerics/scales.py, amax.
 #include "vectors.cuh"
 
@@ -11,12 +12,14 @@ struct Parameters {
     float* amax;
     long long size;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr int THREADS = 256, PACKS = 8192 / (8 * THREADS);
 
-extern "C" __global__ void __launch_bounds__(THREADS) amax(const __grid_constant__ Parameters p) {
-    long long first = (long long)blockIdx.x * (8 * THREADS * PACKS), at = first + threadIdx.x * 8;
+extern "C" __global__ void __launch_bounds__(THREADS) amax(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
+    long long first = (long long)own.block * (8 * THREADS * PACKS), at = first + threadIdx.x * 8;
     bool whole = ALIGNED && first + 8 * THREADS * PACKS <= p.size;
     Eight<IN> v[PACKS];
     if (whole) {

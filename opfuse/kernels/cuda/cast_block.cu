@@ -11,7 +11,7 @@
 //                of two if pow2. Rows of scales are row_pitch and column_pitch long, at most 3 more than are used; the rest becomes 0
 // Non-finite     a block that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks of scales are parts
-// JOINED         if it is there, so many casts at most are one launch: each has the blocks from its `first` on, up to the next one's
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if there is columnwise; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_block.
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;

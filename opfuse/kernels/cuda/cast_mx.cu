@@ -6,6 +6,7 @@
 // Non-finite     a block that holds one has the code 255, and NaN for each value
 // Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
 //                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_mx.
 #include "mx_tile.cuh"
@@ -14,7 +15,7 @@ struct Parameters {
     const IN* x;
     MxPlanes planes;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr int BLOCK = MX_BLOCK, THREADS = 256, PACKS = 4;
 
@@ -27,10 +28,12 @@ static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scale
 
 // Four neighbouring lanes have a block; a warp has eight blocks in each of its packs.
 #if ENTRY_cast_rows
-extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& parameters = own.parameters;
     const MxPlanes& p = parameters.planes;
     constexpr int STEP = 8 * 32;
-    long long size = p.rows * p.columns, first = (long long)blockIdx.x * (8 * THREADS * PACKS);
+    long long size = p.rows * p.columns, first = (long long)own.block * (8 * THREADS * PACKS);
     long long warp = first + threadIdx.x / 32 * (STEP * PACKS), lane = threadIdx.x % 32, at = warp + lane * 8;
     bool whole = ALIGNED && first + 8 * THREADS * PACKS <= size;
     Eight<IN> v[PACKS];
@@ -71,10 +74,10 @@ struct Piece {
     OPFUSE_FN int own_row(int i) const { return row + i / 4 * 16 + i % 4; }
 };
 
-OPFUSE_FN Piece this_piece(long long columns) {
+OPFUSE_FN Piece piece_of(u32 block, long long columns) {
     u32 tiles_across = u32((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     return {int(warp / ACROSS * 32 + lane / 8 * 4), int(warp % ACROSS * 64 + lane % 8 * 8),
-            (long long)(blockIdx.x / tiles_across) * TILE_ROWS, (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS};
+            (long long)(block / tiles_across) * TILE_ROWS, (long long)(block % tiles_across) * TILE_COLUMNS};
 }
 
 // The codes of the blocks that the thread's values are in, of its rows or of its columns.
@@ -132,10 +135,12 @@ OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
 }
 
 #if ENTRY_cast_tile
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched);
+    const Parameters& parameters = part.parameters;
     const MxPlanes& p = parameters.planes;
     __shared__ __align__(4) u8 row_codes[TILE_ROWS * TILE_COLUMNS / BLOCK], column_codes[TILE_COLUMNS * 4];
-    Piece own = this_piece(p.columns);
+    Piece own = piece_of(part.block, p.columns);
     long long column = own.tile_column + own.column, there = p.columns - column;
     Eight<IN> v[8];
     bool has_row[8], has_column[8];
@@ -174,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
     if (!ROWWISE && !SWIZZLED) return;
     __syncthreads();
     long long tile_down = own.tile_row / 128, tile_across = own.tile_column / 128;
-    ScaleTiles tiles = {blockIdx.x, tile_across * (padded_lines(p.rows) / 128) + tile_down};
+    ScaleTiles tiles = {part.block, tile_across * (padded_lines(p.rows) / 128) + tile_down};
     store_scales<TILE_ROWS, TILE_COLUMNS, TILE_THREADS>(p, own.tile_row, own.tile_column, tiles, row_codes, column_codes);
 }
 #endif

@@ -35,7 +35,7 @@ OPFUSE_FN bool holds_nonfinite(u32 best) {
         return (best + (SAME<IN, bf16> ? 0x00800080 : 0x04000400)) & 0x80008000;
 }
 
-OPFUSE_FN Running begin(const Encode& p) { return {encode_scale(p.scale), 0}; }
+OPFUSE_FN Running begin(const Encode& p) { return {encode_scale(p.scale, blockIdx.x), 0}; }
 
 OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, const Eight<IN>& v, Held& held, u8* shared, Running& running) {
     held.v[i % LOOKED_AT] = v;

@@ -254,7 +254,7 @@ struct Chained {
 extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_chain(const __grid_constant__ Parameters p) {
 #if HOPPER
 #if CAST == TENSOR
-    Chained end = {p, encode_scale(p.end.encode.scale), 0, 0};
+    Chained end = {p, encode_scale(p.end.encode.scale, blockIdx.x), 0, 0};
 #else
     Chained end = {p, 1.0f, 0, 0};
 #endif

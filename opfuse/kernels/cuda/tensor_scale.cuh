@@ -20,8 +20,8 @@ struct TensorCodes {
     long long rows, columns;
 };
 
-// What values are multiplied by; the grid's first thread stores what codes are.
-OPFUSE_FN float encode_scale(const TensorScale& p) {
+// What values are multiplied by; the first thread of block 0 stores what codes are.
+OPFUSE_FN float encode_scale(const TensorScale& p, u32 block) {
     float scale, inverse;
     if constexpr (RECORD) {
         scale = *p.scale;
@@ -32,7 +32,7 @@ OPFUSE_FN float encode_scale(const TensorScale& p) {
         if (p.pow2) scale = pow2_floor(scale);
         inverse = decode_scale(scale, amax);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.decode_scale = inverse;
+    if (block == 0 && threadIdx.x == 0) *p.decode_scale = inverse;
     return scale;
 }
 

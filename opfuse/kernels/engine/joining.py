@@ -16,7 +16,7 @@ from opfuse.kernels.engine.variants import parameter_bytes
 JOINED = 8
 """Launches that become one at most."""
 
-READ_WORDS: dict[str, tuple[int, ...]] = {"cast_block.cu": (0,)}
+READ_WORDS: dict[str, tuple[int, ...]] = {"amax.cu": (0,), "cast_tensor.cu": (0, 3), "cast_block.cu": (0,), "cast_mx.cu": (0,)}
 """By source: words of the parameter with addresses of what is read; at all others it writes what nobody else does."""
 
 _NOBODY = 0xFFFFFFFF

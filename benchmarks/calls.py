@@ -8,6 +8,7 @@ serving or between two steps of an optimizer.
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import statistics
 import time
@@ -140,6 +141,7 @@ def captured(call: Call) -> Call:
         for _ in range(4):
             call()
     torch.cuda.synchronize()
+    gc.collect()  # what dies during a capture may ask the device, which ends it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()

@@ -14,6 +14,7 @@ from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
+from opfuse.convert.norms import lone_norm
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings
@@ -62,6 +63,8 @@ def fuse_(
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
         walk.visit(model, "")
+        if walk.made:
+            walk.convert_norms()
         walk.policies.check_used(name for name, _ in model.named_modules())
         if not walk.made:
             raise _nothing(model, walk.entries)
@@ -113,6 +116,7 @@ class _Walk:
         self.made: dict[nn.Module, Converted] = {}
         self.seen: set[nn.Module] = set()
         self.inlined: set[nn.Module] = set()
+        self.lone: list[tuple[str, nn.Module]] = []
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
@@ -180,6 +184,15 @@ class _Walk:
             where = f"in {reader.path.rpartition('.')[2]}"
             self._retell(norm.path, status="joined", became=where, recipe=_told(norm))
 
+    def convert_norms(self) -> None:
+        """Those that no pipeline begins with."""
+        for path, module in self.lone:
+            choice = self.policies.of(module, path)
+            made = lone_norm(module, path, choice.recipe) if choice.convert and module not in self.made else None
+            if made is not None:
+                self.made[module], became = made
+                self._retell(path, status="fused", became=became, recipe=_told(made[0]))
+
     def _alone(self, weight: Weight, path: str) -> None:
         module, elements = weight.module, _elements(weight)
         choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
@@ -222,6 +235,7 @@ class _Walk:
         if isinstance(module, nn.Embedding):
             self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
         elif not elements:
+            self.lone.append((path, module))
             got = "one that stands by itself"
             self._tell(module, path, "kept", wanted="an op beside a fused product", got=got, cure=NONE)
         elif path.rpartition(".")[2] in HEADS:

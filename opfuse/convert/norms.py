@@ -1,0 +1,48 @@
+"""Norms that no pipeline begins with, such as that before attention: each runs as one op, where transformers' takes seven.
+
+Models write an RMS norm as sums, casts and products of its own, and called, each is a kernel over the whole tensor. In a graph of
+torch.compile the norm stays what it is: the compiler makes one kernel of it and of the sum before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.convert.chain import arguments_of
+from opfuse.convert.converted import Converted, PipelineRun
+from opfuse.convert.leaves import norm_of, obstacle
+from opfuse.recipes import Recipe
+
+NARROW = 1024
+"""Columns below which a norm is left alone: those of heads, of which attention has many, were not measured."""
+
+
+class LoneNorm(Converted):
+    """The forward of a norm that runs as one op on tensors of its weight's dtype, and as it was on others."""
+
+    def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        weight: Any = self.module._parameters["weight"]
+        plain = type(x) is torch.Tensor and type(weight) is nn.Parameter
+        if plain and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            return super().compute(x, arguments)
+        return self.plain(x)
+
+    def get_ready(self) -> None:
+        """Nothing is an op in a graph."""
+
+    def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self.plain(*args, **kwargs)
+
+
+def lone_norm(module: nn.Module, path: str, recipe: Recipe | None) -> tuple[LoneNorm, str] | None:
+    """The new forward of a norm, and the name of its op; None for a module that is none, or that stays as it is."""
+    op = norm_of(module)
+    weight: Any = module._parameters.get("weight")
+    if op is None or weight.numel() < NARROW or obstacle(module, called=True) is not None:
+        return None
+    run = PipelineRun([op], ["norm"], path=path)
+    return LoneNorm(module, path, arguments=arguments_of(module)[:1], parts=(run,), members={}, recipe=recipe), type(op).__name__

@@ -2,13 +2,13 @@
 
 :data:`LAYOUTS` is a table: DeepSeek's block FP8, and schemes of compressed-tensors, which vLLM and transformers read as well.
 What lives quantized in the layout's format is written as it is; what is plain is cast by the layout's own scale rule. An array
-that does not fit is refused by its name.
+that does not fit is refused by its name. :data:`READ` has layouts that are read and not written: ModelOpt's NVFP4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -17,9 +17,9 @@ from torch import nn
 
 from opfuse.convert.policy import HEADS
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, NumberFormat
+from opfuse.formats import COLUMNWISE, E2M1, E4M3, NVFP4, ROWWISE, NumberFormat
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
-from opfuse.numerics.scales import nvfp4_global_scale
+from opfuse.numerics.scales import divide, nvfp4_global_scale
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
@@ -31,11 +31,15 @@ _WEIGHT = ".weight"
 
 
 class Part(NamedTuple):
-    """An array of a weight in a file: what stands after the module's name, its dtype, and what a plane has of it."""
+    """An array of a weight in a file: what stands after the module's name, its dtype, and what a plane has of it.
+
+    scale_of: of the scale of a whole weight, what it is of the global amax that opfuse keeps.
+    """
 
     suffix: str
     dtype: torch.dtype
     written: Callable[[Plane], torch.Tensor]
+    scale_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def _codes(plane: Plane) -> torch.Tensor:
@@ -46,8 +50,17 @@ def _scales(plane: Plane) -> torch.Tensor:
     return load_scale(cast(torch.Tensor, plane.scale), plane.layout).contiguous()
 
 
-def _global(plane: Plane) -> torch.Tensor:
-    return nvfp4_global_scale(cast(torch.Tensor, plane.amax), plane.format.encode_max)
+def _encode(amax: torch.Tensor) -> torch.Tensor:
+    """What values are multiplied by."""
+    return nvfp4_global_scale(amax, NVFP4.encode_max)
+
+
+def _decode(amax: torch.Tensor) -> torch.Tensor:
+    """What values are multiplied by that were cast."""
+    return divide(amax, _LARGEST)
+
+
+_LARGEST = NVFP4.encode_max * E2M1.max
 
 
 @dataclass(frozen=True)
@@ -86,12 +99,26 @@ class Foreign:
         layout = self.layout(codes)
         return layout.lines[1] % self.format.multiple == 0 and tuple(scales.shape) == layout.blocks
 
-    def read(self, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    def amax(self, path: str, arrays: Mapping[str, torch.Tensor], *, nearest: bool = False) -> torch.Tensor | None:
+        """The global amax that arrays tell of, where the format has one; see :func:`import_weights` for ``nearest``."""
+        part = self.parts[-1]
+        return None if part.scale_of is None else _amax_of(path, part, arrays[part.suffix], nearest=nearest)
+
+    def global_scale(self, path: str, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The scale that the whole weight was multiplied by, where the format has one."""
+        part = self.parts[-1]
+        if part.scale_of is None or part.scale_of is _encode:
+            return () if part.scale_of is None else (arrays[part.suffix],)
+        return (_encode(_amax_of(path, part, arrays[part.suffix], nearest=True)),)
+
+    def read(
+        self, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype, *, nearest: bool = False
+    ) -> QuantizedTensor:
         """The weight of arrays that fit, with both planes. The columnwise one holds the same values, or is their cast."""
         codes, scales = (arrays[part.suffix] for part in self.parts[:2])
         layout = self.layout(codes)
         wide = scales.to(torch.float32) if layout.format.scale == "fp32" else scales.view(torch.uint8)
-        amax = _amax_of(path, arrays[self.parts[2].suffix]) if len(self.parts) > 2 else None
+        amax = self.amax(path, arrays, nearest=nearest)
         rowwise = Plane(ROWWISE, layout.format, layout.shape, codes.view(torch.uint8), store_scale(wide, layout), amax)
         storage = QuantizedStorage(torch.Size(layout.shape), dtype, rowwise, None)
         columnwise = mirrored(rowwise) if self.quantizer.planes_agree else self._columnwise(storage.dequantize(torch.float32))
@@ -116,16 +143,20 @@ def _is_of(array: torch.Tensor, dtype: torch.dtype) -> bool:
     return array.dtype in (_BYTES if dtype == torch.uint8 else _WIDER.get(dtype, (dtype,)))
 
 
-def _amax_of(path: str, encode: torch.Tensor) -> torch.Tensor:
-    """The global amax whose encode scale is ``encode``, the roundest of those; ConversionError if there is none."""
-    wanted = encode.reshape(1).to(torch.float32)
-    near = (torch.full_like(wanted, NVFP4.encode_max * 6.0) / wanted).view(torch.int32) + torch.arange(-4, 5, dtype=torch.int32)
-    amaxes = near.view(torch.float32)
-    found = amaxes[nvfp4_global_scale(amaxes, NVFP4.encode_max) == wanted]
-    if not found.numel():
-        where, got = f"{path}.weight_global_scale", wanted.item()
-        cure = "pass dequantize=True, which reads the values"
-        raise ConversionError(describe(where, wanted="2688 / amax of some fp32 amax", got=got, cure=cure))
+def _amax_of(path: str, part: Part, stored: torch.Tensor, *, nearest: bool) -> torch.Tensor:
+    """The global amax that has the scale ``stored``, the roundest of those; ConversionError if there is none.
+
+    nearest: also one whose scale is the next number to it.
+    """
+    scale_of, wanted = cast(Any, part.scale_of), stored.reshape(1).to(torch.float32)
+    about = _LARGEST / wanted if scale_of is _encode else _LARGEST * wanted
+    amaxes = (about.view(torch.int32) + torch.arange(-4, 5, dtype=torch.int32, device=stored.device)).view(torch.float32)
+    apart = (scale_of(amaxes).view(torch.int32) - wanted.view(torch.int32)).abs()
+    found = amaxes[apart == apart.min()]
+    if not wanted.isfinite() or wanted <= 0 or apart.min() > nearest:
+        cure = "pass dequantize=True, which reads the values, or nearest_scale=True, which moves the last bit of such scales"
+        got = wanted.item()
+        raise ConversionError(describe(f"{path}.{part.suffix}", wanted="the scale of some fp32 amax", got=got, cure=cure))
     bits = found.view(torch.int32)
     return found[(bits & -bits).argmax()].reshape(1)
 
@@ -188,7 +219,7 @@ LAYOUTS: Mapping[str, Foreign] = MappingProxyType(
             (
                 Part("weight_packed", torch.uint8, _codes),
                 Part("weight_scale", FP8, _scales),
-                Part("weight_global_scale", torch.float32, _global),
+                Part("weight_global_scale", torch.float32, lambda plane: _encode(cast(torch.Tensor, plane.amax)), _encode),
             ),
             NVFP4Quantizer(),
             _scheme(
@@ -200,6 +231,17 @@ LAYOUTS: Mapping[str, Foreign] = MappingProxyType(
     }
 )
 """By name: DeepSeek's, then FP8_BLOCK, FP8_DYNAMIC, MXFP8 and NVFP4A16 of compressed-tensors."""
+
+_MODELOPT = (
+    Part("weight", torch.uint8, _codes),
+    Part("weight_scale", FP8, _scales),
+    Part("weight_scale_2", torch.float32, lambda plane: _decode(cast(torch.Tensor, plane.amax)), _decode),
+)
+READ: Mapping[str, Foreign] = MappingProxyType({**LAYOUTS, "modelopt": replace(LAYOUTS["nvfp4"], parts=_MODELOPT)})
+"""Those, and what is read alone: readers of ModelOpt's NVFP4 want scales of activations, which a calibration finds."""
+
+OF_ACTIVATIONS = ("input_scale", "input_global_scale")
+"""Arrays beside a quantized weight that no recipe reads: it finds scales of activations in each call."""
 
 # -- reading and writing -----------------------------------------------------------------------------------------------------
 
@@ -221,7 +263,7 @@ def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | N
     ConversionError for a layout that is none, a name in ``ignore`` that no linear layer has, and a weight that lives quantized
     in another format or whose size the format cannot take.
     """
-    foreign = _named(layout)
+    foreign = _named(layout, LAYOUTS)
     linears = {path: module for path, module in model.named_modules() if isinstance(module, (nn.Linear, BasicLinear, Linear))}
     ignored = _ignored(linears, ignore)
     tensors: dict[str, torch.Tensor] = {}
@@ -270,21 +312,30 @@ def import_weights(
     layout: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     dequantize: bool = False,
+    nearest_scale: bool = False,
 ) -> dict[str, torch.Tensor]:
     """A state dict for ``load_state_dict`` from tensors as another library wrote them; what is plain stays as it is.
 
     Weights become quantized tensors of the nominal ``dtype``, over the same bytes: loaded into parameters that were made under
     ``quantized_model_init`` in their format they are copied bit for bit, into plain parameters their values are. ``dequantize``:
-    plain values. ``layout``: a name of :data:`LAYOUTS`; None: of each weight the one that its arrays fit.
+    plain values. ``layout``: a name of :data:`READ`; None: of each weight the one that its arrays fit. Static scales of
+    activations are left out.
 
-    ConversionError for arrays that fit no layout, by their names.
+    NVFP4 has a scale of the whole weight, where opfuse keeps the amax that it follows from. ``nearest_scale``: one that follows
+    from no amax is taken for the next number that does, 1 in 2^23 away; codes and scales of blocks keep their bytes.
+
+    ConversionError for arrays that fit no layout, and for such a scale otherwise, by their names.
     """
     found = dict(tensors)
     for path, foreign, arrays in recognized(tensors, layout):
         for part in foreign.parts:
             del found[f"{path}.{part.suffix}"]
-        weight = foreign.read(path, arrays, dtype) if not dequantize else _values(foreign, path, arrays, dtype)
-        found[path + _WEIGHT] = weight
+        for suffix in OF_ACTIVATIONS:
+            found.pop(f"{path}.{suffix}", None)
+        if dequantize:
+            found[path + _WEIGHT] = _values(foreign, path, arrays, dtype)
+        else:
+            found[path + _WEIGHT] = foreign.read(path, arrays, dtype, nearest=nearest_scale)
     return found
 
 
@@ -292,7 +343,7 @@ def recognized(
     tensors: Mapping[str, torch.Tensor], layout: str | None = None
 ) -> Iterator[tuple[str, Foreign, dict[str, torch.Tensor]]]:
     """Each quantized weight: its module's path, its layout, and its arrays by suffix. Errors of :func:`import_weights`."""
-    known = dict(LAYOUTS) if layout is None else {layout: _named(layout)}
+    known = dict(READ) if layout is None else {layout: _named(layout, READ)}
     for path, arrays in _weights(tensors, known):
         foreign = next((each for each in known.values() if each.fits(arrays)), None)
         if foreign is None:
@@ -303,12 +354,13 @@ def recognized(
 
 
 def _values(foreign: Foreign, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Plain values; of NVFP4 by the global scale itself, where no amax has it."""
-    if len(foreign.parts) < 3:
+    """Plain values; of NVFP4 by the scale of the file itself, which need follow from no amax."""
+    part = foreign.parts[-1]
+    if part.scale_of is None:
         return foreign.read(path, arrays, torch.float32).dequantize().to(dtype)
-    last = foreign.parts[2].suffix
-    unscaled = foreign.read(path, {**arrays, last: torch.ones(1)}, torch.float32).dequantize()
-    return (unscaled / arrays[last].to(torch.float32)).to(dtype)
+    unscaled = foreign.read(path, {**arrays, part.suffix: part.scale_of(torch.full((1,), _LARGEST))}, torch.float32).dequantize()
+    overall = arrays[part.suffix].to(torch.float32)
+    return (unscaled / overall if part.scale_of is _encode else unscaled * overall).to(dtype)
 
 
 def _weights(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Foreign]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -320,8 +372,9 @@ def _weights(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Foreign]) 
         yield path, {suffix: tensors[f"{path}.{suffix}"] for suffix in sorted(suffixes) if f"{path}.{suffix}" in tensors}
 
 
-def _named(layout: str) -> Foreign:
-    if layout not in LAYOUTS:
-        cure = f"use one of {', '.join(LAYOUTS)}"
-        raise ConversionError(describe("layout", wanted="a layout", got=f"{layout!r}{nearest(layout, LAYOUTS)}", cure=cure))
-    return LAYOUTS[layout]
+def _named(layout: str, known: Mapping[str, Foreign]) -> Foreign:
+    if layout not in known:
+        read = "write nvfp4, whose readers need no calibration; " if layout in READ else ""
+        cure, got = f"{read}use one of {', '.join(known)}", f"{layout!r}{nearest(layout, known)}"
+        raise ConversionError(describe("layout", wanted="a layout", got=got, cure=cure))
+    return known[layout]

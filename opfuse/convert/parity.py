@@ -86,9 +86,9 @@ def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
     found = {}
     rest = dict(from_planes(tensors))
     for path, foreign, arrays in recognized(rest):
-        codes, scales, *overall = (arrays[part.suffix] for part in foreign.parts)
+        codes, scales = (arrays[part.suffix] for part in foreign.parts[:2])
         read = scales.to(torch.float32) if foreign.format.scale == "fp32" else scales.view(torch.uint8)
-        found[f"{path}.weight"] = Compared((codes.view(torch.uint8), read, *overall), foreign.format)
+        found[f"{path}.weight"] = Compared((codes.view(torch.uint8), read, *foreign.global_scale(path, arrays)), foreign.format)
         for part in foreign.parts:
             del rest[f"{path}.{part.suffix}"]
     for name, value in rest.items():

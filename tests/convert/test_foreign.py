@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.convert.foreign import LAYOUTS
+from opfuse.convert.foreign import LAYOUTS, READ
+from opfuse.convert.parity import compare
 from opfuse.errors import ConversionError
 from opfuse.recipes import CustomRecipe, Float8BlockScaling
 from opfuse.tensors.tensor import QuantizedTensor
@@ -151,26 +152,63 @@ def test_what_the_library_wrote_is_read_and_written_again(layout, dtype):
     assert scheme.weights is not None
 
 
-def test_a_global_scale_that_no_amax_has_is_told_and_read_as_values():
+def modelopt(arrays: dict[str, torch.Tensor], amax: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arrays of compressed-tensors' NVFP4 as ModelOpt names them: a scale of the whole weight that decodes, amax / (6 * 448)."""
+    weight, scale = arrays["weight_packed"], arrays["weight_scale"]
+    return {"weight": weight, "weight_scale": scale, "weight_scale_2": (amax / torch.tensor(6.0 * 448.0)).reshape(())}
+
+
+def named(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"up.{suffix}": array for suffix, array in arrays.items()}
+
+
+def test_a_weight_of_modelopt_is_read_bit_for_bit():
+    """Its codes and block scales are those of compressed-tensors; static scales of activations are left out."""
+    model = Model()
+    arrays = arrays_of(opfuse.export_weights(model, "nvfp4").tensors, "up")
+    found = named(modelopt(arrays, model.up.weight.abs().max().float())) | {"up.input_scale": torch.ones(())}
+    state = opfuse.import_weights(found)
+    assert [*state] == ["up.weight"]
+    again = opfuse.export_weights(Holder(state["up.weight"]), "nvfp4").tensors
+    assert [suffix for suffix, array in arrays.items() if not same(again[f"up.{suffix}"], array)] == []
+    values = opfuse.import_weights(found, dequantize=True, dtype=torch.float32)["up.weight"]
+    assert torch.allclose(values, state["up.weight"].dequantize(torch.float32), rtol=2**-22)
+    assert {each.name: each.status for each in compare(found, again)} == {"up.weight": "equal", "up.input_scale": "only in MODEL"}
+    with pytest.raises(
+        ConversionError, match=r"got 'modelopt'. Cure: write nvfp4, whose readers need no calibration; use one of"
+    ):
+        opfuse.export_weights(model, "modelopt")
+
+
+@pytest.mark.parametrize(("suffix", "first"), [("weight_global_scale", 0x3FA00000), ("weight_scale_2", 0x3FE00000)])
+def test_a_global_scale_that_no_amax_has_is_told_and_read_as_values_or_as_the_next(suffix, first):
     tensors = opfuse.export_weights(Model(), "nvfp4").tensors
+    written = arrays_of(tensors, "up")
+    kept = written if suffix in written else modelopt(written, torch.ones(()))
     refused = []
-    for bits in range(0x3FA00000, 0x3FA00010):  # from 1.25 on
+    for bits in range(first, first + 16):  # from 1.25 on, and from 1.75
         overall = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-        found = {f"up.{suffix}": array for suffix, array in arrays_of(tensors, "up").items()} | {
-            "up.weight_global_scale": overall
-        }
+        found = named(kept | {suffix: overall})
         try:
             weight = opfuse.import_weights(found)["up.weight"]
         except ConversionError as error:
             refused.append((str(error), found))
         else:
-            assert opfuse.export_weights(Holder(weight), "nvfp4").tensors["up.weight_global_scale"] == overall
+            assert same(weight.record.rowwise.data, written["weight_packed"])
+            if suffix in written:
+                assert opfuse.export_weights(Holder(weight), "nvfp4").tensors[f"up.{suffix}"] == overall
     assert 0 < len(refused) < 16
-    assert all("pass dequantize=True" in text for text, _ in refused)
-    values = opfuse.import_weights(refused[0][1], dequantize=True, dtype=torch.float32)["up.weight"]
-    wanted = opfuse.import_weights(tensors, dequantize=True, dtype=torch.float32)["up.weight"]
-    ratio = tensors["up.weight_global_scale"] / refused[0][1]["up.weight_global_scale"]
-    assert torch.allclose(values, wanted * ratio, rtol=2**-20)
+    assert all("pass dequantize=True" in text and "nearest_scale=True" in text for text, _ in refused)
+    _, found = refused[0]
+    near = opfuse.import_weights(found, nearest_scale=True)["up.weight"]
+    arrays = opfuse.export_weights(Holder(near), "nvfp4").tensors
+    assert all(same(arrays[f"up.{name}"], written[name]) for name in ("weight_packed", "weight_scale"))
+    values = opfuse.import_weights(found, dequantize=True, dtype=torch.float32)["up.weight"]
+    assert torch.allclose(near.dequantize(torch.float32), values, rtol=2**-21)
+    assert (near.dequantize(torch.float32) != values).any()
+    for bad in (0.0, -1.0, torch.inf, torch.nan, 1e-38 if suffix in written else 1e36):
+        with pytest.raises(ConversionError, match=f"up.{suffix}: wants the scale of some fp32 amax"):
+            opfuse.import_weights(named(kept | {suffix: torch.tensor([bad])}), nearest_scale=True)
 
 
 def test_the_page_is_true():
@@ -181,7 +219,7 @@ def test_the_page_is_true():
     assert space["config"]["modules_to_not_convert"] == ["2"]
     assert isinstance(space["quantized"].weight, QuantizedTensor)
     assert torch.equal(space["model"][0].weight, space["quantized"].weight.dequantize())
-    assert all(f"| `{name}` |" in page for name in LAYOUTS)
+    assert all(f"| `{name}` |" in page for name in READ)
 
 
 def test_a_deepseek_checkpoint_is_trained_from():

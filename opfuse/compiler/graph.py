@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from opfuse.core.signature import TensorSig
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
+from opfuse.tensors.meeting import Travel
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -75,12 +76,27 @@ class ProductFormats:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """A collective beside the cast of an operand: the format in which rows travel, or None and why they do in high precision.
+
+    op: of the collective. product, role: of the operand.
+    """
+
+    op: int
+    product: int
+    role: str
+    format: NumberFormat | None
+    why: str
+
+
+@dataclass(frozen=True)
 class Node:
     """One step of the lowered pipeline.
 
     kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds
     an operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
-    takes_quantized: its methods take quantized values. directions: the passes in which it does anything. needs: what wants a
+    takes_quantized: its methods take quantized values. travel: of a collective, how a cast comes to all ranks. directions: the
+    passes in which it does anything. needs: what wants a
     gradient: "input", parameter names, "extra0" ….
     """
 
@@ -98,6 +114,7 @@ class Node:
     side: bool = False
     casts: tuple[CastSpec, ...] = ()
     takes_quantized: bool = False
+    travel: Travel | None = None
 
     @property
     def name(self) -> str:
@@ -122,7 +139,8 @@ class Graph:
 
     root: value that a quantized copy is a copy of; their gradients are one.
     extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
-    products: matrix products of ops with quantized operands, and the formats that meet in them.
+    products: matrix products of ops with quantized operands, and the formats that meet in them. meetings: collectives beside
+    casts.
     """
 
     nodes: tuple[Node, ...]
@@ -133,6 +151,7 @@ class Graph:
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
     products: tuple[ProductFormats, ...] = ()
+    meetings: tuple[Meeting, ...] = ()
 
     @classmethod
     def of(
@@ -176,7 +195,8 @@ class Graph:
     @cached_property
     def by_op(self) -> dict[int, tuple[Node, ...]]:
         """The nodes of each basic op, in order."""
-        return {op: tuple(nodes) for op, nodes in groupby(self.nodes, key=lambda node: node.op)}
+        ordered = sorted(self.nodes, key=lambda node: node.op)
+        return {op: tuple(nodes) for op, nodes in groupby(ordered, key=lambda node: node.op)}
 
     def view(self, direction: str) -> tuple[Node, ...]:
         """The main-chain nodes that do something in ``direction``, in forward order."""

@@ -2,7 +2,8 @@
 
 Around an op with quantized operands stand ``quantize`` nodes, in this order: the input, parameters (aside), the op, and the
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
-from what needs a gradient.
+from what needs a gradient. Where a collective stands between a cast and the rank's own rows, the cast changes places with it if
+that changes no bit (:mod:`opfuse.compiler.meetings`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, TRANSPARENT, CastSpec, Graph, Node, ProductFormats
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
+from opfuse.compiler.meetings import Beside, Carried, carried, carrier, rows_behind
 from opfuse.compiler.products import products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
@@ -37,7 +39,8 @@ class _GraphBuilder:
 
     ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
     values that are a copy of another, quantized or not, and share its gradient.
-    cast_gradients: values whose gradient is quantized. products: of ops with quantized operands.
+    cast_gradients: values whose gradient is quantized. products: of ops with quantized operands. meetings: collectives beside
+    casts. moves: whether casts may change places with them. rows: what the number of rows of the current value divides by.
     """
 
     env: Env
@@ -55,6 +58,9 @@ class _GraphBuilder:
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     products: list[ProductFormats] = field(default_factory=list)
+    meetings: list[Meeting] = field(default_factory=list)
+    moves: bool = True
+    rows: int = 1
 
     def new_value(self, *, grad: bool) -> int:
         value, self.values = self.values, self.values + 1
@@ -68,9 +74,15 @@ class _GraphBuilder:
         return node
 
 
-def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset()) -> Graph:
-    """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input."""
-    b = _GraphBuilder(env, ops, [op.known for op in ops], exports=exports)
+def lower(
+    ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: frozenset[str] = frozenset(), *, moves: bool = True
+) -> Graph:
+    """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input.
+
+    moves: whether casts may change places with collectives; not where somebody takes the nodes of some ops for their own.
+    """
+    moves = moves and inputs.x.quantized is None
+    b = _GraphBuilder(env, ops, [op.known for op in ops], exports=exports, moves=moves, rows=env.rows_class)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
@@ -102,9 +114,12 @@ def lower(ops: Sequence[BasicOperation], env: Env, inputs: Inputs, exports: froz
                 takes_quantized=known.accepts_quantized,
             )
             _publish(b, op, node)
+            b.rows = rows_behind(op, b.rows)
+            _move_gradient_cast(b, node)
         if GRADIENT in casts:
             _cast_gradient(b, _caster(b, index, GRADIENT), casts[GRADIENT])
-    return Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
+    graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
+    return replace(graph, meetings=tuple(b.meetings))
 
 
 def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -204,6 +219,44 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequenc
     if earlier is not None:
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
+    collective = _collective_before(b, spec)
+    if collective is None:
+        _add_cast(b, op, spec, extra_values)
+        return
+    found = _moved(b, op, spec, collective, FORWARD)
+    if found.travel is None:
+        _add_cast(b, op, spec, extra_values)
+        return
+    b.nodes.pop()
+    b.current = collective.inputs[0]
+    _add_cast(b, op, found.spec, ())
+    b.nodes.append(replace(collective, index=len(b.nodes), inputs=(b.current,), travel=found.travel))
+    (b.current,) = collective.outputs
+    b.casts[b.current] = len(b.nodes) - 2
+
+
+def _collective_before(b: _GraphBuilder, spec: CastSpec) -> Node | None:
+    """What made the current value, if it has brought rows here that could have been cast where they were."""
+    node = b.nodes[-1] if b.nodes and b.moves and not spec.groups else None
+    made = node is not None and not node.is_cast and node.outputs == (b.current,)
+    return node if made and node is not None and carrier(b.ops[node.op], FORWARD) is not None else None
+
+
+def _moved(b: _GraphBuilder, op: int, spec: CastSpec, collective: Node, direction: str) -> Carried:
+    """The cast that stands on the other side of ``collective``, if it can. The builder's rows are those behind it."""
+    params = b.ops[op].parameter_values()
+    dtypes = [b.env.autocast] if b.env.autocast else [value.dtype for value in params if value is not None]
+    width = min((dtype.itemsize for dtype in dtypes), default=2)
+    joins = carrier(b.ops[collective.op], direction)
+    rows = b.rows // b.ops[collective.op].process_group_size if joins and direction == FORWARD else b.rows
+    found = carried(spec, Beside(b.ops[op], b.ops[collective.op], b.env, rows, width, direction))
+    if joins:
+        fmt = None if found.travel is None else spec.quantizer.formats[not spec.quantizer.rowwise]
+        b.meetings.append(Meeting(collective.op, op, spec.role, fmt, found.why))
+    return found
+
+
+def _add_cast(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
     value = b.new_value(grad=b.current in b.grads)
     inputs = (b.current, *extra_values[:1]) if spec.groups else (b.current,)
     node = b.add(kind=spec.kind, op=op, spec=spec, inputs=inputs, outputs=(value,), directions=frozenset((FORWARD,)))
@@ -220,6 +273,20 @@ def _cast_gradient(b: _GraphBuilder, op: int, spec: CastSpec) -> None:
     if b.current in b.grads and original not in b.cast_gradients:
         b.cast_gradients.add(original)
         b.add(kind=spec.kind, op=op, spec=spec, inputs=(b.current,), outputs=(b.current,), directions=frozenset((BACKWARD,)))
+
+
+def _move_gradient_cast(b: _GraphBuilder, collective: Node) -> None:
+    """Have the gradient cast of the op before ``collective`` behind that: there it casts this rank's rows alone."""
+    cast = b.nodes[-2] if len(b.nodes) > 1 and b.moves else None
+    if cast is None or cast.directions != {BACKWARD} or collective.inputs != cast.outputs:
+        return
+    if carrier(b.ops[collective.op], BACKWARD) is None or (out := collective.outputs[0]) not in b.grads:
+        return
+    found = _moved(b, cast.op, cast.spec, collective, BACKWARD)
+    if found.travel is not None:
+        b.nodes[-2] = replace(collective, index=cast.index, travel=found.travel)
+        b.nodes[-1] = replace(cast, index=collective.index, spec=found.spec, inputs=(out,), outputs=(out,))
+        b.cast_gradients.add(out)
 
 
 def _publish(b: _GraphBuilder, op: BasicOperation, node: Node) -> None:

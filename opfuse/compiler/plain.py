@@ -46,6 +46,13 @@ def remade(plan: Plan) -> Iterator[dict[str, Any]]:
             yield {"op": nodes[reader].name, "operand": each.role, "from": chain, "format": fmt}
 
 
+def meetings(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Each collective beside a cast: the operand, the format in which rows travel (None: values do), and why they do not so."""
+    for each in plan.graph.meetings:
+        fmt = None if each.format is None else str(each.format)
+        yield {"op": plan.ops[each.op], "product": plan.ops[each.product], "operand": each.role, "format": fmt, "why": each.why}
+
+
 def pipeline(plan: Plan) -> dict[str, Any]:
     """The graph, its segments, and the groups of either pass."""
     return {
@@ -55,6 +62,7 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "nodes": [node.name for node in plan.graph.nodes],
         "products": list(products(plan)),
         "remade": list(remade(plan)),
+        "meetings": list(meetings(plan)),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{

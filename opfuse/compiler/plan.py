@@ -99,6 +99,13 @@ class Plan:
         """Of casts whose result the backward pass makes anew: what is cast for the forward product alone."""
         return {each.source: each.forward for operands in self.remade.values() for each in operands}
 
+    @cached_property
+    def postponed(self) -> frozenset[int]:
+        """Collectives that leave a plane to the backward pass."""
+        nodes = self.graph.nodes
+        remade = (each for operands in self.remade.values() for each in operands)
+        return frozenset(i for each in remade for i in each.chain if nodes[i].travel is not None)
+
     @property
     def fusions(self) -> tuple[str, ...]:
         """Names of what fused, forward first, once for each place."""
@@ -119,7 +126,7 @@ def compile_plan(
     presets: FusedOperations that the user put into the pipeline, each behind the position of its first op. name: of the pipeline,
     for explanations. exports: channels that later pipelines read.
     """
-    graph = lower(ops, key.env, key.inputs, exports)
+    graph = lower(ops, key.env, key.inputs, exports, moves=not (presets or rules.functions))
     claims = Claims(graph, key.env)
     claims.claim_presets(presets)
     claims.claim_functions(rules, ops)
@@ -202,12 +209,15 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
     """From a cast to the last reader of what it made, or of a copy of it."""
     node = graph.nodes[index]
     if node.directions == {BACKWARD}:
-        return graph.producer.get(node.outputs[0], index), index
+        first = graph.producer.get(node.outputs[0], index)
+        if graph.nodes[first].travel is not None:  # which hands the quantized gradient on
+            first = graph.producer.get(graph.nodes[first].inputs[0], first)
+        return first, index
     last, made = index, list(node.outputs)
     for value in made:
         for reader in graph.consumers.get(value, ()):
             last = max(last, reader)
-            if TRANSPARENT in graph.nodes[reader].traits:
+            if TRANSPARENT in graph.nodes[reader].traits or graph.nodes[reader].travel is not None:
                 made.append(graph.nodes[reader].outputs[0])
     return index, last
 

@@ -3,6 +3,8 @@
 An operand is remade where it is a cast of a parameter, or of what ops have made whose results follow from their saved state: a
 run of elementwise ops behind one that has saved its input, or behind a norm. What it takes must be the library's own code that
 does the same twice; any other operand is saved as ever.
+
+Whatever ``keep`` says, a plane that a collective left where it was cast is brought here when the backward pass reads it.
 """
 
 from __future__ import annotations
@@ -52,14 +54,16 @@ def remade_operands(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], groups: Sequence[Group]
 ) -> Remade:
     """What the backward pass makes anew. groups: of both passes."""
-    if env.keep is None or not env.grad:
+    waits = any(node.travel is not None and node.travel.later for node in graph.nodes)
+    if not env.grad or (env.keep is None and not waits):
         return {}
     foreign = {i for group in groups if not _is_own(group) for i in group.nodes}
     found = {}
     for node in graph.nodes:
         if GEMM in node.traits and not node.is_cast and node.index not in foreign:
-            there = (each for each in _of_reader(graph, ops, env, casts, node) if foreign.isdisjoint((each.source, *each.chain)))
-            found[node.index] = tuple(there)
+            each_of = [*_postponed(graph, ops, casts, node)]
+            each_of += _of_reader(graph, ops, env, casts, node) if env.keep is not None else ()
+            found[node.index] = tuple(each for each in each_of if foreign.isdisjoint((each.source, *each.chain)))
     return {reader: operands for reader, operands in found.items() if operands}
 
 
@@ -70,6 +74,15 @@ def _is_own(group: Group) -> bool:
         return group.opaque is None
     sides = [function for function in (rule.forward, rule.backward) if function is not None]
     return len(sides) == 1 and is_ours(sides[0])
+
+
+def _postponed(graph: Graph, ops: Sequence[BasicOperation], casts: Mapping[int, Cast], reader: Node) -> Iterator[RemadeOperand]:
+    """The input of a product of which a collective has left a plane for later."""
+    collective = graph.nodes[graph.producer[reader.inputs[0]]] if reader.inputs[0] in graph.producer else None
+    if collective is not None and collective.travel is not None and collective.travel.later:
+        source, name = graph.producer[collective.inputs[0]], ops[reader.op].remade_as["input"]
+        anew = replace(casts[source], quantizer=_only(casts[source].quantizer, COLUMNWISE))
+        yield RemadeOperand(reader.index, "input", name, source, casts[source], anew, (collective.index,))
 
 
 def _of_reader(

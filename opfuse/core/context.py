@@ -11,6 +11,7 @@ import torch
 from opfuse.core.protocol import checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
+from opfuse.tensors.meeting import Travel
 from opfuse.tensors.storage import QuantizedStorage
 
 Value = torch.Tensor | QuantizedStorage
@@ -32,7 +33,8 @@ class Context:
 
     op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
     ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
-    remade: operands, by role, that are not saved, since the backward pass makes them anew. dirty: tensors of the caller that the
+    remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: of a collective, how the cast
+    that it gets comes to all ranks; None: values do. dirty: tensors of the caller that the
     op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that of its output, where ``op_backward``
     gets a cast of it in groups.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
@@ -51,6 +53,7 @@ class Context:
         self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
         self.remade: frozenset[str] = frozenset()
+        self.travel: Travel | None = None
         self.dirty: list[torch.Tensor] = []
         self.grad_output: torch.Tensor | None = None
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()

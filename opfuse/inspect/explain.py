@@ -10,7 +10,7 @@ from torch import nn
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, outcome, pipeline, products, remade
+from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
@@ -182,6 +182,11 @@ def _products(plan: Plan) -> Iterator[str]:
         yield "  products"
     for product in products(plan):
         yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
+    if plan.graph.meetings:
+        yield "  rows of other ranks"
+    for each in meetings(plan):
+        how = each["format"] or f"values, cast anew: {each['why']}"
+        yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
     if plan.remade:
         yield "  made anew in the backward pass"
     for each in remade(plan):

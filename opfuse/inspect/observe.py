@@ -20,6 +20,7 @@ from opfuse.runtime.kept import scopes_of
 from opfuse.runtime.recording import recorded_plans
 from opfuse.runtime.run import Kept
 from opfuse.runtime.segment import recorded_saves
+from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -123,7 +124,7 @@ def observe(model: nn.Module, given: CallInputs) -> Observation:
     if not plans:
         cure = "pass a module of opfuse.ops, or one that calls such modules"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
-    weights: dict[str, Value] = {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+    weights: dict[str, Value] = {f"parameter {name}": stored_in(parameter) for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     scopes = scopes_of(model)
     originals = dict(pair for tensor, copy in zip(given.tensors, call.tensors) for pair in _blocks(tensor, copy))
@@ -182,7 +183,7 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Block:
-        storage = tensor.untyped_storage()
+        storage = stored_in(tensor).untyped_storage()
         return cls(storage.data_ptr(), storage.nbytes())
 
 

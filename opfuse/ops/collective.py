@@ -1,33 +1,36 @@
 """Collectives as ops: a pipeline that is cut over ranks says itself where they meet.
 
-They act along the first dimension, on high-precision values, over a process group (None: all ranks); outside of a distributed
-run, and over one rank, each is a copy. The ranks of a group run the same pipeline, one call after the other.
+They act along the first dimension, over a process group (None: all ranks); outside of a distributed run, and over one rank,
+each is a copy. The ranks of a group run the same pipeline, one call after the other. Rows that a quantized product reads travel
+as they are cast where the format can (:mod:`opfuse.compiler.meetings`), all others in high precision.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 
-from opfuse.core.context import Context
+from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import hyper_parameters
 from opfuse.errors import ShapeError, describe
+from opfuse.tensors.meeting import Travel, gathered, gathered_rows, with_mirror
+from opfuse.tensors.storage import QuantizedStorage
 
 ProcessGroup = Any
 """A ``torch.distributed.ProcessGroup``; None for all ranks."""
 
-_meetings: tuple[Any, ...] = tuple(  # names of torch 2.13 first
-    getattr(dist, new, None) or getattr(dist, old, None)
-    for new, old in (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor"))
-)
-_GATHER, _SCATTER = _meetings
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)  # the older name
+
+
+_WHY = "it does not travel in this pass"
 
 
 class _Collective(BasicOperation):
-    saves = ()
+    saves: ClassVar[tuple[str, ...]] = ()
     forward_kwargs = ()
     meets_ranks = True
 
@@ -46,15 +49,19 @@ class _Collective(BasicOperation):
         """A copy meets the same ranks: a group belongs to the process."""
         return type(self)(self.process_group)
 
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in their order."""
-        if (ranks := self.process_group_size) == 1:
+    def _gathered(self, ctx: Context, x: Value) -> Value:
+        """The rows of all ranks, in their order; of a cast, the planes that travel in this pass."""
+        x, ranks = _values(ctx, x), self.process_group_size
+        if isinstance(x, QuantizedStorage):
+            travel = cast(Travel, ctx.travel)
+            if ranks > 1:
+                x = gathered_rows(x.only(*travel.now, why=_WHY), ranks, self.process_group)
+            return with_mirror(x) if travel.mirror else x
+        if ranks == 1:
             return x.clone()
         if not x.dim():
             raise ShapeError(describe(self.label, wanted="at least one dimension", got="a scalar", cure="pass x.reshape(1)"))
-        rows = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-        _GATHER(rows, x.contiguous(), group=self.process_group)
-        return rows
+        return gathered(x, ranks, self.process_group)
 
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the rows of the sum over the ranks."""
@@ -79,28 +86,69 @@ class _Collective(BasicOperation):
 class AllReduce(_Collective):
     """y = the sum of x over the ranks. What follows is computed alike on each of them, so their gradients are equal: dx = dy."""
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self._summed(input_)
+    traits = frozenset(("sums",))
+    accepts_quantized = True
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
-        return grad_output, ()
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
+        return self._summed(plain(input_))
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[Value, tuple[()]]:
+        return _values(ctx, grad_output), ()
+
+
+class SumGradients(_Collective):
+    """y = x; dx = the sum of dy over the ranks, of which each has computed a part of what follows."""
+
+    traits = frozenset(("spreads",))
+    accepts_quantized = True
+
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
+        return _values(ctx, input_)
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor, tuple[()]]:
+        return self._summed(plain(grad_output)), ()
 
 
 class AllGather(_Collective):
-    """y = the rows of all ranks, one rank's after the other's; dx = this rank's part of the rows of the sum of dy."""
+    """y = the rows of all ranks, one rank's after the other's; dx = this rank's part of the rows of the sum of dy.
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self._gathered(input_)
+    A plane that only the backward pass reads stays where it was cast until then, so that each rank saves its own rows alone.
+    """
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
-        return self._scattered(grad_output), ()
+    traits = frozenset(("gathers",))
+    accepts_quantized = True
+    saves = ("rows",)
+
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
+        later = () if ctx.travel is None else ctx.travel.later
+        stays = isinstance(input_, QuantizedStorage) and later
+        ctx.save(rows=cast(QuantizedStorage, input_).only(*later, why=_WHY) if stays else None)
+        return self._gathered(ctx, input_)
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor, tuple[()]]:
+        return self._scattered(plain(grad_output)), ()
+
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        return ()
+
+    def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
+        (ctx,) = contexts
+        return gathered_rows(ctx.saved.rows, self.process_group_size, self.process_group)
 
 
 class ReduceScatter(_Collective):
     """y = this rank's part of the rows of the sum of x over the ranks; dx = dy of all ranks. ShapeError where there is none."""
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self._scattered(input_)
+    traits = frozenset(("scatters",))
+    accepts_quantized = True
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
-        return self._gathered(grad_output), ()
+    def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
+        return self._scattered(plain(input_))
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[Value, tuple[()]]:
+        return self._gathered(ctx, grad_output), ()
+
+
+def _values(ctx: Context, x: Value) -> Value:
+    """``x`` as it is cast, where that is the plan; else its values."""
+    return x if ctx.travel is not None else plain(x)

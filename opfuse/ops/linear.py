@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -207,7 +207,7 @@ class Linear(FusibleOperation):
 
     @property
     def _product(self) -> BasicLinear:
-        return cast(BasicLinear, self.basic_ops[0])
+        return next(part for part in self.basic_ops if isinstance(part, BasicLinear))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """SpecError for a bias where none was asked for: no op would add it. A ``forward`` of one's own may."""

@@ -1,8 +1,10 @@
 """Tensor and sequence parallelism of a pipeline, as a style for ``torch.distributed.tensor.parallel.parallelize_module``.
 
 The first linear layer of a pipeline is cut along its rows, the last one along its columns: what lies between has a part of the
-features on each rank, and the results are parts of a sum. Under sequence parallelism tokens come in and go out in parts as well:
-they are gathered before the pipeline and scattered behind it, in high precision, and each rank casts all that it multiplies anew.
+features on each rank, and the results are parts of a sum. So collectives become parts of the two layers, before the one product
+and behind the other. Under sequence parallelism tokens come in and go out in parts as well: what stands before the first product
+sees those of the rank alone, and the collectives gather and scatter, rows as they are cast where the format can
+(:mod:`opfuse.compiler.meetings`).
 
 A pipeline computes on tensors, so for the time of a call local ones stand in the places of the parameters, which are DTensors:
 optimizers, clipping and torch.distributed.checkpoint see those.
@@ -15,12 +17,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from opfuse.core.operation import FusibleOperation
 from opfuse.errors import PipelineError, ShapeError, describe
 from opfuse.ops.activation import GatedActivation
+from opfuse.ops.collective import AllGather, AllReduce, ReduceScatter, SumGradients
 from opfuse.ops.linear import Linear
 from opfuse.ops.sequential import Sequential
 from opfuse.tensors.quantizers import Quantizer
@@ -34,10 +37,11 @@ class TensorParallel(ParallelStyle):
     """``parallelize_module(pipeline, mesh, TensorParallel())`` for a ``Sequential`` of ops and a mesh of one dimension.
 
     The pipeline ends with a ``Linear``, which is cut along its columns; the first one is cut along its rows. Ops before that see
-    all tokens; those between work on features one by one. Parameters become DTensors, in place, with the names they had. Ranks
-    start from the same values, and under scales of whole tensors they find them together.
+    the rank's tokens; those between work on features one by one. Parameters become DTensors, in place, with the names they had.
+    Ranks start from the same values, and under scales of whole tensors they find them together.
 
-    sequence_dim: the dimension of input and result of which each rank has a part; None: each rank has all of both.
+    sequence_dim: the dimension of input and result of which each rank has a part, of one size; None: each rank has all of both.
+    Inside it is the first one, since rows travel, so another one than 0 costs a copy of the input.
 
     A gated activation between the two must find its halves side by side on each rank: give it a ``glu_interleave_size``. Weights
     that live quantized are cast anew from the values of their parts; one scale is found over the ranks.
@@ -54,29 +58,25 @@ class TensorParallel(ParallelStyle):
         pipeline = cast(Sequential, module)
         gated = next((op for op in pipeline[first + 1 : last] if isinstance(op, GatedActivation)), None)
         parts = {first: _part(pipeline[first], 0, device_mesh, gated), last: _part(pipeline[last], 1, device_mesh, None)}
+        if device_mesh.size() > 1:
+            _join(parts[first], parts[last], device_mesh.get_group(), in_parts=self.sequence_dim is not None)
         for i, op in enumerate(pipeline):
             if i in parts:
                 pipeline[i] = parts[i]
             else:
                 for name, parameter in list(op.named_parameters(recurse=False)):
                     setattr(op, name, _spread(parameter, Replicate(), device_mesh))
-        own = _Locals(pipeline, pipeline[last], device_mesh)
-        tokens: Placement = Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
+        own = _Locals(pipeline, sums=self.sequence_dim is not None and device_mesh.size() > 1, mesh=device_mesh)
+        first_dim = self.sequence_dim or 0
 
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = DTensor.from_local(args[0], device_mesh, [tokens], run_check=False)
-            gathered = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            tokens = _moved(args[0], first_dim, 0).contiguous() if first_dim else args[0]
             own.enter()
-            return (gathered, *args[1:])
+            return (tokens, *args[1:])
 
         def leave(_: nn.Module, args: tuple[Any, ...], result: torch.Tensor | None) -> torch.Tensor | None:
             own.leave()
-            if result is None:  # the call raised
-                return None
-            y: torch.Tensor = DTensor.from_local(result, device_mesh, [Partial()], run_check=False).redistribute(
-                placements=[tokens]
-            ).to_local()  # fmt: skip
-            return y
+            return result if result is None or not first_dim else _moved(result, 0, first_dim)  # None: the call raised
 
         # Compiled code would hold the parameters that stand there at run time for those that stood there when it was traced.
         before, after = (torch.compiler.disable(hook, reason=_ALONE) for hook in (enter, leave))  # type: ignore[no-untyped-call]
@@ -88,10 +88,9 @@ class TensorParallel(ParallelStyle):
 class _Locals:
     """The local tensors of a pipeline's parameters, which stand in their places during a call."""
 
-    def __init__(self, pipeline: Sequential, last: nn.Module, mesh: Any) -> None:
+    def __init__(self, pipeline: Sequential, *, sums: bool, mesh: Any) -> None:
         self._slots = [(op._parameters, name) for op in pipeline for name, p in op._parameters.items() if p is not None]
-        self._summed = last._parameters
-        self._first, self._group = mesh.get_local_rank() == 0, mesh.get_group()
+        self._sums, self._group = sums, mesh.get_group()
         self._held: list[Any] = []
 
     def enter(self) -> None:
@@ -100,21 +99,19 @@ class _Locals:
             raise PipelineError(describe("a parallel pipeline", wanted="no call that runs", got="one", cure=cure))
         self._held = [slot[name] for slot, name in self._slots]
         for (slot, name), parameter in zip(self._slots, self._held):
-            slot[name] = self._local(parameter, summed=slot is self._summed)  # type: ignore[assignment]
+            slot[name] = self._local(parameter)  # type: ignore[assignment]
 
     def leave(self) -> None:
         for (slot, name), parameter in zip(self._slots, self._held):
             slot[name] = parameter
         self._held = []
 
-    def _local(self, parameter: DTensor, *, summed: bool) -> torch.Tensor:
-        """summed: what it is added to is a part of a sum over the ranks, so only one of them adds it."""
+    def _local(self, parameter: DTensor) -> torch.Tensor:
+        """The rank's tensor. Of a parameter that all ranks have, each sees its own tokens: its gradient is summed."""
         local: torch.Tensor = parameter.to_local()
-        if not parameter.placements[0].is_replicate():
-            return local
-        if local.requires_grad and torch.is_grad_enabled():
+        if self._sums and parameter.placements[0].is_replicate() and local.requires_grad and torch.is_grad_enabled():
             local.register_hook(self._sum)
-        return local if not summed or self._first else local * 0
+        return local
 
     def _sum(self, grad: torch.Tensor) -> torch.Tensor:
         total = grad.clone()
@@ -135,6 +132,24 @@ def _checked(module: nn.Module) -> tuple[int, int]:
         cure = "parallelize such a part of the model alone, and give ops of other tensors a pipeline of their own"
         raise PipelineError(describe("TensorParallel", wanted=wanted, got=got, cure=cure))
     return products[0], products[-1]
+
+
+def _moved(x: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """``x`` with a dimension of tokens elsewhere. ShapeError where it has none of that number beside its features."""
+    number = source or target
+    if not -x.dim() <= number < x.dim() - 1 or number == -1:
+        wanted, cure = f"a dimension {number} of tokens before the features", "choose another sequence_dim"
+        raise ShapeError(describe("TensorParallel input", wanted=wanted, got=f"shape {tuple(x.shape)}", cure=cure))
+    return x.movedim(source, target)
+
+
+def _join(first: Linear, last: Linear, group: Any, *, in_parts: bool) -> None:
+    """Have the ranks meet before the product of the first layer and behind that of the last, whose bias is added to the sum."""
+    before, behind = (AllGather(group), ReduceScatter(group)) if in_parts else (SumGradients(group), AllReduce(group))
+    for layer, place, collective in ((first, 0, before), (last, 1, behind)):
+        parts = list(layer.basic_ops)
+        parts.insert(place, collective)
+        layer.__dict__["parts"] = tuple(parts)
 
 
 def _part(op: Linear, dim: int, mesh: Any, gated: GatedActivation | None) -> Linear:

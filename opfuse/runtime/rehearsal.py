@@ -2,7 +2,8 @@
 
 Without it each is compiled where it is launched first, one after another, those of the backward pass in the backward pass. A
 rehearsal takes place only where a kernel is missing on disk. It computes with whatever is in memory, so it uses no value as an
-index, writes to no tensor that came in, moves no state and no random numbers; what would ends it, with what was found so far.
+index, writes to no tensor that came in, moves no state and no random numbers, and does not meet other ranks, which may have their
+kernels; what would ends it, with what was found so far.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Stop(Exception):
 
 
 class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a rehearsal at an op whose values matter, or that writes to memory of ``given``."""
+    """Ends a rehearsal at an op whose values matter, that writes to memory of ``given``, or that waits for other ranks."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +48,9 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
+        room, _, name = func._schema.name.partition("::")
+        if "c10d" in room:
+            raise _Stop(f"{name} waits for other ranks")
         if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):
             raise _Stop(f"{name} reads values")
         if func._schema.is_mutable:

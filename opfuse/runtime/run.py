@@ -78,6 +78,8 @@ class Runner:
         context = Context(op, self.plan.key.env, node.needs)
         if node.index in self.plan.remade:
             context.remade = frozenset(each.role for each in self._remade(node.index))
+        if node.travel is not None:
+            context.travel = node.travel if node.index in self.plan.postponed else node.travel.at_once()
         if node.inputs and node.inputs[0] in values:
             x = values[node.inputs[0]]
             context._input_shape, context._input_dtype = x.shape, x.dtype

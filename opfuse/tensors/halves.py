@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
+from opfuse.tensors.meeting import gathered_rows
 from opfuse.tensors.planes import map_tensors, mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts
@@ -56,11 +57,8 @@ class Halves(NamedTuple):
         return rowwise if usage == ROWWISE else mirrored(rowwise)
 
     def _fetched(self, held: QuantizedStorage, usage: str) -> Plane:
-        piece, outputs = _half_on(held.device, self.shard, usage), []
-        for part in row_parts(piece):
-            outputs.append(part.new_empty((part.shape[0] * dist.get_world_size(self.group), *part.shape[1:])))
-            _gather(outputs[-1], part, group=self.group)
-        return join_rows(piece, outputs, held.shape).plane(usage)
+        piece = _half_on(held.device, self.shard, usage)
+        return gathered_rows(piece, dist.get_world_size(self.group), self.group).plane(usage)
 
 
 def alone(shard: Quantized, ranks: int) -> str | None:
@@ -119,6 +117,3 @@ def _group_of_parameters() -> Any:
             return owner
         frame = frame.f_back
     return None
-
-
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is the older name

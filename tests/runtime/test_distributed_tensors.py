@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
-from opfuse.tensors import quantizers
+from opfuse.runtime import rehearsal
+from opfuse.tensors import meeting, quantizers
 
 RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling()}
 
@@ -29,6 +30,15 @@ def mesh(tmp_path_factory):
     dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=0, world_size=1, init_method=f"file://{store}")
     yield init_device_mesh(device, (1,))
     dist.destroy_process_group()
+
+
+def test_a_rehearsal_meets_no_ranks(mesh):
+    x = torch.ones(4)
+    with pytest.raises(rehearsal._Stop, match="allreduce_ waits for other ranks"), rehearsal._Harmless([]):
+        dist.all_reduce(x)
+    gathered = torch.empty(4)
+    with pytest.raises(rehearsal._Stop, match="waits for other ranks"), rehearsal._Harmless([]):
+        meeting._GATHER(gathered, x)
 
 
 def called(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -1,0 +1,148 @@
+"""Casts beside collectives: rows travel among ranks as they are cast, where each rank then holds the bits of a cast of the whole.
+
+Where they cannot, or would be more bytes than the values, values travel and each rank casts all of them anew, in both directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+
+from opfuse.compiler.graph import BACKWARD, FORWARD, CastSpec
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env
+from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
+from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
+from opfuse.tensors.meeting import Travel
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.own import draws, is_own_quantizer
+
+CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
+    {
+        FORWARD: MappingProxyType({"gathers": True, "spreads": False}),
+        BACKWARD: MappingProxyType({"scatters": True, "sums": False}),
+    }
+)
+"""By pass, traits of ops behind which a value is what it was before, on more ranks; and whether rows of other ranks join it."""
+
+KEEPS_ROWS = frozenset(("elementwise", "norm", "gemm", "transparent", "spreads", "sums"))
+"""Traits of ops whose results have as many rows as what comes in."""
+
+GROWTH: Mapping[str, int] = MappingProxyType({"gathers": 1, "scatters": -1})
+"""Traits of ops whose results have as many rows as all ranks together, or as one of them."""
+
+SCALE_BYTES: Mapping[str, int] = MappingProxyType({"none": 0, "fp32": 4, "e8m0": 1, "e4m3": 1})
+
+
+def carrier(op: BasicOperation, direction: str) -> bool | None:
+    """Whether rows of other ranks join what passes ``op`` in ``direction``; None: what passes is changed otherwise."""
+    return next((joins for trait, joins in CARRIERS[direction].items() if trait in op.known.traits), None)
+
+
+def rows_behind(op: BasicOperation, rows: int) -> int:
+    """What the number of rows of the op's result divides by, where that of its input divides by ``rows``."""
+    ranks = getattr(op, "process_group_size", 1)
+    for trait, growth in GROWTH.items():
+        if trait in op.known.traits:
+            return rows * ranks if growth > 0 else rows // math.gcd(rows, ranks)
+    return rows if not KEEPS_ROWS.isdisjoint(op.known.traits) and "grouped" not in op.known.traits else 1
+
+
+class Carried(NamedTuple):
+    """A cast that changes places with a collective, and how its planes travel; or why it does not."""
+
+    spec: CastSpec
+    travel: Travel | None = None
+    why: str = ""
+
+
+class Beside(NamedTuple):
+    """A collective beside a cast. product: whose operand it is. rows: what the number of a rank's rows divides by.
+
+    width: bytes of a value. direction: in which rows are gathered.
+    """
+
+    product: BasicOperation
+    collective: Any
+    env: Env
+    rows: int
+    width: int
+    direction: str
+
+
+def carried(spec: CastSpec, beside: Beside) -> Carried:
+    """The cast of this rank's rows and how it travels, or why values do."""
+    usages = spec.quantizer.usages
+    if not carrier(beside.collective, beside.direction) or beside.collective.process_group_size == 1:
+        return Carried(spec, Travel(usages))
+    if why := next(_refusals(spec, beside), None):
+        return Carried(spec, why=why)
+    quantizer, sent = cast(Quantizer, _together(spec, beside)), _sent(spec.quantizer)
+    if _waits(spec.quantizer, beside):
+        return Carried(replace(spec, quantizer=quantizer), Travel(sent[:1], sent[1:]))
+    mirror = sent != usages
+    return Carried(
+        replace(spec, quantizer=quantizer.wanting(columnwise=False) if mirror else quantizer), Travel(sent, (), mirror)
+    )
+
+
+def _refusals(spec: CastSpec, beside: Beside) -> Iterator[str]:
+    quantizer, usages = spec.quantizer, spec.quantizer.usages
+    formats: dict[Usage, NumberFormat] = dict(zip(USAGES, quantizer.formats))
+    if any(formats[usage].element is None for usage in usages):
+        yield "a product of the backward pass reads the values themselves"
+        return
+    if not is_own_quantizer(quantizer) or draws(quantizer):
+        yield "the cast draws random numbers, or is not the library's"
+    if _together(spec, beside) is None:
+        yield "rows share a scale that the ranks do not find together"
+    # Planes that agree are cast in tiles, of which the columnwise plane knows the rows.
+    unit = math.lcm(*(_lines(formats[usage], usage) for usage in (USAGES if quantizer.planes_agree else usages)))
+    if beside.rows % unit:
+        yield f"rows come apart at multiples of {unit}, and those of a rank are known to be one of {beside.rows}"
+    sizes = [_bytes(formats[usage]) for usage in _sent(quantizer)]
+    if (max if _waits(quantizer, beside) else sum)(sizes) >= beside.width:
+        yield f"in both directions they are more bytes than values of {beside.width}"
+
+
+def _sent(quantizer: Quantizer) -> tuple[Usage, ...]:
+    """The planes that travel: of two that hold the same values one does."""
+    return (ROWWISE,) if quantizer.planes_agree and quantizer.usages == USAGES else quantizer.usages
+
+
+def _waits(quantizer: Quantizer, beside: Beside) -> bool:
+    """Whether the columnwise plane travels when the backward pass reads it."""
+    return beside.direction == FORWARD and _sent(quantizer) == USAGES
+
+
+def _together(spec: CastSpec, beside: Beside) -> Quantizer | None:
+    """The quantizer of rows on one rank: what they share with those of others is known, or found, on all ranks."""
+    quantizer: Quantizer = spec.quantizer
+    if spec.state is not None:
+        recipe, role = cast(Recipe, beside.env.recipe), beside.product.quantizer_role(spec.role)
+        reduced = cast(DelayedScaling, recipe.delayed_scaling(role)).reduce_amax
+        return quantizer if reduced and _ranks(beside.collective.process_group) <= _ranks(current_amax_group()) else None
+    if quantizer.usages == (ROWWISE,) and quantizer.formats[0].row_local:
+        return quantizer
+    return quantizer.reducing(beside.collective.process_group)
+
+
+def _ranks(group: Any) -> set[int]:
+    return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+
+
+def _lines(fmt: NumberFormat, usage: Usage) -> int:
+    """Rows of a plane that share a scale of their own; 1 where all rows share it."""
+    return 1 if fmt.block is None else max(fmt.block[usage != ROWWISE], 1)
+
+
+def _bytes(fmt: NumberFormat) -> float:
+    """Of one value, with its part of a scale, where it is not that of a whole line."""
+    elements = math.prod(fmt.block or (0,))
+    bits = 0 if fmt.element is None else fmt.element.bits
+    return bits / 8 + (SCALE_BYTES[fmt.scale] / elements if elements else 0)

@@ -1,0 +1,50 @@
+"""Rows of a cast on several ranks become one record on each: for FSDP2 and for collectives in pipelines alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from opfuse.formats import ROWWISE, Usage
+from opfuse.tensors.planes import mirrored
+from opfuse.tensors.rows import join_rows, row_parts
+from opfuse.tensors.storage import QuantizedStorage
+
+_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # the older name
+
+
+class Travel(NamedTuple):
+    """How the planes of a cast come to all ranks.
+
+    now: planes that travel when the collective runs. later: planes that stay, and travel in the backward pass, where alone they
+    are read. mirror: the columnwise plane is made of the rowwise one that came.
+    """
+
+    now: tuple[Usage, ...]
+    later: tuple[Usage, ...] = ()
+    mirror: bool = False
+
+    def at_once(self) -> Travel:
+        """The same with nothing left for later."""
+        return Travel((*self.now, *self.later), mirror=self.mirror)
+
+
+def gathered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
+    """The first dimensions of ``x`` of all ranks, one after another."""
+    whole = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    _GATHER(whole, x.contiguous(), group=group)
+    return whole
+
+
+def gathered_rows(piece: QuantizedStorage, ranks: int, group: Any) -> QuantizedStorage:
+    """The record of which each rank has a piece, of as many whole blocks of rows; what all rows share is equal on all ranks."""
+    shape = (ranks * piece.shape[0], *piece.shape[1:])
+    return join_rows(piece, [gathered(part, ranks, group) for part in row_parts(piece)], shape)
+
+
+def with_mirror(storage: QuantizedStorage) -> QuantizedStorage:
+    """``storage`` with the columnwise plane of the values in its rowwise one."""
+    return replace(storage, columnwise=mirrored(storage.plane(ROWWISE)))

@@ -159,7 +159,7 @@ def test_the_thread_of_a_backward_pass_gets_the_context(device):
     assert all(seen)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "row", "mxfp8"])
 @pytest.mark.parametrize("splits", [(128,) * 10, (256, 0, 128, 384, 128, 0, 32, 96, 128, 128)])
 def test_casts_of_experts_are_joined_with_the_same_bits(device, splits, name):
     """A launch for eight groups, of the input and of the weights, where the interpreter has one for each."""

@@ -28,6 +28,12 @@ def read(text: str) -> CStruct:
     return parameter_of("chain_forward.cu", "Chain", generated=text)
 
 
+def test_what_is_only_read_is_declared_const():
+    inner = "struct Inner { float *amax; const float *scale, *other; }; "
+    found = read(inner + "struct Chain { float size; const bf16 *x, *z; bf16* y; u32 n; Inner inner; };")
+    assert found.read_words == (1, 2, 6, 7)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_declares_its_parameter(source):
     """Its size is the one that the source asserts when it is compiled, which test_launch.py does."""

@@ -148,7 +148,7 @@ def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, capl
     assert not any(isinstance(made, Recorded) for made in made_for(model))
 
 
-@pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row"])
 def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
     """Of nine inputs and nine weights; under current scaling all are measured before one is cast."""
     found: list[Sequence[Step]] = []

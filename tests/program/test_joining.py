@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuse.formats import E4M3, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.casts import block, tensor
+from opfuse.formats import E4M3, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.casts import block, row, tensor
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.registry import Launcher
@@ -140,24 +140,27 @@ def test_random_runs_have_the_results_of_their_launches_one_by_one():
     assert fewer > 20
 
 
+FORMATS = fp8_block(E4M3, 128), fp8_tensor(E4M3), mxfp8(E4M3), fp8_row(E4M3)
+
+
 def cast_noted(kind: str, launch: Launcher) -> None:
     x = torch.zeros(256, 256, dtype=torch.bfloat16)
-    layouts = {
-        fmt: [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES]
-        for fmt in (fp8_block(E4M3, 128), fp8_tensor(E4M3), mxfp8(E4M3))
-    }
-    of_blocks, of_tensor, of_mx = layouts.values()
+    layouts = {fmt: [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES] for fmt in FORMATS}
+    of_blocks, of_tensor, of_mx, of_lines = layouts.values()
     casts: dict[str, Callable[[], object]] = {
         "amax": lambda: tensor.tensor_amax.run(launch, x),
         "delayed": lambda: tensor.cast_recording.run(launch, x, torch.ones(1), torch.zeros(1), of_tensor),
         "current": lambda: tensor.cast_current.run(launch, x, torch.ones(1), of_tensor),
         "block": lambda: block.cast_block.run(launch, x, of_blocks),
         "mx": lambda: tensor.cast_mx.run(launch, x, of_mx),
+        "amax of lines": lambda: row.line_amaxes.run(launch, x, USAGES),
+        "lines": lambda: row.cast_lines.run(launch, x, [torch.ones(256)] * 2, of_lines),
+        "row": lambda: row.cast_row.run(launch, x, of_lines[:1]),
     }
     casts[kind]()
 
 
-@pytest.mark.parametrize("kind", ["amax", "delayed", "current", "block", "mx"])
+@pytest.mark.parametrize("kind", ["amax", "delayed", "current", "block", "mx", "amax of lines", "lines", "row"])
 def test_a_joined_cast_compiles_without_spills(kind):
     noted: list[Variant] = []
     cast_noted(kind, lambda variant, *_, **__: noted.append(variant))

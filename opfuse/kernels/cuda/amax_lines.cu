@@ -4,6 +4,7 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
 // Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, line_amaxes.
 #include "vectors.cuh"
@@ -13,7 +14,7 @@ struct Parameters {
     float *rowwise, *columnwise;
     long long rows, columns;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, CHUNK = 16, TILE_ROWS = WARPS * CHUNK, TILE_COLUMNS = 32 * 8;
 constexpr int STEP = 16 / sizeof(IN);  // rows whose loads are under way together
@@ -28,11 +29,13 @@ OPFUSE_FN void take_rows(const Eight<IN> (&v)[N], int first, u32& mine) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
     __shared__ u32 of_column[TILE_COLUMNS];
     u32 across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), lane = threadIdx.x % 32;
-    long long row = (long long)(blockIdx.x / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
-    long long first = (long long)(blockIdx.x % across) * TILE_COLUMNS, column = first + lane * 8, there = p.columns - column;
+    long long row = (long long)(own.block / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
+    long long first = (long long)(own.block % across) * TILE_COLUMNS, column = first + lane * 8, there = p.columns - column;
     u32 mine = 0;
     Maxima<IN, 8> down = {};
 #pragma unroll 1

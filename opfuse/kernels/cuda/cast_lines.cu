@@ -7,6 +7,7 @@
 // scale          what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two if POW2
 // Non-finite     a line that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 512 threads for each 256 x 64 tile, the last one first: what found the amaxes has just read it
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_lines.
 constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
@@ -25,7 +26,7 @@ struct Parameters {
     float eps;
     u32 unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 // What line i is multiplied by, of `count` lines; the blocks that are told to store what its codes are.
 OPFUSE_FN float encode_scale(const Lines& lines, long long i, long long count, float eps, bool stores) {
@@ -35,10 +36,12 @@ OPFUSE_FN float encode_scale(const Lines& lines, long long i, long long count, f
     return scale;
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 2 : 1) cast_lines(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 2 : 1) cast_lines(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched, block_from_end());
+    const Parameters& p = part.parameters;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
     __shared__ __align__(16) float of_row[TILE_ROWS], of_column[TILE_COLUMNS];
-    Tile tile = tile_of_block(block_from_end(), p.columns);
+    Tile tile = tile_of_block(part.block, p.columns);
     long long row = tile.row + tile.group * 4, column = tile.column + tile.across * 8, there = p.columns - column;
     Eight<IN> v[4];
 #pragma unroll

@@ -5,6 +5,7 @@
 //                if POW2
 // Non-finite     a row that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 256 / TEAM rows
+// JOINED         as joined.cuh has it
 // RESIDENT       blocks that share a multiprocessor at least
 // Compiled       with what row.cuh asks for
 // Defined by     opfuse/numerics/casts.py, cast_row.
@@ -18,10 +19,12 @@ struct Parameters {
     float eps;
     u32 packs;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cast_row(const __grid_constant__ Parameters p) {
-    Row at = row_of_block(p, blockIdx.x);
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cast_row(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
+    Row at = row_of_block(p, own.block);
     Eights<IN> x(p.x, at);
     x.load();
     u32 best = 0;

@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.variants import parameter_bytes
 
 JOINED = 8
 """Launches that become one at most."""
 
-READ_WORDS: dict[str, tuple[int, ...]] = {"amax.cu": (0,), "cast_tensor.cu": (0, 3), "cast_block.cu": (0,), "cast_mx.cu": (0,)}
-"""By source: words of the parameter with addresses of what is read; at all others it writes what nobody else does."""
+_CASTS = ("amax", "cast_tensor", "cast_block", "cast_mx", "amax_lines", "cast_lines", "cast_row")
+
+READ_WORDS: dict[str, tuple[int, ...]] = {f"{name}.cu": parameter_of(f"{name}.cu").read_words for name in _CASTS}
+"""By source that can do so: words of the parameter with addresses of what is read; at others it writes what nobody else does."""
 
 _NOBODY = 0xFFFFFFFF
 _FIRSTS = struct.Struct(f"{JOINED}I")

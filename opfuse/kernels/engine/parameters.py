@@ -23,16 +23,20 @@ _CODES = {"long long": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 _UNUSED = "unused"
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-_DECLARATION = re.compile(r"(?:const\s+)?(long\s+long|[\w:]+)\s*(\*?.*)", re.S)
+_DECLARATION = re.compile(r"(const\s+)?(long\s+long|[\w:]+)\s*(\*?.*)", re.S)
 _DECLARATOR = re.compile(r"(\*?)\s*(?:const\s+)?(\w+)")
 
 
 @dataclass(frozen=True, eq=False)
 class CStruct:
-    """A struct of a source: its fields in order, each with its code in ``struct`` formats, or with the struct that it is."""
+    """A struct of a source: its fields in order, each with its code in ``struct`` formats, or with the struct that it is.
+
+    read: names of the addresses behind which nothing is written.
+    """
 
     name: str
     fields: tuple[tuple[str, str | CStruct], ...]
+    read: frozenset[str] = frozenset()
 
     def __call__(self, **values: int | float | tuple[int | float, ...]) -> tuple[int | float, ...]:
         """Values in the order of the struct; one for a struct inside is what that was called for. KernelError for others."""
@@ -88,6 +92,20 @@ class CStruct:
         return f"{self._aligned}{codes}{self._aligned}"
 
     @cached_property
+    def read_words(self) -> tuple[int, ...]:
+        """The words of 8 bytes, of what is packed, with the addresses behind which nothing is written."""
+        return tuple(self._read_words(""))
+
+    def _read_words(self, before: str) -> Iterator[int]:
+        before += self._aligned
+        for name, kind in self.fields:
+            if not isinstance(kind, str):
+                yield from kind._read_words(before)
+            elif name in self.read:
+                yield struct.calcsize(before + kind) // struct.calcsize(_ADDRESS) - 1
+            before += kind if isinstance(kind, str) else kind.packing
+
+    @cached_property
     def layout(self) -> struct.Struct:
         """What packs it."""
         return struct.Struct(self.packing)
@@ -113,12 +131,15 @@ def _read(text: str, where: str, name: str, types: dict[str, CStruct]) -> CStruc
     for part in name.split("::"):
         body = _body(body, part, where)
     fields: list[tuple[str, str | CStruct]] = []
-    for c_type, is_address, field in _declared(body, where):
+    read = set[str]()
+    for c_type, is_const, is_address, field in _declared(body, where):
         if is_address or c_type in _CODES:
             fields.append((field, _ADDRESS if is_address else _CODES[c_type]))
         else:
             fields.append((field, types.get(c_type) or _read(text, f"{where} {field}", c_type, types)))
-    return CStruct(name, tuple(fields))
+        if is_const and is_address:
+            read.add(field)
+    return CStruct(name, tuple(fields), frozenset(read))
 
 
 def _body(text: str, name: str, where: str) -> str:
@@ -134,15 +155,15 @@ def _body(text: str, name: str, where: str) -> str:
     raise KernelError(describe(where, wanted=f"the end of struct {name}", got="none", cure="close its brace"))
 
 
-def _declared(body: str, where: str) -> Iterator[tuple[str, bool, str]]:
-    """Type, whether it is an address, and name of each field."""
+def _declared(body: str, where: str) -> Iterator[tuple[str, bool, bool, str]]:
+    """Type, whether that is const, whether it is an address, and name of each field."""
     for line in filter(None, (each.strip() for each in body.split(";"))):
         declaration = _DECLARATION.fullmatch(line)
-        for each in declaration[2].split(",") if declaration else ():
+        for each in declaration[3].split(",") if declaration else ():
             declarator = _DECLARATOR.fullmatch(each.strip())
             if declarator is None:
                 break
-            yield " ".join(declaration[1].split()), bool(declarator[1]), declarator[2]  # type: ignore[index]
+            yield " ".join(declaration[2].split()), bool(declaration[1]), bool(declarator[1]), declarator[2]  # type: ignore[index]
         else:
             if declaration:
                 continue

@@ -101,9 +101,10 @@ def _restore(made: dict[nn.Module, Converted]) -> None:
 
 
 def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
-    why = next((entry.why for entry in entries if entry.status in ("refused", "kept") and entry.weights), "")
-    got = f"none in a {type(model).__name__}" + (f"; the first is {why}" if why else "")
-    cure = "pass a model with linear layers, and see what filter_fn and policy leave"
+    first = next((entry for entry in entries if entry.status in ("refused", "kept") and entry.weights), None)
+    why = first and f"; {first.path or 'the model itself'} wants {first.wanted}, got {first.got}"
+    got = f"none in a {type(model).__name__}{why or ''}"
+    cure = first.cure if first and first.cure != NONE else "pass a model with linear layers"
     return ConversionError(describe("fuse_", wanted="modules that can be converted", got=got, cure=cure))
 
 
@@ -242,8 +243,11 @@ class _Walk:
             got = f"{HEADS[path.rpartition('.')[2]]}, which stays in high precision"
             self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=got, cure=NONE)
         else:
-            got, cure = f"{type(module).__name__}, which no row knows", "write it of nn.Linear and activations, or of opfuse.ops"
-            self._tell(module, path, "refused", weights=elements, wanted="a known module", got=got, cure=cure)
+            got, cure = (
+                f"{type(module).__name__}, which is none",
+                "write it of nn.Linear and activations, or of opfuse.ops",
+            )
+            self._tell(module, path, "refused", weights=elements, wanted="linear layers", got=got, cure=cure)
 
     def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
         self.entries.append(Conversion(path, type(module).__name__, status, **fields))

@@ -7,6 +7,7 @@ The name of a class decides nothing.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -118,6 +119,12 @@ def _activation(module: nn.Module) -> BasicOperation | None:
     return None if name is None else UNGATED[name]()
 
 
+def _own(module: nn.Module) -> BasicOperation | None:
+    """An activation of opfuse, or one that is derived from it: the op that it is, with the spec that it has."""
+    known = isinstance(module, activation.Activation) and type(module).forward is activation.Activation.forward
+    return copy.deepcopy(module) if known and not module.num_extra_inputs else None  # type: ignore[return-value]
+
+
 class ModuleLeaf(NamedTuple):
     """recognises: the module as an op, with its parameters; None for a module that is none."""
 
@@ -130,6 +137,7 @@ LEAVES = (
     ModuleLeaf("RMS norm", _rms_norm),
     ModuleLeaf("dropout", _dropout),
     ModuleLeaf("identity", _identity),
+    ModuleLeaf("an activation of opfuse", _own),
     ModuleLeaf("activation", _activation),
 )
 """Beside products, which :func:`weight_of` recognises, since several can become one."""

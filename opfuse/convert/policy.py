@@ -63,7 +63,7 @@ class Policies:
         if said is None:
             return Choice(False, got=f"policy {where}: None", cure="give it a recipe there")
         if where and said != "default":
-            return Choice(True, as_recipe(said))
+            return Choice(True, _recipe(said, where))
         kind = self.heads.get(id(module)) or HEADS.get(path.rpartition(".")[2])
         if kind is not None and not where:
             return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: recipe}}")
@@ -95,6 +95,14 @@ class Policies:
                 got = f"{unused[0]!r}{nearest(unused[0], paths)}"
                 cure = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
                 raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+
+
+def _recipe(said: object, where: str) -> Recipe:
+    """What a policy says, as a recipe. ConversionError for a word that is none."""
+    if isinstance(said, str):
+        cure = "None leaves a module in high precision; a recipe is an object such as opfuse.recipes.Float8CurrentScaling()"
+        raise ConversionError(describe(f"fuse_ policy {where}", wanted="a recipe, None or 'default'", got=repr(said), cure=cure))
+    return as_recipe(said)
 
 
 _FROM_THE_END = re.compile(r"(?:(.*?)\.)??-(\d+)(\..*)?")

@@ -122,7 +122,7 @@ def observe(model: nn.Module, given: CallInputs) -> Observation:
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
         torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
     if not plans:
-        cure = "pass a module of opfuse.ops, or one that calls such modules"
+        cure = "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights: dict[str, Value] = {f"parameter {name}": stored_in(parameter) for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}

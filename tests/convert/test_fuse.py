@@ -407,6 +407,25 @@ def test_a_matrix_that_nobody_calls_is_not_said_to_be_fused():
     assert model(torch.randn(2, 16, 32)).shape == (2, 16, 32)
 
 
+class Mish(ops.Activation):
+    math = ops.formula("mish_of_a_model", lambda x: x * x.softplus().tanh())
+
+
+def test_an_activation_of_ones_own_is_an_op_of_the_pipeline():
+    """Written as docs/ops.md does, it stands in a torch model as any activation does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), Mish(), nn.Linear(64, 32))
+    pipeline = ops.Sequential(ops.Linear(32, 64), Mish(), ops.Linear(64, 32))
+    pipeline.load_state_dict(model.state_dict())
+    x = torch.randn(16, 32)
+    assert opfuse.fuse_(model, FP8).fused == {"": "Linear → Mish → Linear"}
+    with opfuse.autocast(recipe=FP8):
+        assert torch.equal(model(x), pipeline(x))
+    assert any(
+        "mish" in name for each in opfuse.explain(model, x).outcomes("forward") if each.status == "fused" for name in each.ops
+    )
+
+
 def test_fusing_again_starts_anew():
     model = Model()
     first = opfuse.fuse_(model, FP8)
@@ -420,8 +439,19 @@ def test_fusing_again_starts_anew():
 def test_errors_say_what_to_do():
     with pytest.raises(ConversionError, match=r"wants modules that can be converted, got none in a ReLU"):
         opfuse.fuse_(nn.ReLU())
-    with pytest.raises(ConversionError, match=r"the first is model: wants to be converted, got filter_fn said no"):
+    with pytest.raises(
+        ConversionError, match=r"the model itself wants to be converted, got filter_fn said no. Cure: have filter_fn"
+    ):
         opfuse.fuse_(nn.Linear(4, 4), filter_fn=lambda *_: False)
+    with pytest.raises(
+        ConversionError,
+        match=r"wants linear layers, got Conv2d, which is none. Cure: write it of [^.]*\.Linear [^:]*$",
+    ):
+        opfuse.fuse_(nn.Conv2d(3, 3, 3))
+    with pytest.raises(
+        ConversionError, match=r"fuse_ policy '0': wants a recipe, None or 'default', got 'none'. Cure: None leaves"
+    ):
+        opfuse.fuse_(nn.Sequential(nn.Linear(16, 16)), FP8, policy={"0": "none"})
     with pytest.raises(ConversionError, match=r"wants an nn.Module, got str"):
         opfuse.fuse_("model")
     with pytest.raises(ConversionError, match=r"call opfuse.fuse_ first"):

@@ -18,6 +18,7 @@ from opfuse.train.data import corpus
 transformers = pytest.importorskip("transformers", reason="of the extra `test`")
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS = ("fp8_current", "delayed", "fp8_block", "mxfp8")
 BOUND = 0.01
 """Most that the loss may differ from that of bf16: the mean of any 20 steps."""
 
@@ -60,6 +61,6 @@ def test_the_first_steps():
 @pytest.mark.parametrize("seed", range(2))
 def test_200_steps(seed):
     plain = losses(None, steps=200, seed=seed)
-    for kind in ("fp8_current", "fp8_block", "mxfp8"):
+    for kind in KINDS:
         found = differences(losses(opfuse.recipes.recipe_of(kind, {}), steps=200, seed=seed), plain)
         assert max(map(abs, found)) < BOUND, kind

@@ -80,7 +80,7 @@ class RehearsedRunner(Runner):
                     self._run(twin, tensors)
             except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
                 _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)
-            return [*with_joined(noted)]
+            return with_joined(noted)
 
     def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:
         values = twin.forward(tensors)

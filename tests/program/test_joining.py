@@ -165,10 +165,21 @@ def test_a_joined_cast_compiles_without_spills(kind):
     noted: list[Variant] = []
     cast_noted(kind, lambda variant, *_, **__: noted.append(variant))
     (single,) = noted
-    once, joined = [*joining.with_joined(noted)], [*joining.with_joined(noted * 3)]
+    once, joined = joining.with_joined(noted), joining.with_joined(noted * 3)
     assert (once, joined) == ([single], [single, joining.joined_variant(single)])
     made = compiling.compile_text(compiling.assemble(joined[1]), "sm_90a", single.source)
     assert [used.spills for used in made.entries.values()] == [0]
+
+
+def test_casts_with_another_kernel_between_them_are_not_compiled_as_one():
+    amax, cast, chain = (
+        Variant("amax.cu", ("PARAMETER_BYTES=24",)),
+        Variant("cast_tensor.cu", ("PARAMETER_BYTES=72",)),
+        Variant("a.cu"),
+    )
+    assert joining.with_joined([amax, cast, chain, amax, cast]) == [amax, cast, chain]
+    both = [joining.joined_variant(each) for each in (amax, cast)]
+    assert joining.with_joined([amax, cast, amax, cast, chain]) == [amax, cast, *both, chain]
 
 
 def test_a_parameter_has_its_parts_and_where_each_begins():

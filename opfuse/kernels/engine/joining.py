@@ -7,8 +7,7 @@ are the same.
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.parameters import parameter_of
@@ -41,8 +40,14 @@ def joined_parameter(parameters: Sequence[bytes], blocks: Sequence[int]) -> byte
     return b"".join(parameters).ljust(len(parameters[0]) * JOINED, b"\0") + _FIRSTS.pack(*firsts)
 
 
-def with_joined(variants: Iterable[Variant]) -> Iterator[Variant]:
-    """And those that launches of them may become."""
-    counts = Counter(variants)
-    yield from counts
-    yield from (joined_variant(each) for each, count in counts.items() if count > 1 and each.source in READ_WORDS)
+def with_joined(variants: Iterable[Variant]) -> list[Variant]:
+    """Those of launches in this order, once each, and those that launches of them may become: none behind another kernel's."""
+    found, near = dict[Variant, None](), set[Variant]()
+    for each in variants:
+        found[each] = None
+        if each.source not in READ_WORDS:
+            near.clear()
+        elif each in near:
+            found[joined_variant(each)] = None
+        near.add(each)
+    return [*found]

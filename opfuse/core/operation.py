@@ -147,7 +147,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     forward; None leaves it to the signature of ``op_forward``. asks_quantizers, knows_reads: it overrides ``num_quantizers``,
     ``reads_saved``. reads_training: what it may do depends on ``training``, as in any method; so it is True unless a class with
     methods outside of this package says False. derives: what else its methods keep in a context, as functions of what is always
-    there. meets_ranks: it waits for other ranks.
+    there.
 
     What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
     traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its
@@ -175,7 +175,6 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     knows_reads: ClassVar[bool] = False
     asks_casts: ClassVar[bool] = False
     derives: ClassVar[Mapping[str, Callable[[Context], Any]]] = {}
-    meets_ranks: ClassVar[bool] = False
     casts_itself: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -17,13 +17,11 @@ from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import hyper_parameters
 from opfuse.errors import ShapeError, describe
-from opfuse.tensors.meeting import Travel, gathered, gathered_rows, with_mirror
+from opfuse.tensors.meeting import Travel, gathered, gathered_rows, scattered, summed, with_mirror
 from opfuse.tensors.storage import QuantizedStorage
 
 ProcessGroup = Any
 """A ``torch.distributed.ProcessGroup``; None for all ranks."""
-
-_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)  # the older name
 
 
 _WHY = "it does not travel in this pass"
@@ -32,7 +30,6 @@ _WHY = "it does not travel in this pass"
 class _Collective(BasicOperation):
     saves: ClassVar[tuple[str, ...]] = ()
     forward_kwargs = ()
-    meets_ranks = True
 
     @hyper_parameters
     def __init__(self, process_group: ProcessGroup = None) -> None:
@@ -71,16 +68,11 @@ class _Collective(BasicOperation):
             raise ShapeError(describe(self.label, wanted=wanted, got=tuple(x.shape), cure="pad the rows, or change their number"))
         if ranks == 1:
             return x.clone()
-        rows = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-        _SCATTER(rows, x.contiguous(), group=self.process_group)
-        return rows
+        return scattered(x, ranks, self.process_group)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
-        total = x.clone(memory_format=torch.contiguous_format)
-        if self.process_group_size > 1:
-            dist.all_reduce(total, group=self.process_group)
-        return total
+        return x.clone() if self.process_group_size == 1 else summed(x, self.process_group)
 
 
 class AllReduce(_Collective):

@@ -23,7 +23,7 @@ def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
     return (
         not any(group.opaque for group in groups)
         and all(is_ours(function) for function in rules)
-        and all(has_own_methods(ops[i]) and not (_leaves_work(ops[i].spec) or ops[i].meets_ranks) for i in segment.ops)
+        and all(has_own_methods(ops[i]) and not _leaves_work(ops[i].spec) for i in segment.ops)
         and all(is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
     )
 

@@ -13,7 +13,8 @@ from opfuse.tensors.planes import mirrored
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
 
-_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # the older name
+_collectives: Any = torch.ops._c10d_functional
+"""Collectives that take and return tensors alone, so that a program repeats them as it does any other op."""
 
 
 class Travel(NamedTuple):
@@ -34,9 +35,28 @@ class Travel(NamedTuple):
 
 def gathered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
     """The first dimensions of ``x`` of all ranks, one after another."""
-    whole = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    _GATHER(whole, x.contiguous(), group=group)
-    return whole
+    return _waited(_collectives.all_gather_into_tensor(x.contiguous(), ranks, _name(group)))
+
+
+def scattered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
+    """This rank's part of the first dimension of the sum of ``x`` over the ranks."""
+    return _waited(_collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, _name(group)))
+
+
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of ``x`` over the ranks."""
+    return _waited(_collectives.all_reduce(x.contiguous(), "sum", _name(group)))
+
+
+def _waited(made: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _collectives.wait_tensor(made)
+    return result
+
+
+def _name(group: Any) -> str:
+    world: Any = dist.group.WORLD
+    name: str = (world if group is None else group).group_name
+    return name
 
 
 def gathered_rows(piece: QuantizedStorage, ranks: int, group: Any) -> QuantizedStorage:

@@ -94,7 +94,9 @@ def study(
 
 def explain(
     config: ConfigPath,
+    *,
     why_not: Annotated[str | None, typer.Option(metavar="RULE", help="Only what fuses, and what became of this rule.")] = None,
+    all_of_it: Annotated[bool, typer.Option("--all", help="Also each rule, product and saved value, place by place.")] = False,
     format: Annotated[GraphFormat, typer.Option(help="How to print.")] = GraphFormat.text,
     device: Annotated[str, typer.Option(help="Where to run the pipeline once.")] = "cpu",
     as_json: Json = False,
@@ -102,7 +104,7 @@ def explain(
     """Show what fuses, what does not, and why: one training call of the pipeline, forward and backward."""
     from opfuse.cli.explain import explain
 
-    explain(config, why_not=why_not, format="json" if as_json else format.value, device=device)
+    explain(config, why_not=why_not, format="json" if as_json else format.value, device=device, all_of_it=all_of_it)
 
 
 def check(

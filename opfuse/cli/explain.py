@@ -9,25 +9,28 @@ import torch
 from opfuse.cli.output import echo, echo_json
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe
-from opfuse.inspect.explain import Explanation
 from opfuse.inspect.explain import explain as explain_call
+from opfuse.inspect.told import Explanation
 from opfuse.recipes import autocast
 from opfuse.train import usable
 
 
-def explain(config: Path, *, why_not: str | None, format: str, device: str) -> None:
-    """Print the explanation of a training call as "text", "json" or "mermaid"; ``why_not``: of this rule alone."""
-    found = explained(load(config), device)
+def explain(config: Path, *, why_not: str | None, format: str, device: str, all_of_it: bool = False) -> None:
+    """Print the explanation of a training call as "text", "json" or "mermaid"; ``why_not``: of this rule alone.
+
+    all_of_it: not a screenful of text but all, with the bytes that each override saves, which JSON has in any case.
+    """
+    found = explained(load(config), device, overrides=all_of_it or format == "json")
     if why_not is not None:
         found = found.narrowed(why_not)
     if format == "json":
         echo_json(found.to_dict())
     else:
-        echo(found.mermaid() if format == "mermaid" else str(found))
+        echo(found.mermaid() if format == "mermaid" else found.details() if all_of_it else str(found))
 
 
-def explained(config: Config, device: str = "cpu") -> Explanation:
-    """The explanation of a training call of ``config``'s pipeline on random data, with the bytes each override saves."""
+def explained(config: Config, device: str = "cpu", *, overrides: bool = True) -> Explanation:
+    """The explanation of a training call of ``config``'s pipeline on random data. overrides: with the bytes each saves."""
     columns = config.columns
     if columns is None:
         cure = "add a data section, or begin the pipeline with an op of a known size"
@@ -36,4 +39,4 @@ def explained(config: Config, device: str = "cpu") -> Explanation:
     model = config.build(device=place)
     x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=place, requires_grad=True)
     with autocast(enabled=config.recipe is not None, recipe=config.recipe):
-        return explain_call(model, x, overrides=True)
+        return explain_call(model, x, overrides=overrides)

@@ -7,7 +7,7 @@ rates of large products and of memory (``benchmarks/results/h200.json``); a prod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from opfuse.convert.policy import HEADS
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import ConversionError, describe, nearest
+from opfuse.inspect.alike import alike, counted, starred
 
 RECORD = "benchmarks/results/h200.json"
 
@@ -71,7 +72,9 @@ class Advice:
 
     def __str__(self) -> str:
         total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
-        return "\n".join((*map(str, self.layers), total))
+        same = alike(self.layers, lambda each: replace(each, path=starred(each.path)))
+        told = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
+        return "\n".join((*map(str, told), total))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -25,6 +25,7 @@ from opfuse.convert.weights import MadeParameters, replica, stand_ins
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, outside, prepared
 from opfuse.errors import ConversionError, OpfuseWarning, describe
+from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, hindrance
@@ -229,6 +230,18 @@ class Converted:
             return self.plain(*args, **kwargs)  # which says what it takes
         x, *arguments = (given[name] for name in self.arguments)
         return self.compute(x, arguments)
+
+    @property
+    def runs(self) -> tuple[PipelineRun, ...]:
+        """The pipelines that it may run."""
+        return tuple(each for each in (*self.parts, *self.normed) if isinstance(each, PipelineRun))
+
+    def named_ops(self) -> Iterator[tuple[str, BasicOperation]]:
+        """Its ops, each with a path in the model; the product of a linear layer has that of the layer."""
+        for run in self.runs:
+            for name, op in zip(run.names, run.ops):
+                below = "" if name == "weight" else short(name).removeprefix(run.path).lstrip(".")
+                yield ".".join(filter(None, (run.path, below))), op
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         """The result under a recipe."""

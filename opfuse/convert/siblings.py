@@ -90,6 +90,10 @@ class Sibling(Converted):
         return self.shared.run.made
 
     @property
+    def runs(self) -> tuple[PipelineRun, ...]:
+        return (*super().runs, *([] if self.index else [self.shared.run]))
+
+    @property
     def products(self) -> dict[str, BasicOperation]:
         """Its own product, which runs alone, and with the first the one for all."""
         alone = super().products

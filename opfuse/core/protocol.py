@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from opfuse.errors import PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
+
+
+@runtime_checkable
+class RunsOps(Protocol):
+    """What stands for the ``forward`` of a module and runs ops that are no submodules of it."""
+
+    def named_ops(self) -> Iterator[tuple[str, Any]]:
+        """The ops, each with the path that people know it by."""
+
 
 NEIGHBOURS: Mapping[str, None] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 """The quantizers that te.ops gives ``op_forward`` and ``fuser_forward``."""

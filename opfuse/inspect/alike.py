@@ -22,6 +22,13 @@ def starred(name: str) -> str:
     return re.sub(r"(?<![^.+ ])(?<!\.\.)\d+(?!\.\.)(?![^.+ ])", "*", name)
 
 
+def short(name: str) -> str:
+    """``a.b.q+k`` for ``a.b.q+a.b.k``, the paths of modules that run as one."""
+    first, *others = name.split("+")
+    parent = first.rpartition(".")[0] + "."
+    return "+".join((first, *(other.removeprefix(parent) for other in others)))
+
+
 def common(names: Sequence[str]) -> str:
     """One name for those that differ by numbers alone: ``layers.*.mlp``."""
     return names[0] if len({*names}) == 1 else starred(names[0])

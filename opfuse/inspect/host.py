@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
 from opfuse.runtime.observed import GroupRun, observed
 
@@ -33,15 +35,19 @@ class HostTimes:
 
     def __str__(self) -> str:
         head = f"{sum(row.seconds for row in self.rows) * 1e6:.0f} us of the host in {len(self.rows)} groups, interpreted"
-        lines = (
-            f"{row.share:6.1%} {row.seconds * 1e6:8.1f} us  {row.side:<8} {row.name:<26} {' '.join(row.nodes)}"
-            for row in self.rows
-        )
-        return "\n".join((head, *lines))
+        same = alike(self.rows, lambda row: (starred(row.pipeline), row.side, row.name, row.nodes))
+        return "\n".join((head, *map(_line, sorted(same, key=lambda rows: -sum(row.seconds for row in rows)))))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {"groups": [asdict(row) for row in self.rows]}
+
+
+def _line(rows: Sequence[HostTime]) -> str:
+    """What a group took in all layers that have it."""
+    share, seconds = sum(row.share for row in rows), sum(row.seconds for row in rows)
+    place, first = counted([row.pipeline for row in rows]), rows[0]
+    return f"{share:6.1%} {seconds * 1e6:8.1f} us  {first.side:<8} {first.name:<26} {' '.join(first.nodes)}  in {place}"
 
 
 class _Times:

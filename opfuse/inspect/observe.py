@@ -99,14 +99,14 @@ class CallInputs(NamedTuple):
         return CallInputs(tuple(inputs), dict(zip(self.named, named)))
 
 
-def observe(model: nn.Module, given: CallInputs) -> Observation:
+def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> Observation:
     """Run ``model`` forward once, with what it is given.
 
     The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
     and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
 
-    PipelineError for what is no module, for one that runs no op of opfuse, and for a call without a tensor; DtypeError for a
-    first input that is no tensor.
+    of_opfuse: its ops must run. PipelineError for what is no module, for one that runs none of these, and for a call without a
+    tensor; DtypeError for a first input that is no tensor.
     """
     _check(model, given)
     call = given.copied()
@@ -121,7 +121,7 @@ def observe(model: nn.Module, given: CallInputs) -> Observation:
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
         torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
-    if not plans:
+    if of_opfuse and not plans:
         cure = "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights: dict[str, Value] = {f"parameter {name}": stored_in(parameter) for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ from torch import nn
 
 from opfuse.errors import OpfuseError
 from opfuse.inspect.alike import alike, common, counted, starred
-from opfuse.inspect.observe import CallInputs, SavedValue, Totals, observe
+from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import KEEP
 
@@ -70,14 +70,21 @@ def saved(model: nn.Module, *inputs: Any, **named: Any) -> Saved:
     which the call cannot run is told as refused, and why; only the active recipe as it is may raise. PipelineError for what
     is no module or runs no op of opfuse; DtypeError for a first input that is no tensor.
     """
-    recipe, given = current_recipe(), CallInputs(inputs, named)
+    given = CallInputs(inputs, named)
     found = observe(model, given)
-    asked = () if recipe is None else ("backward_override", "keep")
-    totals = [totals_under(recipe, name, found.totals, model, given) for name in asked if recipe is not None]
-    overrides, kept = totals or ({}, {})
+    recipes = recipes_of(found)
+    asked = ("backward_override", "keep") if len(recipes) == 1 else ()
+    overrides, kept = [totals_under(recipes[0], name, found.totals, model, given) for name in asked] or ({}, {})
     baseline = _attempted(lambda: _baseline(model, given))
-    made = "none" if recipe is None else repr(recipe), found.values, found.totals
+    made = " and ".join(map(repr, recipes)) or "none", found.values, found.totals
     return Saved(*made, overrides, baseline, _dtype(model, given), found.kept[1], kept)
+
+
+def recipes_of(found: Observation) -> list[Recipe]:
+    """The active recipe; without one, those that converted modules ran under."""
+    active = current_recipe()
+    ran = dict.fromkeys(plan.key.env.recipe for plan in found.plans)
+    return [active] if active is not None else [each for each in ran if each is not None]
 
 
 CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(KEEP), "keep": (None, "recompute", "quantized")}
@@ -100,7 +107,7 @@ def totals_under(
 
 def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
     with autocast(enabled=False):
-        return observe(model, arguments).totals
+        return observe(model, arguments, of_opfuse=False).totals
 
 
 def _dtype(model: nn.Module, given: CallInputs) -> str:

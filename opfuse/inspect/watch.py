@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from opfuse.core.operation import FusibleOperation
+from opfuse.core.protocol import RunsOps
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import sink_of
@@ -186,11 +187,19 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
 def _paths(model: nn.Module) -> dict[int, str]:
     """For each basic op the path of the outermost op that it belongs to."""
     found: dict[int, str] = {}
+    for path, op in _ops(model):
+        for basic in op.basic_ops:
+            found.setdefault(id(basic), path or type(op).__name__)
+    return found
+
+
+def _ops(model: nn.Module) -> Iterator[tuple[str, FusibleOperation]]:
     for path, module in model.named_modules():
         if isinstance(module, FusibleOperation):
-            for basic in module.basic_ops:
-                found.setdefault(id(basic), path or type(module).__name__)
-    return found
+            yield path, module
+        forward = getattr(vars(module).get("forward"), "__self__", None)
+        if isinstance(forward, RunsOps):  # of a converted module
+            yield from forward.named_ops()
 
 
 HEAD = ("step", "op", "tensor", "plane", "format", "amax", "saturated", "flushed", "sqnr")

@@ -1,0 +1,278 @@
+"""An explanation: a screenful of text, in which what is alike is told once, all of it on request; plain values; a chart."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from opfuse.compiler.cover import FUSED, Group, Outcome
+from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade
+from opfuse.compiler.plan import Plan
+from opfuse.compiler.rules import JOINT
+from opfuse.errors import FusionError, describe, nearest
+from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.observe import SavedValue, Totals
+from opfuse.inspect.saved import RefusedSetting, listed, told
+from opfuse.tensors.gemm import ChainTold
+
+WIDTH, MOST = 120, 5
+"""Columns of a line; lines of one pass, or names, that a screenful has of a pipeline."""
+
+ROUTINE = ("absent", "shadowed")
+"""What became of most rules at most places: nothing."""
+
+DETAILS = "details  every rule at every place, each product and each value saved: opfuse explain --all, or .details()"
+
+_INDEX = re.compile(r"\b\d+:")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of one call of a model.
+
+    backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
+    what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
+    from_environment: the variable that each field of the recipe was taken from which was not given. rule: the only one that is
+    told of (None: all). kept: casts of weights that :func:`opfuse.kept_weights` keeps around the call, and their bytes.
+    chains: products of this call with elementwise ops behind them, and why they were not one launch; none but on a GPU.
+    """
+
+    recipe: str
+    backend: str
+    reason: str
+    plans: tuple[Plan, ...]
+    saved: tuple[SavedValue, ...]
+    totals: Totals
+    saved_by_override: Mapping[str, int | RefusedSetting] = field(default_factory=dict)
+    from_environment: Mapping[str, str] = field(default_factory=dict)
+    rule: str | None = None
+    kept: tuple[int, int] = (0, 0)
+    chains: tuple[ChainTold, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward pass, each block of memory once, parameters not at all."""
+        return self.totals.bytes
+
+    def outcomes(self, side: str) -> tuple[Outcome, ...]:
+        """Outcomes of one direction; those of joint rules belong to both."""
+        return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
+
+    def narrowed(self, rule: str) -> Explanation:
+        """The same explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
+        known = sorted({outcome.rule for plan in self.plans for outcome in plan.outcomes})
+        if rule not in known:
+            got, cure = f"{rule!r}{nearest(rule, known)}", f"name one of {', '.join(known)}"
+            raise FusionError(describe("explanation", wanted="an active rule", got=got, cure=cure))
+        plans = (replace(plan, outcomes=tuple(o for o in plan.outcomes if o.rule == rule)) for plan in self.plans)
+        return replace(self, plans=tuple(plans), rule=rule)
+
+    @property
+    def fusions(self) -> tuple[str, ...]:
+        """Names of the rules that fused, once for each place."""
+        return tuple(name for plan in self.plans for name in plan.fusions)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def details(self) -> str:
+        """As text: every rule at every place, each product and each value saved, where ``str`` is a screenful."""
+        return details(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: ``forward`` and ``backward`` outcomes, the pipelines before and after, bytes, backend."""
+        return {
+            "recipe": self.recipe,
+            "from_environment": dict(self.from_environment),
+            "backend": self.backend,
+            "reason": self.reason,
+            "forward": [outcome(o) for o in self.outcomes(FORWARD)],
+            "backward": [outcome(o) for o in self.outcomes(BACKWARD)],
+            "pipelines": [pipeline(plan) for plan in self.plans],
+            "saved": [asdict(value) for value in self.saved],
+            "saved_bytes": self.saved_bytes,
+            "kept_bytes": self.kept[1],
+            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.why} for each in self.chains],
+            "saved_bytes_by_override": {
+                name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
+                for name, saved in self.saved_by_override.items()
+            },
+        }
+
+    def mermaid(self) -> str:
+        """A Mermaid flow chart of each direction of each pipeline; fused nodes share a box."""
+        return "\n\n".join("\n".join(_mermaid(plan, side)) for plan in self.plans for side in SIDES)
+
+
+def text(e: Explanation) -> str:
+    """A screenful: pipelines that are alike once, rules that fused or were refused, sums."""
+    return "\n".join((*_head(e), *_pipelines(e, _brief if e.rule is None else _of_rule), *([] if e.rule else ["", DETAILS])))
+
+
+def details(e: Explanation) -> str:
+    """Every rule at every place, each product and each value that is saved."""
+    saved = ["", "saved for backward", *listed(e.saved)] if e.saved and e.rule is None else []
+    return "\n".join((*_head(e), *_pipelines(e, _full if e.rule is None else _of_rule), *saved))
+
+
+def _head(e: Explanation) -> Iterator[str]:
+    yield f"recipe   {e.recipe}"
+    for name, variable in e.from_environment.items():
+        yield f"         {name} was taken from the environment, {variable}"
+    yield f"backend  {e.backend}: {e.reason}"
+    if e.rule is None:
+        yield f"saved    {told(e.totals)}"
+        for override, saved in e.saved_by_override.items():
+            kept = str(saved) if isinstance(saved, RefusedSetting) else f"{saved} bytes"
+            yield f"         under backward_override={override}: {kept}"
+    if any(e.kept):
+        casts, size = e.kept
+        yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
+    for shape, names, why in e.chains if e.rule is None else ():
+        yield f"chain    {' '.join(names)} behind a product {tuple(shape)}: {f'apart, {why}' if why else 'one launch'}"
+
+
+def _pipelines(e: Explanation, section: Callable[[Plan], Iterable[str]]) -> Iterator[str]:
+    """A section for each pipeline, under the names of all that have the same."""
+    told_of = [(plan.name, plan, tuple(section(plan))) for plan in e.plans]
+    for same in alike(told_of, lambda each: (starred(each[0]), each[2])):
+        _, plan, lines = same[0]
+        sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
+        yield ""
+        yield f"{counted([name for name, _, _ in same])}: {sizes}{' (opaque)' if plan.opaque else ''}"
+        yield from lines
+
+
+# -- a pipeline ------------------------------------------------------------------------------------------------------------
+
+
+def _brief(plan: Plan) -> Iterator[str]:
+    for side in SIDES:
+        yield from _flow(plan, side, MOST)
+    yield from _products_alike(plan)
+    yield from _meetings(plan)
+    if plan.remade:
+        yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
+    told_of = [each for each in plan.outcomes if each.status not in ROUTINE]
+    yield from ("  rules", *_alike(told_of)) if told_of else ("  rules: none fused",)
+
+
+def _full(plan: Plan) -> Iterator[str]:
+    yield from _before_and_after(plan)
+    if plan.graph.products:
+        yield "  products"
+    for product in products(plan):
+        yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
+    yield from _meetings(plan)
+    if plan.remade:
+        yield "  made anew in the backward pass"
+    for each in remade(plan):
+        yield f"    {each['op']} {each['operand']}: {each['format'] or 'high precision'} of {' '.join(each['from'])}"
+    yield "  rules"
+    yield from (f"    {each}" for each in plan.outcomes)
+
+
+def _of_rule(plan: Plan) -> Iterator[str]:
+    """What became of one rule, and what would make it fire."""
+    yield from _before_and_after(plan)
+    yield "  rules"
+    yield from (f"    {each}" for each in plan.outcomes)
+    yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
+
+
+def _meetings(plan: Plan) -> Iterator[str]:
+    """How rows of other ranks come."""
+    if plan.graph.meetings:
+        yield "  rows of other ranks"
+    for each in meetings(plan):
+        how = each["format"] or f"values, cast anew: {each['why']}"
+        yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
+
+
+def _before_and_after(plan: Plan) -> Iterator[str]:
+    yield from _wrapped("before", list(plan.ops))
+    for side in SIDES:
+        yield from _flow(plan, side)
+
+
+def _flow(plan: Plan, side: str, most: int | None = None) -> Iterator[str]:
+    yield from _wrapped(side, [_group_name(plan.graph, group) for group in groups_of(plan, side)], most)
+
+
+def _wrapped(head: str, words: list[str], most: int | None = None) -> Iterator[str]:
+    """Lines of ``words``, each of which stays whole; at most so many lines."""
+    whole = " ".join(word.replace(" ", "\xa0") for word in words)
+    lines = textwrap.wrap(whole, WIDTH - 11, break_long_words=False, break_on_hyphens=False) or [""]
+    for number, line in enumerate(lines[:most]):
+        end = " …" if number + 1 == most and len(lines) > most else ""
+        yield f"  {'' if number else head:<8} {line}{end}".replace("\xa0", " ").rstrip()
+
+
+def _products_alike(plan: Plan) -> Iterator[str]:
+    """How products are made: a line for all that are made alike."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for product in products(plan):
+        made = found.setdefault((product["status"], product["reason"]), {})
+        made.setdefault(product["op"], []).append(product["product"])
+    if found:
+        yield "  products"
+    for (status, reason), made in found.items():
+        by_products: dict[str, list[str]] = {}
+        for op, several in made.items():
+            by_products.setdefault(" ".join(several), []).append(op)
+        for names, of in by_products.items():
+            yield f"    {names} of {' '.join(of) if len(of) <= MOST else f'{len(of)} ops'}: {status}, {reason}"
+
+
+def _alike(outcomes: list[Outcome]) -> Iterator[str]:
+    """Lines of outcomes; those of one rule that became the same of the same kinds of ops are one, with the first place."""
+
+    def became(each: Outcome) -> Outcome:
+        return replace(each, ops=tuple(_INDEX.sub("", op) for op in each.ops))
+
+    for places in alike(outcomes, became):
+        yield f"    {places[0]}" + (f"  and {len(places) - 1} alike" if len(places) > 1 else "")
+
+
+def to_fire(found: Outcome) -> str | None:
+    """What would make a rule fire where it did not, as far as one thing is in its way; None where it did."""
+    if found.status == FUSED:
+        return None
+    if found.by is not None:
+        return f"at {' '.join(found.ops)}: have {found.rule} claim before {found.by}, or disable {found.by}"
+    if found.guard is None:
+        return f"have ops in a row that the pattern of {found.rule} names"
+    if found.guard.startswith("pattern."):
+        return f"at {' '.join(found.ops)}: go on with {found.wanted} in place of {found.got}"
+    return f"at {' '.join(found.ops)}: {found.guard} has to be {found.wanted}, and is {found.got}"
+
+
+def _group_name(graph: Graph, group: Group) -> str:
+    names = " ".join(graph.nodes[i].name for i in group.nodes)
+    return names if len(group.nodes) == 1 else f"{group.name}({names})"
+
+
+# -- as a flow chart --------------------------------------------------------------------------------------------------------
+
+
+def _mermaid(plan: Plan, side: str) -> Iterator[str]:
+    nodes = plan.graph.nodes
+    yield f"%% {plan.name}, {side}"
+    yield "flowchart LR" if side == FORWARD else "flowchart RL"
+    shown = set()
+    for number, group in enumerate(groups_of(plan, side)):
+        indent = "  "
+        if group.claimed:
+            yield f'  subgraph f{number}["{group.name}"]'
+            indent = "    "
+        for i in group.nodes:
+            shown.add(i)
+            yield f'{indent}n{i}["{nodes[i].name}"]'
+        if group.claimed:
+            yield "  end"
+    for source, target in flow(plan.graph, side, shown):
+        yield f"  n{source} --> n{target}"

@@ -278,9 +278,10 @@ class Converted:
         """Whether a graph that was made for ``other``, of the same class, may do for this one."""
         return type(self.module) is type(other.module)
 
-    def columns(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The results of all modules that share a product."""
-        return (self.compute(x, ()),)
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The results of all modules that share a product, as the columns of one tensor."""
+        result: torch.Tensor = self.compute(x, ())
+        return result
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Outputs that look as those for ``given``, where its own forward does not tell of tensors without values."""

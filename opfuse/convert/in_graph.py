@@ -36,7 +36,7 @@ class ForwardInGraph(CalledPipeline, Protocol):
 
     def through(self, parts: Sequence[Any], x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any: ...
 
-    def columns(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
+    def whole(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
 
@@ -46,7 +46,8 @@ class ForwardInGraph(CalledPipeline, Protocol):
 class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
 
-    norm: whose module handed its input on. others: modules that share the product of ``owner``.
+    norm: whose module handed its input on. others: modules that share the product of ``owner``; the op gives the columns of all
+    in one tensor, of which the graph takes views: outputs of one op may not lie in one memory.
     """
 
     ops: tuple[BasicOperation, ...] = ()
@@ -71,8 +72,7 @@ class InGraph:
     def outline(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
         """Outputs that look as those for ``given``, which may have no values."""
         with autocast(enabled=False):
-            outputs = self.owner.outline(given) or self._plain(*given)
-        return list(outputs)
+            return list(self.owner.outline(given)) or [self._plain(*given)]
 
     def __call__(
         self, x: torch.Tensor, /, *extras: torch.Tensor, instead: Mapping[int, torch.Tensor] | None = None
@@ -85,25 +85,29 @@ class InGraph:
             if owner.region is not None and not in_region():
                 around.enter_context(owner.region)
             repeat, run = repeated(owner), partial(self._run, *given)
-            result: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(partial(owner.unrecorded, run))
-        return result
+            result: torch.Tensor = run() if repeat is None else repeat(partial(owner.unrecorded, run))
+        return (result,)
 
-    def _run(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _run(self, *given: torch.Tensor) -> torch.Tensor:
         if current_recipe() is None:
-            return tuple(self._plain(*given))
+            return self._plain(*given)
         for each in (self.owner, *self.others):
             each.check_members()
         x, *arguments = given
         if self.others:
-            return tuple(self.owner.columns(x))
-        return (self.owner.through(self.owner.normed, x, arguments) if self.norm else self.owner.compute(x, arguments),)
+            return self.owner.whole(x)
+        run = self.owner.compute if self.norm is None else partial(self.owner.through, self.owner.normed)
+        result: torch.Tensor = run(x, arguments)
+        return result
 
-    def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
         """By the forwards that the modules had."""
         first, *rest = [replica(module, plain=True) for module in self.modules]
         if self.norm is not None:
             x, first, rest = first(x), rest[0], []
-        yield from (module(x, *arguments) for module in (first, *rest))
+        results = [module(x, *arguments) for module in (first, *rest)]
+        result: torch.Tensor = torch.cat(results, dim=-1) if rest else results[0]
+        return result
 
 
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA")

@@ -52,14 +52,14 @@ class Shared:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "waiting": {}, "in_graph": None, "source": None, "followed": []}
 
-    def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def parted(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The columns of all modules."""
-        parts = self.run(x, ()).split(self.columns, dim=-1)
+        parts = whole.split(self.columns, dim=-1)
         return parts if self.plain else [part.contiguous() for part in parts]
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
-        one, *others = self.parts(x)
+        one, *others = self.parted(self.run(x, ()))
         thread, waiting = get_ident(), self.waiting
         waiting[thread] = _Waiting(weakref.ref(x, lambda _: waiting.pop(thread, None)), _state(x), dict(enumerate(others, 1)))
         return one
@@ -113,7 +113,7 @@ class Sibling(Converted):
         """In a graph the first computes all, and the others know the tensor again."""
         shared, (x,) = self.shared, given
         if shared.in_graph is not None and self.index == 0:
-            first, *shared.followed = super()._as_op(shared.in_graph, given)
+            first, *shared.followed = shared.parted(super()._as_op(shared.in_graph, given))
             shared.source = x
             return first
         if shared.source is x and shared.followed:
@@ -123,9 +123,9 @@ class Sibling(Converted):
             return found
         return super()._as_op(call, given)
 
-    def columns(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Of all modules."""
-        return self.shared.parts(x)
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of all modules, in one tensor."""
+        return self.shared.run(x, ())
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index == 0:

@@ -3,56 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from opfuse.kernels.cases import chain_casts, chained, chains, delayed, figures, matrices, norms, nvfp4, planes, products
-from opfuse.kernels.casts.block import cast_block
-from opfuse.kernels.casts.delayed import delayed_update
-from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
-from opfuse.kernels.casts.figures import cast_figures
-from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
-from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
-from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording, tensor_amax
-from opfuse.kernels.casts.transpose import transposed
-from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
-from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
-from opfuse.kernels.engine.registry import Arguments, Case, Kernel
-from opfuse.kernels.norms.cast import norm_cast
-from opfuse.kernels.norms.norm import norm_backward, norm_forward
-from opfuse.kernels.products.chained import product_chain
-from opfuse.kernels.products.hopper import grouped_product
+from opfuse.errors import KernelError, describe
+from opfuse.kernels import cases
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable, Kernel
 
-_TABLE: dict[Kernel[..., Any], Mapping[str, Case]] = {
-    tensor_amax: matrices.MATRICES,
-    cast_current: matrices.CURRENT,
-    cast_recording: matrices.RECORDING,
-    cast_mx: matrices.MX,
-    cast_block: matrices.BLOCK,
-    line_amaxes: matrices.LINES,
-    cast_row: matrices.ROW,
-    cast_lines: matrices.KNOWN_LINES,
-    amaxes_nv: nvfp4.AMAXES,
-    cast_nv: nvfp4.CASTS,
-    dequantize: planes.PLANES,
-    dequantize_nv: planes.NVFP4_PLANES,
-    transposed: planes.TRANSPOSED,
-    delayed_update: delayed.CASES,
-    cast_figures: figures.CASES,
-    forward_chain: chains.FORWARD,
-    backward_chain: chains.BACKWARD,
-    forward_chain_amax: chains.FORWARD_AMAX,
-    backward_chain_amax: chains.BACKWARD_AMAX,
-    forward_chain_cast: chain_casts.FORWARD,
-    backward_chain_cast: chain_casts.BACKWARD,
-    norm_forward: norms.FORWARD,
-    norm_backward: norms.BACKWARD,
-    norm_cast: norms.CAST,
-    grouped_product: products.PRODUCTS,
-    product_chain: chained.CHAINED,
-}
+
+def tables() -> Iterator[tuple[str, CaseTable]]:
+    """``CASES`` of each module in ``kernels/cases``, by the name of the module."""
+    for found in pkgutil.iter_modules(cases.__path__):
+        yield found.name, importlib.import_module(f"{cases.__name__}.{found.name}").CASES
+
+
+def joined(tables: Iterable[tuple[str, CaseTable]]) -> CaseTable:
+    """One table of several, kernels by name. KernelError for a kernel that two of them have."""
+    found: dict[Kernel[..., Any], Mapping[str, Case]] = {}
+    places: dict[Kernel[..., Any], str] = {}
+    for place, table in tables:
+        for made, calls in table.items():
+            if made in found:
+                got, cure = f"cases/{places[made]}.py and cases/{place}.py", "name its cases in one of them"
+                raise KernelError(describe(f"kernel {made.name}", wanted="one table of cases", got=got, cure=cure))
+            found[made] = {name: functools.partial(_drawn, case) for name, case in calls.items()}
+            places[made] = place
+    return dict(sorted(found.items(), key=lambda entry: entry[0].name))
 
 
 def _drawn(case: Case, device: torch.device) -> Arguments:
@@ -61,8 +41,5 @@ def _drawn(case: Case, device: torch.device) -> Arguments:
         return case(device)
 
 
-CASES: Mapping[Kernel[..., Any], Mapping[str, Case]] = {
-    made: {name: functools.partial(_drawn, case) for name, case in cases.items()}
-    for made, cases in sorted(_TABLE.items(), key=lambda entry: entry[0].name)
-}
+CASES = joined(tables())
 """Calls that reach every branch of a kernel and every variant that is ever compiled, by kernel and name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,14 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.sizes import cure_of
 from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.recipes import current_model_init
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
+from opfuse.tensors.planes import structure
+from opfuse.tensors.quantizers import GroupedQuantizer
 from opfuse.tensors.shards import join
+from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 PRESERVED = "high_precision_init_val"
@@ -67,9 +72,31 @@ def reset_weight(op: BasicOperation, name: str, draw: Callable[[torch.Tensor], A
 
 
 def regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:
-    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there."""
+    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there.
+
+    What lives quantized keeps its bytes both ways: groups have scales of their own.
+    """
     parts = [f"{name}{i}" for i in range(groups)]
     if held == 1 and name not in state_dict and all(part in state_dict for part in parts):
-        state_dict[name] = torch.stack([state_dict.pop(part) for part in parts])
+        state_dict[name] = _stacked([state_dict.pop(part) for part in parts])
     elif held == groups > 1 and name in state_dict:
         state_dict.update(zip(parts, state_dict.pop(name)))
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``parts`` as one tensor: planes as they are where all are quantized alike, else values."""
+    stored = [part for part in parts if isinstance(part, QuantizedTensor)]
+    records = [part.record for part in stored]
+    first = records[0] if len(records) == len(parts) else None
+    if first is None or any((structure(each), each.shape) != (structure(first), first.shape) for each in records):
+        return torch.stack(list(parts))
+    sizes = (first.matrix_shape[0],) * len(records)
+    rowwise, columnwise = (
+        GroupedPlane([each.plane(usage) for each in records], sizes) if usage in first.usages else None for usage in USAGES
+    )
+    whole = QuantizedStorage(torch.Size((len(records), *first.shape)), first.dtype, rowwise, columnwise, first.why)
+    own = [part.quantizer for part in stored if part.quantizer is not None]
+    if len(own) < len(parts):
+        return QuantizedTensor(whole, quantizer=None)
+    together = GroupedQuantizer(tuple(own), rowwise=ROWWISE in first.usages, columnwise=COLUMNWISE in first.usages)
+    return QuantizedTensor(whole, quantizer=together)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, cast
 
-from opfuse.errors import OpfuseWarning, RecipeError, describe
+from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
@@ -56,6 +56,22 @@ _REGION: ContextVar[_Region | None] = ContextVar("opfuse_autocast", default=None
 _MODEL_INIT: ContextVar[ModelInit | None] = ContextVar("opfuse_model_init", default=None)
 
 
+_ELSEWHERE = {
+    "fp8_recipe": "name it recipe=..., or call opfuse.te.fp8_autocast, which has that signature",
+    "fp8_group": "name it amax_reduction_group=..., or call opfuse.te.fp8_autocast, which has that signature",
+    "calibrating": "leave it out: run some training steps under the recipe, whose states then hold what they counted",
+}
+"""Keywords of TransformerEngine's regions, and what to write here."""
+
+
+def _check_keywords(where: str, known: tuple[str, ...], unknown: Mapping[str, object]) -> None:
+    """RecipeError for keywords that are not ``known``."""
+    for name in unknown:
+        cure = _ELSEWHERE.get(name, "leave it out")
+        got = f"{name!r}{'' if name in _ELSEWHERE else nearest(name, known)}"
+        raise RecipeError(describe(where, wanted=f"keywords of {known}", got=got, cure=cure))
+
+
 def _chosen(where: str, enabled: object, recipe: object) -> Recipe | None:
     if not isinstance(enabled, bool):
         cure = f"write {where}(recipe=...), which names the recipe, or pass a bool"
@@ -72,10 +88,18 @@ class autocast(contextlib.ContextDecorator):
     state, takes any shape and is native on most hardware. amax_reduction_group: the ranks that share delayed-scaling amaxes;
     None is the default group. ``enabled=False`` computes in high precision whatever the recipe says, also inside
     another region. The innermost region counts; delayed-scaling states are updated when the outermost one ends. If it ends by an
-    exception, they stay as they are, and the amaxes that its casts counted are dropped.
+    exception, they stay as they are, and the amaxes that its casts counted are dropped. RecipeError for another keyword.
     """
 
-    def __init__(self, enabled: bool = True, *, recipe: object = None, amax_reduction_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        *,
+        recipe: object = None,
+        amax_reduction_group: ProcessGroup | None = None,
+        **unknown: Never,
+    ) -> None:
+        _check_keywords("autocast", ("enabled", "recipe", "amax_reduction_group"), unknown)
         self.recipe = _chosen("autocast", enabled, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.site = site()
@@ -171,7 +195,7 @@ def at_outermost_exit(key: Hashable, make: Callable[[], Hook]) -> Hook:
 
 @contextlib.contextmanager
 def quantized_model_init(
-    *, enabled: bool = True, recipe: object = None, preserve_high_precision_init_val: bool = False
+    *, enabled: bool = True, recipe: object = None, preserve_high_precision_init_val: bool = False, **unknown: Never
 ) -> Iterator[ModelInit | None]:
     """Create parameters quantized under ``recipe`` (None: ``Float8CurrentScaling()``).
 
@@ -183,8 +207,9 @@ def quantized_model_init(
     On the meta device parameters are quantized as well; ``to_empty`` and ``reset_parameters`` give them bytes and values.
 
     preserve_high_precision_init_val: keep the initial value in high precision as well, on the CPU, for an optimizer's master
-    weights: ``parameter.get_high_precision_init_val()``.
+    weights: ``parameter.get_high_precision_init_val()``. RecipeError for another keyword.
     """
+    _check_keywords("quantized_model_init", ("enabled", "recipe", "preserve_high_precision_init_val"), unknown)
     chosen = _chosen("quantized_model_init", enabled, recipe)
     if chosen is not None:
         note_use()

@@ -24,3 +24,11 @@ def straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> 
     """``change(x)``, whose gradient is that of ``x``."""
     recorded = torch.is_grad_enabled() and x.requires_grad
     return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]
+
+
+def told_gradient(tensor: torch.Tensor) -> str:
+    """What a tensor that wants a gradient says of where it comes from; as torch has it where a write made that ambiguous."""
+    try:
+        return "requires_grad=True" if tensor.grad_fn is None else f"grad_fn={tensor.grad_fn.name()}"
+    except RuntimeError:
+        return "grad_fn=Invalid"

@@ -27,7 +27,7 @@ from opfuse.tensors.planes import (
 )
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import Plane, QuantizedStorage
-from opfuse.tensors.straight import straight_through
+from opfuse.tensors.straight import straight_through, told_gradient
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
@@ -176,7 +176,7 @@ class QuantizedTensor(Quantized):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         notes = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", *self.signature, f"device={self.device}"]
         if self.requires_grad:
-            notes.append("requires_grad=True" if self.grad_fn is None else f"grad_fn={self.grad_fn.name()}")
+            notes.append(told_gradient(self))
         return f"{type(self).__name__}({', '.join(notes)})"
 
     # -- reading and writing -------------------------------------------------------------------------------------------
@@ -221,13 +221,15 @@ class QuantizedTensor(Quantized):
 
     def check_writable(self, operation: str, *, casting: bool = True) -> Any:
         """The quantizer. QuantizedTensorError unless ``operation`` may write here; ``casting``: it writes values, not bytes."""
-        where = f"{operation} on {self!r}"
         if self._readonly:
-            cure = "clone() it, or assign to the whole tensor: t[index] = value"
-            raise QuantizedTensorError(describe(where, wanted="a whole tensor", got=self._readonly, cure=cure))
+            wanted, cure = "a whole tensor", "clone() it, or assign to the whole tensor: t[index] = value"
+            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted=wanted, got=self._readonly, cure=cure))
         if casting and self._quantizer is None:
-            cure = "make it with QuantizedTensor(storage, quantizer=...), or dequantize() it first"
-            raise QuantizedTensorError(describe(where, wanted="a quantizer to cast the result with", got=None, cure=cure))
+            wanted, cure = (
+                "a quantizer to cast with",
+                "QuantizedTensor(storage, quantizer=...), or dequantize() it first",
+            )
+            raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted=wanted, got=None, cure=cure))
         return shards.writer(self)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:

@@ -59,7 +59,7 @@ def test_a_launch_with_another_signature_is_refused(run):
 
 @pytest.mark.parametrize(
     ("changed", "wanted"),
-    [({"tolerance": None}, "a Tolerance"), ({"source": "none.cu"}, "a .cu file")],
+    [({"tolerance": None}, "a Tolerance"), ({"source": "none.cu"}, "a file cuda/none.cu, got none")],
 )
 def test_a_kernel_without_tolerance_or_source_is_refused(changed, wanted):
     with pytest.raises(KernelError, match=f"kernel launch_double: wants {wanted}"):

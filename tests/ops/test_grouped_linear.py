@@ -493,12 +493,38 @@ def test_u04_groups_of_a_weight_stored_as_one_are_read_and_written_one_by_one(na
             assert changed == [group == i for group in range(4)]
             assert whole._version > count
             getattr(apart, f"weight{i}").copy_(values[i])
+        both, written = [whole[0], whole[1]], [apart.weight0, apart.weight1]
+        for write in (lambda to: torch._foreach_copy_(to, [*values[2:]]), lambda to: [each.mul_(2) for each in to]):
+            write(both)
+            write(written)
+        torch._foreach_add_([whole[0], whole[1]], 1.0)
+        torch._foreach_add_(written, 1.0)
+        assert "grad_fn=Invalid" in repr(both[1])  # as of a plain view, once another one was written
         whole[2].copy_(apart.weight2)  # bytes, not a cast of values
         whole[3, 1:] = values[3, 1:]
         for i in (0, 1, 2):
             assert all(map(same, whole[i].record.tensors(), getattr(apart, f"weight{i}").record.tensors()))
         apart.weight3.copy_(whole[3])
     assert same(step(op, x, EVEN, recipe)["output"], step(apart, x, EVEN, recipe)["output"])
+
+
+@pytest.mark.row("U04", "U02")
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", [*HAS_OVERRIDE, "delayed"])
+def test_u04_stored_weights_are_loaded_with_their_bytes_where_they_are_held_the_other_way(name, assign):
+    recipe = recipe_of(name, None)
+    held = [stored(recipe, **form, bias=False) for form in ({}, {"single_grouped_weight": True})]
+    for source, target in (held, held[::-1]):
+        for state in (source.state_dict(), opfuse.to_planes(source.state_dict())):
+            with torch.no_grad():
+                for parameter in target.parameters():
+                    parameter.zero_()
+            target.load_state_dict(state, assign=assign)
+            for mine, its in zip(weights_of(target), weights_of(source), strict=True):
+                assert all(map(same, mine.record.tensors(), its.record.tensors()))
+    with torch.no_grad():
+        for each in weights_of(held[0]):
+            each.add_(1)  # they can be written
 
 
 @pytest.mark.row("U04", "U02")

@@ -1,6 +1,7 @@
 """Where a recipe is in force."""
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -119,6 +120,21 @@ def test_amax_group_follows_the_region():
         with autocast(recipe=MX):
             assert current_amax_group() is None
         assert current_amax_group() is group
+
+
+@pytest.mark.parametrize(
+    ("keyword", "told"),
+    [
+        ("fp8_recipe", "got 'fp8_recipe'. Cure: name it recipe="),
+        ("fp8_group", "name it amax_reduction_group="),
+        ("calibrating", "Cure: leave it out: run some training steps"),
+        ("recipee", "did you mean 'recipe'"),
+    ],
+)
+def test_keywords_of_others_are_refused_with_what_to_write(keyword, told):
+    for where in (autocast, quantized_model_init):
+        with pytest.raises(RecipeError, match=re.escape(told)), where(**{keyword: None}):
+            pass
 
 
 def test_bad_recipe_is_refused_when_the_region_is_made():

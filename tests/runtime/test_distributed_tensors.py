@@ -40,6 +40,21 @@ def test_a_rehearsal_meets_no_ranks(mesh):
         meeting.gathered(x, 1, None)
 
 
+def test_a_step_on_masters_of_shards_is_a_write_that_autograd_counts(mesh):
+    with opfuse.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        sharded = fully_shard(ops.Sequential(ops.Linear(64, 64, bias=False)), mesh=mesh)
+    (weight,) = sharded.parameters()
+    optimizer = opfuse.with_masters(torch.optim.SGD(sharded.parameters(), lr=0.5))
+    called(sharded, data(), "mxfp8").sum().backward()
+    sharded.reshard()
+    (weight,), kept = sharded.parameters(), weight._version
+    saved = weight * torch.ones((), requires_grad=True)  # what the rest of a model may save
+    optimizer.step()
+    assert weight._version > kept
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.to_local().sum().backward()
+
+
 def called(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
     with opfuse.autocast(enabled=kind != "none", recipe=RECIPES[kind]):
         return model(x)

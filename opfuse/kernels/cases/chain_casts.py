@@ -13,7 +13,8 @@ from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, Num
 from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, ChainCase
 from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Measured, Microscaled, RecordingScale
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.layouts import Layout
 
 
@@ -222,3 +223,8 @@ FORWARD, BACKWARD = (
 
 AS_CALLED = {direction: _as_called(direction, (*((name,) for name in OPS), *_ORDINARY)) for direction in _CHAINS}
 """By direction: every built-in op and ordinary chains, with every cast, in the form in which they are called."""
+
+CASES: CaseTable = {
+    forward_chain_cast: FORWARD,
+    backward_chain_cast: BACKWARD,
+}

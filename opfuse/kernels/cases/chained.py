@@ -12,7 +12,8 @@ from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage
 from opfuse.kernels.cases.chain_casts import encoding_of
 from opfuse.kernels.cases.chains import BF16, FP16, ChainCase
 from opfuse.kernels.cases.products import FORMATS, stored
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.engine.registry import Arguments, CaseTable
+from opfuse.kernels.products.chained import product_chain
 
 
 class ChainedCase(NamedTuple):
@@ -48,7 +49,7 @@ class ChainedCase(NamedTuple):
 BOTH: tuple[Usage, ...] = (ROWWISE, COLUMNWISE)
 _GELU = ("bias", "gelu")
 
-CASES = (
+_CALLS = (
     ChainedCase(_GELU, (300, 272, 144), "delayed"),
     ChainedCase(_GELU, (272, 144, 1040), "delayed", BOTH, keep=(1,)),
     ChainedCase(_GELU, (1168, 1168, 144), "delayed", (COLUMNWISE,), element=E5M2),
@@ -63,4 +64,4 @@ CASES = (
     ChainedCase(("bias",), (300, 272, 272), kind="1x128, 128x128", fast=False),
 )
 
-CHAINED: dict[str, Case] = {case.name: functools.partial(ChainedCase.arguments, case) for case in CASES}
+CASES: CaseTable = {product_chain: {call.name: functools.partial(ChainedCase.arguments, call) for call in _CALLS}}

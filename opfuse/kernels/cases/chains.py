@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.chains import chain as launches
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.activations import ARITHMETIC, POINTWISE
 from opfuse.numerics.chain import Rounding, Stage, forward_chain
 from opfuse.numerics.pointwise import Pointwise
@@ -161,8 +162,6 @@ def _call(chain: ChainCase, direction: str, device: torch.device) -> Arguments:
     return getattr(chain, direction)(device)
 
 
-FORWARD = _cases("forward", (*_ALONE, *_MIXED))
-BACKWARD = _cases("backward", [chain for chain in (*_ALONE, *_MIXED) if chain.ops != ("add",)])  # whose gradients are all dy
 _UNSTORED = (
     ChainCase(("bias", "gelu"), (300, 264)),
     ChainCase(("bias", "gelu"), (5, 67)),
@@ -177,9 +176,16 @@ def _unstored(chain: ChainCase, keep: Sequence[int], device: torch.device) -> Ar
     return Arguments(args, {**kwargs, "keep": keep, "stores": False})
 
 
-FORWARD_AMAX = _cases("forward", _MIXED) | {
+_FORWARD_AMAX = _cases("forward", _MIXED) | {
     f"{chain.name} not stored{', kept' * bool(keep)}": functools.partial(_unstored, chain, keep)
     for chain in _UNSTORED
     for keep in ((), range(1, len(chain.ops)))
 }
-BACKWARD_AMAX = _cases("backward", _MIXED)
+_HAS_GRADIENTS = [chain for chain in (*_ALONE, *_MIXED) if chain.ops != ("add",)]  # whose gradients are all dy
+
+CASES: CaseTable = {
+    launches.forward_chain: _cases("forward", (*_ALONE, *_MIXED)),
+    launches.backward_chain: _cases("backward", _HAS_GRADIENTS),
+    launches.forward_chain_amax: _FORWARD_AMAX,
+    launches.backward_chain_amax: _cases("backward", _MIXED),
+}

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from opfuse.kernels.casts.delayed import MOST
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.casts.delayed import MOST, delayed_update
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.delayed import ALGORITHMS, Algorithm, UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
 
@@ -35,4 +35,4 @@ def _case(lengths: Sequence[int], algorithm: Algorithm, device: torch.device) ->
     return Arguments((*states, rules))
 
 
-CASES = dict(_cases())
+CASES: CaseTable = {delayed_update: dict(_cases())}

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.casts import block, row, tensor
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.casts import line_amaxes, tensor_amax
 from opfuse.numerics.layouts import Layout, ceil_div
 
@@ -197,16 +198,18 @@ _BLOCK_RULES = (
     (1, 0.25, True),
 )
 
-MATRICES: dict[str, Case] = {
-    f"{kind}, {name}": functools.partial(_tensor, kind, dtype) for kind in MATRIX_KINDS for name, dtype in _DTYPES.items()
+CASES: CaseTable = {
+    tensor.tensor_amax: {
+        f"{kind}, {name}": functools.partial(_tensor, kind, dtype) for kind in MATRIX_KINDS for name, dtype in _DTYPES.items()
+    },
+    tensor.cast_current: _combined(_current, _RULES),
+    tensor.cast_recording: _combined(_recording, _SCALES),
+    tensor.cast_mx: _combined(_mx, _MX_RULES, full=("parts of blocks of tiles", "misaligned")),
+    block.cast_block: _combined(_block, _BLOCK_RULES, full=("parts of tiles", "misaligned", "nonfinite")),
+    row.line_amaxes: {
+        f"{kind}, {dtype}, {'+'.join(usages)}": functools.partial(_lines, kind, _DTYPES[dtype], usages)
+        for kind, dtype, usages in itertools.product(MATRIX_KINDS, _DTYPES, _PLANES)
+    },
+    row.cast_row: _combined(_row, _RULES, full=("misaligned", "nonfinite"), kinds=_ROW_KINDS),
+    row.cast_lines: _combined(_known_lines, _RULES),
 }
-CURRENT = _combined(_current, _RULES)
-RECORDING = _combined(_recording, _SCALES)
-MX = _combined(_mx, _MX_RULES, full=("parts of blocks of tiles", "misaligned"))
-LINES: dict[str, Case] = {
-    f"{kind}, {dtype}, {'+'.join(usages)}": functools.partial(_lines, kind, _DTYPES[dtype], usages)
-    for kind, dtype, usages in itertools.product(MATRIX_KINDS, _DTYPES, _PLANES)
-}
-ROW = _combined(_row, _RULES, full=("misaligned", "nonfinite"), kinds=_ROW_KINDS)
-KNOWN_LINES = _combined(_known_lines, _RULES)
-BLOCK = _combined(_block, _BLOCK_RULES, full=("parts of tiles", "misaligned", "nonfinite"))

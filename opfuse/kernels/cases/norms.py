@@ -38,7 +38,9 @@ from opfuse.kernels.casts.encoding import (
     WithOriginal,
 )
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
+from opfuse.kernels.norms.cast import norm_cast
+from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import Layout
@@ -257,4 +259,10 @@ _ALL_BOTH = zip(itertools.product(_BOTH, _ENCODINGS), itertools.cycle(_ELEMENTS)
 CAST: dict[str, Case] = {
     f"{rows.name} {encoding} {element.name} {'+'.join(usages)}": functools.partial(_cast, rows, encoding, element, usages)
     for (rows, encoding), element, usages in (*_TURNS, *_NONFINITE, *_ALL_BOTH)
+}
+
+CASES: CaseTable = {
+    norm_forward: FORWARD,
+    norm_backward: BACKWARD,
+    norm_cast: CAST,
 }

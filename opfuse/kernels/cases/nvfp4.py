@@ -12,7 +12,8 @@ import torch
 
 from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, NumberFormat, Usage
 from opfuse.kernels.cases.matrices import MATRIX_KINDS, hard, matrix
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.casts import nvfp4 as launches
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout, ceil_div
@@ -189,5 +190,7 @@ def _combined(case: Callable[[_MatrixArguments, torch.device], Arguments], optio
     return made
 
 
-CASTS = _combined(_cast, _OPTIONS)
-AMAXES = _combined(_amaxes, (_Options(), _Options(signs=SIGNS), _Options(signs=NO_SIGNS), _Options(per_row=True)))
+CASES: CaseTable = {
+    launches.amaxes_nv: _combined(_amaxes, (_Options(), _Options(signs=SIGNS), _Options(signs=NO_SIGNS), _Options(per_row=True))),
+    launches.cast_nv: _combined(_cast, _OPTIONS),
+}

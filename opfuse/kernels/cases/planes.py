@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
+from opfuse.kernels.casts.transpose import transposed
+from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.numerics.layouts import Layout
 
@@ -112,6 +114,8 @@ def _transposed(kind: str) -> Case:
     return case
 
 
-TRANSPOSED: dict[str, Case] = {kind: _transposed(kind) for kind in _LINES}
-PLANES = _planes(_FORMATS)
-NVFP4_PLANES = _planes(_NVFP4_FORMATS)
+CASES: CaseTable = {
+    dequantize: _planes(_FORMATS),
+    dequantize_nv: _planes(_NVFP4_FORMATS),
+    transposed: {kind: _transposed(kind) for kind in _LINES},
+}

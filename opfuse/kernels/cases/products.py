@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_tensor
-from opfuse.kernels.engine.registry import Arguments, Case
+from opfuse.kernels.engine.registry import Arguments, CaseTable
+from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.scalars import encode
@@ -74,8 +75,10 @@ def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
     return (kind == "tensors" or sizes not in _NUMBERS) and (dtype == "bf16" or sizes == "parts of tiles")
 
 
-PRODUCTS: dict[str, Case] = {
-    f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, _DTYPES[dtype], fast)
-    for kind, sizes, dtype, fast in itertools.product(FORMATS, _SIZES, _DTYPES, (False, True))
-    if _meet(kind, sizes, dtype, fast)
+CASES: CaseTable = {
+    grouped_product: {
+        f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, _DTYPES[dtype], fast)
+        for kind, sizes, dtype, fast in itertools.product(FORMATS, _SIZES, _DTYPES, (False, True))
+        if _meet(kind, sizes, dtype, fast)
+    }
 }

@@ -29,7 +29,7 @@ from opfuse.numerics.layouts import ceil_div
 
 _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64  # of one part of a sum
 _ADDERS = 32  # sums of a block that adds up parts
-_AMAX = parameter_of("encode_amax.cuh", "Encode")
+_AMAX = parameter_of("encode.cuh", "Encode")
 
 
 class ChainProgram(NamedTuple):

@@ -123,17 +123,6 @@ OPFUSE_FN Codes within(Codes codes, const bool (&there)[8]) {
     return codes;
 }
 
-// Codes of rows to shared memory. The four lanes of a block have the same eight: each leaves those of two rows.
-OPFUSE_FN void gather_rows(u8* shared, const Piece& own, const Codes& codes) {
-    u32 upper = four_codes(codes.of[0], codes.of[1], codes.of[2], codes.of[3]);
-    u32 lower = four_codes(codes.of[4], codes.of[5], codes.of[6], codes.of[7]);
-    u32 two = (threadIdx.x & 2 ? lower : upper) >> (threadIdx.x & 1) * 16;
-    int row = own.row + (threadIdx.x & 2) * 8 + (threadIdx.x & 1) * 2, block = own.column / BLOCK;
-    constexpr int BLOCKS = TILE_COLUMNS / BLOCK;
-    shared[row * BLOCKS + block] = u8(two);
-    shared[(row + 1) * BLOCKS + block] = u8(two >> 8);
-}
-
 #if ENTRY_cast_tile
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Launched launched) {
     Own part = own_part(launched);
@@ -157,7 +146,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_
 
     Codes down = COLUMNWISE || SQUARE ? codes_down(v, p.bias) : Codes{};
     Codes along = SQUARE ? down : ROWWISE ? codes_along(v, p.bias) : Codes{};
-    if (ROWWISE) gather_rows(row_codes, own, within(along, has_row));
+    if (ROWWISE)
+        gather_row_codes<TILE_COLUMNS / BLOCK>(
+            row_codes, own.column / BLOCK, within(along, has_row).of, [&](int step) { return own.own_row(4 * step); },
+            [](int) { return true; });
     if (COLUMNWISE && threadIdx.x % 32 < 8) {
         Codes c = within(down, has_column);
         store_column_codes(p, c.of, column, (own.tile_row + own.row) / BLOCK, column_codes, own.column, own.row / BLOCK);

@@ -2,21 +2,16 @@
 //
 // Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, store_row_sum,
 //                store_column_sum, and result: STRANDS packs, whose columns are those of result_column
-// CAST           what else becomes of the result: NOTHING, its AMAX, or codes as TENSOR, BLOCKS or MX, in the header of that name,
-//                whose fields are Encode
+// CAST           what else becomes of the result, as encode.cuh has it; how, says the header of the cast
 // Grid           a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS of what the chain's result, or dy, is. With several strands,
 //                columns are multiples of TILE_COLUMNS, and so are groups of halves
 // RESIDENT       blocks that share a multiprocessor; AHEAD: rows of inputs that a thread loads before it needs them, a divisor of
 //                those that it has
 // Defined by     opfuse/kernels/chains/cast.py and, for sums alone, opfuse/numerics/chain.py, backward_chain
-#define NOTHING 0
-#define AMAX 1
-#define TENSOR 2
-#define BLOCKS 3
-#define MX 4
 #include "tile.cuh"
 #include "chain.cuh"
 #include "generated.cuh"
+#include "encode.cuh"
 using IN = IO;
 using Values = Eight<IN>[OWN_ROWS];
 
@@ -25,7 +20,7 @@ OPFUSE_FN RowCodes codes_of_rows(u8* plane, long long width, const Thread& at) {
     return codes_of_rows(plane, width, at.row, at.column, at.rows, at.columns);
 }
 
-// What a cast is: the fields that the host packs, the order of tiles (own_block), what a thread holds, and what it does with each row
+// What a cast is: the order of tiles (own_block), what a thread holds, and what it does with each row
 // of a strand (take), before a barrier with all of them (prepare, leave) and after it (store_prepared, finish). TOGETHER: a barrier
 // serves all strands.
 #if CAST == TENSOR

@@ -1,12 +1,7 @@
 // encode_amax: nothing becomes of tiles that are stored as they are, but CAST == AMAX finds the largest magnitude.
 //
-// amax           raised to it; null for CAST == NOTHING
-// Compiled       after chain.cuh and tile.cuh, with IN
+// Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN
 #pragma once
-
-struct Encode {
-    float* amax;
-};
 
 struct Running {
     u32 best;

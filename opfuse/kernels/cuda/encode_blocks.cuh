@@ -1,11 +1,9 @@
 // encode_blocks: FP8 codes of tiles with an fp32 scale for each block of 128, as in blocks.cuh.
 //
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
-// Compiled       after chain.cuh and tile.cuh, with IN, OUT, SQUARE and ALIGNED
+// Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN, OUT, SQUARE and ALIGNED
 #pragma once
 #include "blocks.cuh"
-
-using Encode = Blocks;
 
 struct Running {};
 

@@ -1,11 +1,8 @@
 // encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, in the planes of mx_tile.cuh.
 //
 // Warps       that hold 16 rows tell their column maxima to the warps that hold the other 16 of a block
-// Compiled    after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
+// Compiled    after chain.cuh, tile.cuh and encode.cuh, with IN, OUT and ALIGNED
 #pragma once
-#include "mx_tile.cuh"
-
-using Encode = MxPlanes;
 
 struct Running {};
 
@@ -51,18 +48,6 @@ OPFUSE_FN Maxima<IN, 8> maxima_of_blocks(const Values& v, u32* exchange) {
     return down;
 }
 
-// Codes of rows to shared memory, 0 for rows and blocks that are not there. Lane i of a block's four leaves those of rows i and i + 4.
-OPFUSE_FN void gather_rows(const Encode& p, u8* row_codes, const Tile& tile, const Thread& at, const u32 (&code)[OWN_ROWS]) {
-#pragma unroll
-    for (int step = 0; step < TILE_STEPS; ++step) {
-        const u32* four = code + step * 4;
-        int mine = threadIdx.x % 4, row = own_row(tile, step * 4) + mine;
-        u32 own = (mine & 2 ? (mine & 1 ? four[3] : four[2]) : mine & 1 ? four[1] : four[0]);
-        bool there = tile.column + tile.across / 4 * MX_BLOCK < p.columns && step * 16 + mine < at.rows;
-        row_codes[row * BLOCKS_ACROSS + tile.across / 4] = there ? u8(own) : 0;
-    }
-}
-
 // Codes of eight columns, of which at.columns are there, by lanes 0 ... 7 of the warps that have a block's first rows.
 OPFUSE_FN void store_columns_there(const Encode& p, const Tile& tile, const Thread& at, const u32 (&code)[8], u8* column_codes) {
     if (threadIdx.x % 32 >= 8 || tile.group % 8 != 0) return;
@@ -102,7 +87,10 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
             float multiplier = mx_multiplier(code[i]);
             rows.store(i, encode_eight<OUT>(v[i], [&](int) { return multiplier; }));
         }
-        gather_rows(p, row_codes, tile, at, code);
+        bool has_block = tile.column + tile.across / 4 * MX_BLOCK < p.columns;
+        gather_row_codes<BLOCKS_ACROSS>(
+            row_codes, tile.across / 4, code, [&](int step) { return own_row(tile, step * 4); },
+            [&](int step) { return has_block && step * 16 + int(threadIdx.x % 4) < at.rows; });
     }
 }
 

@@ -3,11 +3,8 @@
 // rowwise        [rows, columns] codes of OUT, if ROWWISE; columnwise: those of the transpose, if COLUMNWISE
 // scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
-// Compiled       after chain.cuh and tile.cuh, with IN, OUT and ALIGNED
+// Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN, OUT and ALIGNED
 #pragma once
-#include "tensor_scale.cuh"
-
-using Encode = TensorCodes;
 
 // What a thread knows of all that it casts.
 struct Running {

@@ -26,6 +26,19 @@ OPFUSE_FN void store_column_codes(const MxPlanes& p, const u32 (&code)[8], long 
     }
 }
 
+// Codes of the thread's rows, four of each step, of which row_of(step) is the first, to shared memory: in lines of WIDTH. The four
+// lanes of a block all have them; each leaves that of one row of a step, which is there if there(step) says so, else 0.
+template <int WIDTH, int ROWS, class Row, class There>
+OPFUSE_FN void gather_row_codes(u8* shared, int block, const u32 (&code)[ROWS], Row row_of, There there) {
+    int mine = threadIdx.x % 4;
+#pragma unroll
+    for (int step = 0; step < ROWS / 4; ++step) {
+        const u32* four = code + step * 4;
+        u32 own = mine & 2 ? (mine & 1 ? four[3] : four[2]) : mine & 1 ? four[1] : four[0];
+        shared[(row_of(step) + mine) * WIDTH + block] = there(step) ? u8(own) : 0;
+    }
+}
+
 // Where the scales of a tile are stored, if they are stored as one: those of its rows, and those of its columns.
 struct ScaleTiles {
     long long of_rows, of_columns;

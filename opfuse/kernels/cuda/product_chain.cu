@@ -4,30 +4,15 @@
 //                matrices of the result's width and type
 // Chain          generated, forward: constants and operands of the ops, run_chain, and what fragments.py writes: packs of two neighbours.
 //                `x` is null. STORED of its values are stored: inputs of ops that are kept, and the result if it is asked for
-// CAST           what else becomes of the result: NOTHING, its AMAX, or codes as TENSOR, or BLOCKS of 1 x 128 of its rows
+// CAST           what else becomes of the result, as encode.cuh has it; of BLOCKS those of 1 x 128 of its rows; MX is none of it
 // ROWWISE        codes as the result lies. TURNED: under TENSOR also those of its transpose; lines are a multiple of 16 then
 // codes          the map of rowwise codes; turned, that of columnwise ones
 // Defined by     opfuse/kernels/products/chained.py; its bits are those of the product, and of the chain's own kernel
 #define ALIGNED 1
-#define NOTHING 0
-#define AMAX 1
-#define TENSOR 2
-#define BLOCKS 3
 #include "product.cuh"
 #include "chain.cuh"
 #include "generated.cuh"
-
-#if CAST == TENSOR
-#include "tensor_scale.cuh"
-using Encode = TensorCodes;
-#elif CAST == BLOCKS
-#include "block_scale.cuh"
-using Encode = Blocks;
-#else
-struct Encode {
-    float* amax;
-};
-#endif
+#include "encode.cuh"
 
 struct End {
     Chain chain;

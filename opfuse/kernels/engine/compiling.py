@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.errors import KernelError
+from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.bindings import SOURCES, nvrtc
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.kernels.engine.ladder import rungs
@@ -90,6 +90,15 @@ class Compiled:
         return sum(used.spills for used in self.entries.values())
 
 
+def source_text(name: str, where: str) -> str:
+    """The text of a source or header. KernelError, which speaks of ``where``, if there is none."""
+    path = SOURCES / name
+    if not path.is_file():
+        cure = "write it: docs/kernels.md says what is in one"
+        raise KernelError(describe(where, wanted=f"a file cuda/{name}", got="none", cure=cure))
+    return path.read_text()
+
+
 @functools.cache
 def assemble(variant: Variant) -> str:
     """The one text of a variant: definitions, then the file with every header in place of its first #include.
@@ -100,7 +109,7 @@ def assemble(variant: Variant) -> str:
 
     def paste(name: str) -> list[str]:
         lines = [f'#line 1 "{name}"']
-        text = variant.generated if name == _GENERATED else (SOURCES / name).read_text()
+        text = variant.generated if name == _GENERATED else source_text(name, f"kernel source {variant.source}")
         for number, line in enumerate(text.splitlines(), 1):
             include = _INCLUDE.match(line)
             if include is None:

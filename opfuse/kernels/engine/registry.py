@@ -19,7 +19,7 @@ import torch
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.bindings import SOURCES
-from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.compiling import Variant, source_text
 from opfuse.kernels.engine.launch import Grid, launch
 
 P = ParamSpec("P")
@@ -123,6 +123,10 @@ class Kernel(Generic[P, R]):
         return found
 
 
+CaseTable = Mapping[Kernel[..., Any], Mapping[str, Case]]
+"""Calls that reach every branch of a kernel and every variant that is ever compiled, by kernel and name."""
+
+
 def leading(args: Sequence[Any]) -> torch.Tensor | None:
     """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence, if any."""
     first = args[0]
@@ -177,7 +181,7 @@ def kernel(
 ) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
     """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
 
-    The calls that it is tested on stand in the table of :mod:`opfuse.kernels.catalogue`.
+    The calls that it is tested on stand in ``CASES`` of a module in ``kernels/cases``.
 
     Args:
         source: the .cu file, in ``opfuse/kernels/cuda``.
@@ -188,7 +192,7 @@ def kernel(
     def register(run: Callable[Concatenate[Launcher, P], R]) -> Kernel[P, R]:
         name = run.__name__
         _check(name, "a launch with the parameters of its reference", _parameters(reference), _parameters(run)[1:])
-        _check(name, "a .cu file", True, (SOURCES / source).is_file())
+        source_text(source, f"kernel {name}")
         _check(name, "a Tolerance", True, isinstance(tolerance, Tolerance))
         made = Kernel(name, source, run, reference, tolerance)
         _KERNELS[name] = made

@@ -103,7 +103,7 @@ def slower(form: Form, encode: Encoding | None, lines: tuple[int, int], columns:
     return next((f"slower: wants {least} to {most} {name}, got {got}" for name, got, least, most in found), "")
 
 
-_AMAX = parameter_of("encode_amax.cuh", "Encode")
+_AMAX = parameter_of("encode.cuh", "Encode")
 _PAIRS = 8  # bytes on which operands start
 _ALIGNED = 64
 

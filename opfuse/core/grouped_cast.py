@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +12,9 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.tensors.groups import Sizes, check_sizes, check_splits, read_sizes, sizes_of
+from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, is_constant, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -20,31 +23,52 @@ from opfuse.tensors.tensor import QuantizedTensor
 class GroupedCast(Cast):
     """Quantizes each of ``groups`` groups of rows as a tensor of its own; what is quantized as one is cast again.
 
-    states: delayed-scaling states of the groups, or none. padded: rows of zeros fill the last blocks of a group.
+    states: delayed-scaling states of the groups, or none. padded: rows of zeros fill the last blocks of a group. ragged: the
+    products of the op, if its casts are such that the sizes may stay on the device, where that makes them.
     """
 
     groups: int = 1
     states: tuple[DelayedScalingState, ...] = ()
     padded: bool = False
+    ragged: RaggedProducts | None = None
 
     @property
     def live_states(self) -> tuple[DelayedScalingState, ...]:
         return self.states
 
     def __call__(self, x: Value, splits: torch.Tensor | Sizes | None = None) -> QuantizedStorage:
-        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal; a tensor is read by the host."""
-        if isinstance(x, QuantizedStorage) and sizes_of(x) is not None:
+        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal.
+
+        The host reads a tensor, unless the sizes stay on the device, or are copied there.
+        """
+        if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
             return x
         x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
         rows = matrix_shape(x.shape)[0]
         if isinstance(splits, torch.Tensor):
             check_splits(splits, self.groups, where=self.op.label)
+            if self.stays(splits, x.shape):
+                return self._on_device(x, splits)
             splits = read_sizes(splits, rows, where=self.op.label)
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
         dtype = self.op.compute_dtype(self.env, x)
         self._check(quantizer, x.shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
+        return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
+
+    def stays(self, splits: torch.Tensor, shape: Sequence[int]) -> bool:
+        """Whether the host need not know the sizes that ``splits`` holds: not where they are constants, or there is no row."""
+        if self.ragged is None or is_constant(splits) or not math.prod(shape):
+            return False
+        weight = self.op.parameter(self.op.parameter_names[0])
+        return self.ragged.are_made_on(weight.device, self.op.compute_dtype(self.env, weight))
+
+    def _on_device(self, x: torch.Tensor, splits: torch.Tensor) -> QuantizedStorage:
+        dtype = self.op.compute_dtype(self.env, x)
+        self._check(self.quantizer, x.shape, dtype)
+        check_copied(splits, matrix_shape(x.shape)[0], where=self.op.label)
+        storage = cast_in_groups(self.quantizer, x.to(dtype), splits)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:

@@ -34,6 +34,7 @@ from opfuse.recipes.policy import cast_quantizer
 from opfuse.sources import DEFAULT, caller
 from opfuse.tensors.conversion import converted
 from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.ragged import RaggedProducts
 
 OptionalTensors = Iterable[torch.Tensor | None]
 
@@ -310,6 +311,10 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     def cast_groups(self, role: str) -> int:
         """How many groups of rows of the operand are cast apart; 0: it is cast as one tensor."""
         return 0
+
+    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env) -> RaggedProducts | None:
+        """The products of groups of rows under the quantizers of these roles, if their sizes may stay on a device."""
+        return None
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         """The recipe's quantizer for one operand, and the op's state where scaling is delayed."""

@@ -26,6 +26,7 @@ from opfuse.numerics.checks import (
 from opfuse.numerics.hadamard import rotate
 from opfuse.numerics.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.numerics.philox import STREAMS, random_bytes
+from opfuse.numerics.row_groups import RowGroups, padded
 from opfuse.numerics.scalars import (
     FLT_MAX,
     decode,
@@ -153,6 +154,19 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
         return store_data(codes, layout), store_scale(stored, layout)
 
     return [plane(layout) for layout in layouts]
+
+
+def cast_block_groups(
+    x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+) -> list[Encoded]:
+    """:func:`cast_block` of a matrix whose groups of rows are cast apart: 1x128 blocks, and no block has rows of two groups.
+
+    Rowwise planes, in which groups show nowhere, are those of ``x``; columnwise ones are of the matrix in which each group begins
+    on a tile (:func:`padded`).
+    """
+    return [
+        cast_block(padded(x, groups) if layout.usage == COLUMNWISE else x, [layout], eps=eps, pow2=pow2)[0] for layout in layouts
+    ]
 
 
 def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil") -> list[Encoded]:

@@ -20,6 +20,7 @@ from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.formats import IDENTITY, NumberFormat
 from opfuse.numerics import pointwise
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
@@ -32,7 +33,9 @@ from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.groups import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.ragged import RaggedProducts, casts_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
+from opfuse.tensors.tensor import QuantizedTensor
 
 _SINGLE = ("weight", "bias")
 """Parameters that hold those of all groups."""
@@ -54,9 +57,11 @@ class GroupedLinear(BasicOperation):
     rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
     without a backward override, such splits are a ShapeError.
 
-    ``splits`` may stay on a GPU. The host waits for them under a recipe, with a bias, and for other dtypes than bf16, once for
-    the layers of a pipeline that share them; otherwise nothing waits. As a CPU tensor they cost no wait at all. bf16 products
-    whose splits only the GPU knows are one launch, for which weights that are not single are stacked.
+    ``splits`` may stay on a GPU, where nothing waits for them: in bf16, and in FP8 blocks on compute capability 9.0, without a
+    bias and a backward override. All groups are then one launch, whatever their sizes are, a program repeats it and a CUDA graph
+    captures it. Splits of the GPU that do not add up to the rows stop it with an assertion; nothing outside of the tensors is
+    touched. Elsewhere the host waits, once for the layers of a pipeline that share splits. As a CPU tensor they cost no wait at
+    all. bf16 products whose splits only the GPU knows want weights in one tensor: those that are not single are stacked.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.
@@ -144,6 +149,25 @@ class GroupedLinear(BasicOperation):
 
     def cast_groups(self, role: str) -> int:
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
+
+    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env) -> RaggedProducts | None:
+        """Those of FP8 blocks without a bias, where all three are quantized and none is added to a buffer."""
+        rows = [quantizers[role] for role in ("input", "grad_output") if role in quantizers]
+        weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)}
+        known = all(casts_in_groups(quantizer, self.num_groups) for quantizer in rows)
+        formats = {quantizer.formats[0] for quantizer in rows}
+        unread = self.use_bias or self.accumulate_into_main_grad or env.backward_override is not None
+        if unread or not known or not len(weights) == len(formats) == 1:
+            return None
+        return RaggedProducts(formats.pop(), weights.pop(), (self.in_features, self.out_features))
+
+    def _weight_formats(self, name: str, quantizers: Mapping[str, Quantizer]) -> Collection[NumberFormat]:
+        """Those of both directions, of a cast or as the parameter is stored."""
+        if name in quantizers:
+            return set(quantizers[name].formats)
+        weight = self.parameter(name)
+        held = weight.held if isinstance(weight, QuantizedTensor) else None
+        return {IDENTITY} if held is None else {held.plane(usage).format for usage in held.usages}
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, Any]:
         """The quantizer of a group's operand, and its delayed-scaling state; for an operand in groups, a tuple of states."""
@@ -258,6 +282,8 @@ class GroupedLinear(BasicOperation):
     def _sizes(self, x: Value, weights: Weights, splits: torch.Tensor, *, one_launch: bool) -> Sizes | None:
         """Rows of each group; None where only the device knows them and need be. one_launch: in one product of torch's."""
         rows = matrix_shape(x.shape)[0]
+        if isinstance(x, QuantizedStorage) and groups_in(x) is not None:
+            return None
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
         known = known or known_sizes(splits, rows)
         if known is None and (self.use_bias or not one_launch or not takes_device_splits(x, weights)):

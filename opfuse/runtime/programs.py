@@ -17,6 +17,7 @@ import torch
 from opfuse.compiler.graph import GROUPED
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.context import Value
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
 from opfuse.program.program import Program
@@ -28,7 +29,7 @@ from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
 from opfuse.runtime.rehearsal import RehearsedRunner
 from opfuse.runtime.run import Kept, Kwargs, Runner
-from opfuse.tensors.groups import Sizes, check_splits, known_sizes, read_sizes
+from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -104,7 +105,8 @@ def _sizes(
 ) -> Iterator[Sizes | None]:
     """How many rows the groups of each grouped op have, in numbers, which its run depends on; None where no host knows them.
 
-    From a device they are read where the run would read them too: it finds them read.
+    From a device they are read where the run would read them too: it finds them read. Those that stay on the device, or are
+    copied there, decide nothing that the host does.
     """
     given = dict(zip(segment.inputs, tensors))
     for node in (plan.graph.nodes[i] for i in segment.nodes):
@@ -116,8 +118,14 @@ def _sizes(
             where = ops[node.op].label
             check_splits(splits, node.spec.num_groups, where=where)
             rows = 0 if x is None else matrix_shape(x.shape)[0]
-            casts = any(cast.op is ops[node.op] for cast in plan.casts.values())
-            yield read_sizes(splits, rows, where=where) if casts or node.spec.use_bias else known_sizes(splits, rows)
+            casts = [cast for cast in plan.casts.values() if cast.op is ops[node.op]]
+            grouped = next((cast for cast in casts if isinstance(cast, GroupedCast)), None)
+            if grouped is not None and grouped.stays(splits, (1,) if x is None else x.shape):
+                if x is not None:
+                    check_copied(splits, rows, where=where)
+                yield None
+            else:
+                yield read_sizes(splits, rows, where=where) if casts or node.spec.use_bias else known_sizes(splits, rows)
 
 
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:

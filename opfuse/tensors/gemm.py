@@ -22,9 +22,11 @@ from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.products.chained import ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
+from opfuse.kernels.products.runs import product_of_rows, product_over_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
+from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape, share_memory
 
 Operand = torch.Tensor | QuantizedStorage
@@ -191,6 +193,29 @@ def gemm_of_groups(
         return None
     stored_left, stored_right = ([_stored(plane) for plane in side] for side in zip(*pairs, strict=True))
     return multiply_groups(stored_left, stored_right, lines, out_dtype=out_dtype, fast=fast)
+
+
+def gemm_of_runs(
+    name: str,
+    left: QuantizedStorage,
+    rights: Sequence[QuantizedStorage],
+    groups: RowGroups,
+    *,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """fprop or dgrad of the groups of ``left`` whose sizes the device knows, in one launch."""
+    what = GEMMS[name]
+    stored = [_stored(right.derived(what.right_plane)).moved_in_place() for right in rights]
+    return product_of_rows(_stored(left.derived(what.left_plane)), stored, groups, out_dtype=out_dtype, fast=fast)
+
+
+def wgrad_of_runs(
+    left: QuantizedStorage, right: QuantizedStorage, groups: RowGroups, *, out_dtype: torch.dtype, fast: bool
+) -> torch.Tensor:
+    """Likewise, wgrad of both in the same groups, as one (G, N, K)."""
+    one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
+    return product_over_rows(one, other, groups, out_dtype=out_dtype, fast=fast)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

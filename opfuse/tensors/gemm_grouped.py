@@ -13,8 +13,9 @@ import torch
 
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
-from opfuse.tensors.gemm import Operand, gemm, gemm_of_groups
+from opfuse.tensors.gemm import Operand, gemm, gemm_of_groups, gemm_of_runs, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
+from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
 
 Weights = torch.Tensor | Sequence[Operand]
@@ -63,6 +64,9 @@ def grouped_rows(
 ) -> torch.Tensor:
     """fprop or dgrad: rows (..., N) or (..., K) of ``left`` times the weight of their group. Types and options are ``gemm``'s."""
     leading, width = left.shape[:-1], weights[0].shape[0 if name == "fprop" else 1]
+    if isinstance(left, QuantizedStorage) and (runs := groups_in(left)) is not None:
+        fast, rights = options.get("fast", False), cast(list[QuantizedStorage], weights)
+        return gemm_of_runs(name, left, rights, runs, out_dtype=out_dtype or dtype, fast=fast).reshape(*leading, width)
     faster = name in gemm_grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
     if groups.sizes is None or faster:
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
@@ -89,6 +93,8 @@ def grouped_wgrad(
 
     That of a group without rows is exactly zero. out_dtype: another one than ``dtype`` wants sizes that the host knows.
     """
+    if isinstance(dy, QuantizedStorage) and isinstance(x, QuantizedStorage) and (runs := groups_in(dy)) is not None:
+        return wgrad_of_runs(dy, x, runs, out_dtype=out_dtype or dtype, fast=options.get("fast", False))
     operands = (dy, x)
     faster = out_dtype in (None, dtype) and _plain(operands) and gemm_grouped.takes(operands)
     if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):

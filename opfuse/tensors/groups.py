@@ -138,8 +138,8 @@ def read_sizes(splits: torch.Tensor, rows: int, *, where: str) -> Sizes:
 
 
 _CAPTURED = (
-    "pass a list of ints where they are the same at every replay; else capture without this op, or, with splits on the device, "
-    "in bf16 without a recipe and a bias"
+    "pass a list of ints where they are the same at every replay; else capture without this op, or, with splits on the device "
+    "and without a bias, in bf16 without a recipe, or in FP8 blocks on compute capability 9.0"
 )
 
 
@@ -180,6 +180,11 @@ _CONSTANT = "opfuse_constant"
 """The attribute of a tensor that nobody else has, so that its values stay."""
 
 
+def is_constant(splits: torch.Tensor) -> bool:
+    """Whether the sizes were given as a list of ints, and stay."""
+    return hasattr(splits, _CONSTANT)
+
+
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
     """ShapeError or DtypeError unless ``splits`` is an integer tensor (groups,).
 
@@ -192,8 +197,14 @@ def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
     if tuple(splits.shape) != (groups,):
         cure = "pass one number of rows for each group"
         raise ShapeError(describe(f"{where} split sizes", wanted=f"shape ({groups},)", got=tuple(splits.shape), cure=cure))
-    if splits.device.type == "cpu" and not hasattr(splits, _CONSTANT):
+    if splits.device.type == "cpu" and not is_constant(splits):
         check_capture(f"{where} split sizes", got="a tensor on the CPU", cure=_CAPTURED)
+
+
+def check_copied(splits: torch.Tensor, rows: int, *, where: str) -> None:
+    """:func:`check_sizes` of sizes that the host has, which are about to be copied to a device, where nobody could tell."""
+    if splits.device.type == "cpu":
+        check_sizes(tuple(splits.tolist()), rows, where=where)
 
 
 def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:

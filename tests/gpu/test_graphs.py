@@ -11,6 +11,7 @@ from torch import nn
 import opfuse
 from opfuse import ops
 from opfuse.errors import UnsupportedError
+from opfuse.recipes.availability import device_arch
 from tests.gpu.test_pipelines import CASES, RECIPES, REPLAYS, WIDTH, Step, same
 from tests.ops.test_op_errors import raised
 
@@ -150,6 +151,26 @@ def test_r12_experts_whose_rows_stay_are_captured_under_a_recipe(device):
             splits.copy_(torch.tensor([step, 256 - step], device=device))
             graph.replay()
             assert torch.equal(y, call()), step
+
+
+@pytest.mark.row("R12")
+@pytest.mark.skipif(not (9, 0) <= device_arch() < (10, 0), reason="no kernel multiplies groups of unknown sizes here")
+def test_r12_experts_train_as_graphs_whose_splits_change_on_the_device(device):
+    made, recipe = {"bias": False, "device": device, "dtype": torch.bfloat16}, RECIPES["block"]()
+    model = ops.Sequential(
+        ops.GroupedLinear(4, WIDTH, 2 * WIDTH, **made), ops.SwiGLU(), ops.GroupedLinear(4, WIDTH, WIDTH, **made)
+    )
+    other, x = copy.deepcopy(model), torch.randn(512, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    splits = torch.tensor([128, 128, 128, 128], device=device)
+    graph = opfuse.graphed(model, (x, splits, splits), recipe=recipe)
+    for step in range(20):
+        new = torch.tensor([step * 7, 512 - step * 20, 0, step * 13], device=device)
+        given, dy = torch.randn_like(x).requires_grad_(), torch.randn_like(x)
+        y = graph(given, new, new)
+        got = [y.detach().clone(), *torch.autograd.grad(y, [given, *model.parameters()], dy)]
+        with opfuse.autocast(recipe=recipe):
+            wanted = other(given, new, new)
+        assert same(got, [wanted.detach(), *torch.autograd.grad(wanted, [given, *other.parameters()], dy)]), step
 
 
 @pytest.mark.row("R13")

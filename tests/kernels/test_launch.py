@@ -28,6 +28,8 @@ MOST_REGISTERS = {
     "cast_row.cu": {"cast_row": 160},
     "cast_lines.cu": {"cast_lines": 128},
     "cast_block.cu": {"cast_block": 128},
+    "cast_block_groups.cu": {"cast_block_groups": 128},
+    "row_groups.cu": {"row_groups": 40},
     "cast_mx.cu": {"cast_rows": 48, "cast_tile": 128},
     "cast_nvfp4.cu": {"cast_rows": 128, "cast_tile": 128, "cast_square": 160},
     "amax_nvfp4.cu": {"amax_nvfp4": 80},

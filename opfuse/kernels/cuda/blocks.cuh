@@ -2,9 +2,14 @@
 //
 // Values         OWN_ROWS rows of eight neighbours a thread; where there is nothing, 0 or what the tile has elsewhere
 // Blocks         what the host packs; its fields are described in cast_block.cu
+// APART          whether rows behind the last are another group's, whose scales it stores
 // Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE, ROWWISE, COLUMNWISE and ALIGNED
 #pragma once
 #include "block_scale.cuh"
+
+#ifndef APART
+#define APART 0
+#endif
 
 constexpr int BLOCK = 128, WARPS = TILE_THREADS / 32, WARPS_DOWN = WARPS / WARPS_ACROSS;
 static_assert(TILE_ROWS == BLOCK && TILE_COLUMNS == BLOCK && TILE_THREADS >= 2 * BLOCK, "a tile is a block of scales");
@@ -64,7 +69,7 @@ OPFUSE_FN void scales_along(const Blocks& p, const Tile& tile, const Values& v, 
     asm volatile("bar.sync %0, 64;" ::"r"(warp / 2 + 1) : "memory");
     Scale own = scale_of(p, larger(amax[0][mine], amax[1][mine]));
     if (warp % 2 == 0 && lane % 8 < OWN_ROWS)
-        store_scale(p.row_scale + tile.column / BLOCK * p.row_pitch, tile.row + mine, p.rows, p.row_pitch, own.decode);
+        store_scale(p.row_scale + tile.column / BLOCK * p.row_pitch, tile.row + mine, p.rows, APART ? p.rows : p.row_pitch, own.decode);
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) scale[i] = __shfl_sync(~0u, own.encode, (lane & 24) + i);
 }

@@ -17,27 +17,12 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;
 #include "tile.cuh"
 #include "blocks.cuh"
+#include "tile_values.cuh"
 
 struct Parameters {
     const IN* x;
     Blocks blocks;
 };
-
-OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile) {
-    long long column = tile.column + tile.across * 8, there = p.columns - column;
-#pragma unroll
-    for (int i = 0; i < OWN_ROWS; ++i) {
-        long long row = tile.row + own_row(tile, i);
-        const IN* x = from + row * p.columns + column;
-        if constexpr (ALIGNED)
-            v[i] = row < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
-        else
-            v[i] = load_some(x, row < p.rows ? there : 0);
-    }
-}
-
-// Without conversion instructions, codes take more registers.
-constexpr int RESIDENT = sizeof(IN) == 2 && ALIGNED && __CUDA_ARCH__ >= 890 ? 4 : 2;
 
 OPFUSE_FN void cast_block_of(const Parameters& parameters, u32 block) {
     const Blocks& p = parameters.blocks;

@@ -24,7 +24,7 @@ struct Rounded {
                 u32 room = next_room(base, own, used);
                 write(room, own, &sums[i][c * ACROSS / 2], scale, RESULT{});
                 fill_room(own);
-                if (own.thread == 0) store_room<ACCUMULATE>(p, &p.result, g, g.result, line + i * STORED_LINES, tile.column + c * ACROSS, room);
+                if (own.thread == 0) store_room<ACCUMULATE>(p, &p.result, lines_of(g, tile), g.result, line + i * STORED_LINES, tile.column + c * ACROSS, room);
             }
     }
 

@@ -14,6 +14,9 @@
 // Order          of sums is that of the library's products of the same formats, whose bits these are
 // groups         GROUPS at most; `first` is the number of a group's first tile. A map for the windows of operands: MAPS = 1 for one
 //                pitch, otherwise one for each group
+// RUNS           groups are runs of one matrix, of which the device alone knows how long they are: `table`, of row_groups.cu
+//                0: none. OF_LINES: of the lines of one left and one result, whose tiles are those from `at` on. OF_SUMS: of the sum, which
+//                begins for each group, of those from `at` on, where a tile of the table does; one without a tile has zeros for a result
 // one            1.0, which the compiler does not know
 // Grid           blocks of 3 x 128 threads, as many as multiprocessors at most; each takes every so many-th tile. The first warp loads;
 //                two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
@@ -33,15 +36,21 @@ struct Group {
     u32 lines, length, first, pitch, left_pitch, right_pitch;
 };
 
+struct Entry {  // of a table
+    u32 x, y, z, w;
+};
+
 struct Product {
     Map result;
     Map windows[MAPS];
     Group groups[GROUPS];
     u32 count, tiles, columns;
     float one;
-    u32 spare[12];
+    const Entry* table;
+    u32 at, spare[9];
 };
 constexpr int TENSORS = 0, TILES = 1, LINES = 2;
+constexpr int OF_LINES = 1, OF_SUMS = 2;
 constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 
 #if HOPPER
@@ -61,21 +70,51 @@ constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;  // numbers of meeting
 
 constexpr u32 AHEAD = 4;  // of sixteen pairs of scales, those that a thread reads while the unit works
 
+#ifndef RUNS
+#define RUNS 0
+#endif
+
 struct Tile {
     u32 line, column, steps;
+    u32 end, begin;  // of a run: the end of its lines, and its first block of the sum
 };
 
 DEVICE_FN u32 ceil_div(u32 n, u32 d) { return (n + d - 1) / d; }
 
 DEVICE_FN u32 left_of(u32 size, u32 from) { return size > from ? size - from : 0; }
 
+// Lines of the left up to those of no group or of another one.
+DEVICE_FN u32 lines_of(const Group& g, const Tile& tile) { return RUNS == OF_LINES ? tile.end : g.lines; }
+
+// The block of the sum that a step reads.
+DEVICE_FN u32 block_at(const Tile& tile, u32 step) { return RUNS == OF_SUMS ? tile.begin + step : step; }
+
+DEVICE_FN bool has_steps(const Tile& tile) { return RUNS != OF_SUMS || tile.steps > 0; }
+
+DEVICE_FN u32 tiles_of(const Product& p) {
+    if constexpr (RUNS == OF_LINES) return (FAST ? p.table->x : p.table->y) * ceil_div(p.columns, BOX);
+    return p.tiles;
+}
+
 // Tile t, of which `group` is set to the group; it was that of an earlier tile.
 DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
+    if constexpr (RUNS == OF_LINES) {
+        u32 across = ceil_div(p.columns, BOX), down = FAST ? p.table->x : p.table->y;
+        u32 band = t / (BAND * across), rest = t - band * BAND * across, height = smaller(BAND, down - band * BAND);
+        Entry of = p.table[p.at + band * BAND + rest % height];
+        group = of.x;
+        return {of.y, rest / height * BOX, ceil_div(p.groups[group].length, BOX), of.z, 0};
+    }
     while (group + 1 < p.count && t >= p.groups[group + 1].first) ++group;
     const Group& g = p.groups[group];
     u32 across = ceil_div(p.columns, BOX), down = ceil_div(g.lines, TALL * BOX), within = t - g.first;
     u32 band = within / (BAND * across), rest = within - band * BAND * across, height = smaller(BAND, down - band * BAND);
-    return {(band * BAND + rest % height) * TALL * BOX, rest / height * BOX, ceil_div(g.length, BOX)};
+    Tile tile = {(band * BAND + rest % height) * TALL * BOX, rest / height * BOX, ceil_div(g.length, BOX), 0, 0};
+    if constexpr (RUNS == OF_SUMS) {
+        Entry of = p.table[p.at + group];
+        tile.begin = of.z, tile.steps = of.w;
+    }
+    return tile;
 }
 
 // Stages in turn. `full` is over when the bytes of a stage are there, `empty` when all that read it are done.
@@ -102,28 +141,28 @@ struct Ring {
 
 DEVICE_FN void load_tiles(const Product& p, u32 base) {
     Ring ring(base, 1);
-    u32 group = 0;
-    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+    u32 group = 0, tiles = tiles_of(p);
+    for (u32 t = blockIdx.x; t < tiles; t += gridDim.x) {
         Tile tile = tile_at(p, t, group);
         const Group& g = p.groups[group];
         const Map* map = &p.windows[MAPS == 1 ? 0 : group];
         const u8* left = g.left + static_cast<u64>(tile.line) * g.pitch;
         const u8* right = g.right + static_cast<u64>(tile.column) * g.pitch;
-        u32 boxes = smaller(TALL, ceil_div(g.lines - tile.line, BOX));  // a box of which nothing is there would be read from nowhere
+        u32 boxes = smaller(TALL, ceil_div(lines_of(g, tile) - tile.line, BOX));  // a box of which nothing is there would be read from nowhere
         u32 scale_bytes = smaller(SCALE_BYTES, left_of(g.right_pitch, tile.column) * 4);
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
-            u32 there = g.length - k * BOX;
+            u32 block = block_at(tile, k), there = g.length - block * BOX;
             wait(ring.empty(), ring.parity);
             expect_bytes(ring.full(), (boxes + 1) * BOX_BYTES + scale_bytes);
             for (u32 i = 0; i < boxes; ++i) {
-                const u8* from = left + static_cast<u64>(i * BOX) * g.pitch + k * BOX;
-                Window window = window_at<BOX, BOX, 1>(from, g.pitch, there, left_of(g.lines, tile.line + i * BOX));
+                const u8* from = left + static_cast<u64>(i * BOX) * g.pitch + block * BOX;
+                Window window = window_at<BOX, BOX, 1>(from, g.pitch, there, left_of(lines_of(g, tile), tile.line + i * BOX));
                 load_window(ring.left() + i * BOX_BYTES, map, window, ring.full());
             }
-            Window window = window_at<BOX, BOX, 1>(right + k * BOX, g.pitch, there, left_of(p.columns, tile.column));
+            Window window = window_at<BOX, BOX, 1>(right + block * BOX, g.pitch, there, left_of(p.columns, tile.column));
             load_window(ring.right(), map, window, ring.full());
             if constexpr (SCALING == LINES)
-                load_bytes(ring.scales(), g.right_scale + static_cast<u64>(k) * g.right_pitch + tile.column, scale_bytes, ring.full());
+                load_bytes(ring.scales(), g.right_scale + static_cast<u64>(block) * g.right_pitch + tile.column, scale_bytes, ring.full());
         }
     }
 }
@@ -170,9 +209,9 @@ DEVICE_FN void write_pairs(u32 room, const Consumer& own, const u32 (&pairs)[8][
 
 // The box of a room, from a column of a line on, to a matrix as wide as the result; of one thread. An empty group counts as well.
 template <bool ADDS = false, class T>
-DEVICE_FN void store_room(const Product& p, const Map* map, const Group& g, T* matrix, u32 line, u32 column, u32 room) {
+DEVICE_FN void store_room(const Product& p, const Map* map, u32 lines, T* matrix, u32 line, u32 column, u32 room) {
     constexpr u32 ACROSS = STORED_PITCH / sizeof(T);
-    u32 rows = left_of(g.lines, line), columns = left_of(p.columns, column);
+    u32 rows = left_of(lines, line), columns = left_of(p.columns, column);
     T* to = matrix + static_cast<u64>(line) * p.columns + column;
     if (rows && columns)
         store_window<ADDS>(map, window_at<ACROSS, STORED_LINES, sizeof(T)>(to, static_cast<u64>(p.columns) * sizeof(T), columns, rows), room);
@@ -183,9 +222,9 @@ DEVICE_FN void store_room(const Product& p, const Map* map, const Group& g, T* m
 template <class End>
 DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own, End& end) {
     Ring ring(base, 0);
-    u32 group = 0, count = 0;
+    u32 group = 0, count = 0, tiles = tiles_of(p);
     if (own.number == 1) signal(TURN, 2 * CONSUMER);
-    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x, ++count) {
+    for (u32 t = blockIdx.x; t < tiles; t += gridDim.x, ++count) {
         Tile tile = tile_at(p, t, group);
         if ((count & 1) != own.number) {
             ring.skip(tile.steps);
@@ -218,7 +257,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
         wait_products<0>();
         sums_are_ready(sums[0]);
         sums_are_ready(sums[1]);
-        release(before, own);
+        if (has_steps(tile)) release(before, own);
         end.store(p, g, tile, base, own, sums, scale);
     }
     if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // the turn that nobody took
@@ -233,10 +272,10 @@ struct LeftScales {
     DEVICE_FN LeftScales(float one) : right(one) {}
 
     DEVICE_FN void load(const Group& g, const Tile& tile, u32 line, u32 block) {
-        u64 k = smaller(block, tile.steps - 1);
+        u64 k = block_at(tile, smaller(block, tile.steps - 1));
         const float* scales = g.left_scale + k * g.left_pitch;
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) next[e] = __ldg(scales + smaller(line + e % 2 * 8 + e / 2 * 64, g.lines - 1));
+        for (u32 e = 0; e < 4; ++e) next[e] = __ldg(scales + smaller(line + e % 2 * 8 + e / 2 * 64, lines_of(g, tile) - 1));
         if constexpr (SCALING == TILES) right = __ldg(g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + k);
     }
     DEVICE_FN void advance() {
@@ -267,21 +306,22 @@ DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], float upper,
 template <class End>
 DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, u8* shared, End& end) {
     Ring ring(base, 0);
-    u32 group = 0;
+    u32 group = 0, tiles = tiles_of(p);
     bool later = false;
     float sums[2][64], part[64];
-    for (u32 t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+    for (u32 t = blockIdx.x; t < tiles; t += gridDim.x) {
         Tile tile = tile_at(p, t, group);
         const Group& g = p.groups[group];
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
         u32 line = tile.line + own.number * BOX + own.warp * 16 + own.lane / 4;
         LeftScales scales(p.one);
-        if constexpr (SCALING != TENSORS) scales.load(g, tile, line, own.lane % 4);
+        if constexpr (SCALING != TENSORS)
+            if (has_steps(tile)) scales.load(g, tile, line, own.lane % 4);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i)
 #pragma unroll
             for (u32 j = 0; j < 64; ++j) sums[i][j] = 0.0f;
-        if (own.number == 1) {
+        if (own.number == 1 && has_steps(tile)) {
             meet(FOLLOW, 2 * CONSUMER);
             signal(STARTED, 2 * CONSUMER);
         }

@@ -146,7 +146,7 @@ struct Chained {
             u32 room = next_room(base, own, used);
             write_pairs(room, own, stored[k]);
             fill_room(own);
-            if (own.thread == 0) store_room(p.product, &p.product.result, g, stored_at(chain, k), first, at.column / BOX * BOX + half * 64, room);
+            if (own.thread == 0) store_room(p.product, &p.product.result, g.lines, stored_at(chain, k), first, at.column / BOX * BOX + half * 64, room);
         }
     }
 
@@ -189,7 +189,7 @@ struct Chained {
                     u32 room = next_room(base, own, used);
                     write_codes(room, own, codes);
                     fill_room(own);
-                    if (own.thread == 0) store_room(product, &p.codes, g, rowwise(), first, tile.column, room);
+                    if (own.thread == 0) store_room(product, &p.codes, g.lines, rowwise(), first, tile.column, room);
                 }
                 if constexpr (TURNED) write_turned(box, own, i, codes);
             }

@@ -145,7 +145,12 @@ def is_dense(x: object) -> bool:
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether kernels run on this CUDA tensor: none if it is not dense, on an old device, or where results have no memory."""
-    return type(x) in _DENSE and _enabled(x.get_device()) and not torch.compiler.is_compiling() and _fake_mode(_FAKE) is None
+    return type(x) in _DENSE and kernels_run_on(x.get_device())
+
+
+def kernels_run_on(device: int) -> bool:
+    """Whether kernels run on dense tensors of this CUDA device here and now."""
+    return _enabled(device) and not torch.compiler.is_compiling() and _fake_mode(_FAKE) is None
 
 
 _fake_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]

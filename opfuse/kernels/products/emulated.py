@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-from opfuse.formats import E2M1, NumberFormat
+from opfuse.formats import COLUMNWISE, E2M1, NumberFormat
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import TileCut, in_tiles
-from opfuse.numerics.layouts import Layout, lines_of, load_data, load_scale
+from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_scale
+from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.numerics.scalars import decode
 
 
@@ -90,6 +91,52 @@ def grouped_product(
     pairs = ([operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair] for pair in zip(lefts, rights, strict=True))
     result = torch.cat([multiply(*pair)[:count].to(out_dtype) for pair, count in zip(pairs, lines, strict=True)])
     return result if out is None else out.add_(result) if accumulate else out.copy_(result)
+
+
+def product_of_rows(
+    left: Stored, rights: Sequence[Stored], groups: RowGroups, *, out_dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
+    """The rows of each group of ``left`` times the right of the group, rounded once: (rows, lines of a right).
+
+    The scale of a tensor may be one for each group, (groups,). fast: as of :func:`grouped_product`.
+    """
+    ranges = [(first, end, i) for i, (first, end, _) in enumerate(groups.ranges()) if end > first]
+    if not ranges:
+        return left.data.new_zeros(groups.rows, rights[0].layout.lines[0], dtype=out_dtype)
+    lefts = [_part(left, first, end, i) for first, end, i in ranges]
+    lines = [end - first for first, end, _ in ranges]
+    return grouped_product(lefts, [rights[i] for *_, i in ranges], lines, out_dtype=out_dtype)
+
+
+def product_over_rows(
+    left: Stored, right: Stored, groups: RowGroups, *, out_dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
+    """Both transposed and multiplied, group by group: (groups, lines of the left, lines of the right).
+
+    The planes are columnwise, of matrices in which each group begins on a tile (row_groups.py); that of a group without rows is
+    zeros. Scales are those of :func:`product_of_rows`.
+    """
+    lines, columns = left.layout.lines[0], right.layout.lines[0]
+    result = torch.zeros(groups.number, lines, columns, dtype=out_dtype, device=left.data.device)
+    for i, (first, end, tile) in enumerate(groups.ranges()):
+        if end > first:
+            start = tile * TILE
+            pair = (_part(plane, start, start + end - first, i) for plane in (left, right))
+            result[i] = multiply(*(operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair))
+    return result
+
+
+def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
+    """Rows of the matrix of a plane, which begin on a tile if it is stored by columns; the scale of a group, if each has one."""
+    layout = plane.layout.replace(shape=(end - first, plane.layout.shape[1]))
+    rows, blocks = slice(first, end), slice(first // TILE, ceil_div(end, TILE))
+    by_columns = layout.usage == COLUMNWISE
+    data = plane.data[:, rows] if by_columns else plane.data[rows]
+    if layout.format.family == "tensor":
+        scale = plane.scale[group : group + 1] if plane.scale.numel() > 1 else plane.scale
+    else:
+        scale = plane.scale[blocks] if by_columns else plane.scale[:, rows]
+    return Stored(data.contiguous(), scale.contiguous(), plane.amax, layout)
 
 
 def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,9 +54,9 @@ CAPACITIES = (1, 8, 32, 128)
 
 _THREADS = 3 * 128
 _STORED_LINES = 64
-_MAP, _END = f"{WORDS}Q", "IIIf48x"
-_GROUP = parameter_of("product.cu", "Group")
-_NO_GROUP = (0,) * _GROUP.count
+_MAP, _END = f"{WORDS}Q", "IIIfPI36x"
+GROUP = parameter_of("product.cu", "Group")
+NO_GROUP, _NO_TABLE = (0,) * GROUP.count, (0, 0)
 _PROCESSORS = 132  # of an H100 and an H200, where no device is asked
 
 
@@ -100,7 +100,11 @@ class Form(NamedTuple):
 
     def packing(self, groups: int, maps: int) -> str:
         """Of Product in product.cuh."""
-        return _MAP * (1 + maps) + _GROUP.packing * groups + _END
+        return _MAP * (1 + maps) + GROUP.packing * groups + _END
+
+    def grid(self, tiles: int, device: int) -> Grid:
+        """For so many tiles, or fewer."""
+        return Grid(min(tiles, _processors(device)), _THREADS, self.shared)
 
     def fields(
         self, groups: Sequence[Pair], pitches: Sequence[int], columns: int, *, capacity: int = 1, result: int = 0, done: int = 0
@@ -117,7 +121,7 @@ class Form(NamedTuple):
             left_at, right_at, left_scale, right_scale = (
                 array.data_ptr() for array in (left.data, right.data, left.scale, right.scale)
             )
-            fields += _GROUP(
+            fields += GROUP(
                 left=left_at,
                 right=right_at,
                 result=result and result + start * row,
@@ -130,9 +134,9 @@ class Form(NamedTuple):
                 left_pitch=left.scale.shape[-1],
                 right_pitch=right.scale.shape[-1],
             )
-        fields += _NO_GROUP * (capacity - len(groups))
-        grid = Grid(min(firsts[-1], _processors(device)), _THREADS, self.shared)
-        return grid, [*fields, len(groups), firsts[-1], columns, 1.0]
+        fields += NO_GROUP * (capacity - len(groups))
+        grid = self.grid(firsts[-1], device)
+        return grid, [*fields, len(groups), firsts[-1], columns, 1.0, *_NO_TABLE]
 
 
 @kernel("product.cu", reference=definition.grouped_product, tolerance=BITWISE)
@@ -173,7 +177,7 @@ def _launch(launch: Launcher, form: Form, groups: Sequence[Pair], result: torch.
     capacity = next(most for most in CAPACITIES if most >= len(groups))
     pitches = [left.layout.lines[1] for left, *_ in groups]
     pitches = pitches[:1] if len(set(pitches)) == 1 else pitches + pitches[:1] * (capacity - len(pitches))
-    variant, layout = _compiled(form, capacity, len(pitches), accumulate)
+    variant, layout = compiled(form, capacity, len(pitches), accumulate=accumulate)
     grid, fields = form.fields(groups, pitches, result.shape[1], capacity=capacity, result=result.data_ptr(), done=done)
     launch(variant, "product", grid, layout, *fields, device=result.get_device())
 
@@ -185,10 +189,10 @@ def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, 
 
 
 @functools.cache
-def _compiled(form: Form, groups: int, maps: int, accumulate: bool) -> tuple[Variant, struct.Struct]:
-    """What multiplies in this form, and how its parameter is packed."""
+def compiled(form: Form, groups: int, maps: int, *, accumulate: bool = False, runs: int = 0) -> tuple[Variant, struct.Struct]:
+    """What multiplies in this form, and how its parameter is packed. runs: RUNS of product.cuh."""
     layout = struct.Struct(form.packing(groups, maps))
-    counts = {"GROUPS": groups, "MAPS": maps, "ACCUMULATE": accumulate}
+    counts = {"GROUPS": groups, "MAPS": maps, "ACCUMULATE": accumulate, **({"RUNS": runs} if runs else {})}
     return variant_of("product.cu", layout, **form.defines, **counts), layout
 
 

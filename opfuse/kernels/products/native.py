@@ -318,6 +318,11 @@ def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
     return refusal(left, right, out_dtype, _machine(left.data.get_device()), own=True)
 
 
+def multiplies_runs(left: Layout, right: Layout, out_dtype: torch.dtype, device: int) -> bool:
+    """Whether products of groups whose sizes only the device knows (runs.py) are made there, of planes in these layouts."""
+    return not layout_refusal(left, right, out_dtype, _machine(device), own=True)
+
+
 @functools.cache
 def _machine(device: int) -> Machine:
     return machine(torch.cuda.get_device_capability(device))

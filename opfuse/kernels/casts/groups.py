@@ -1,0 +1,82 @@
+"""Casts of a matrix whose groups of rows are cast apart, where the device alone knows how many rows each has: one launch for all.
+
+Launches are made for the most tiles that any sizes of the groups take, so that they are the same whatever these are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from opfuse.errors import ShapeError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.kernels.casts.block import BLOCKS, cast_block, new_blocks
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
+from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.numerics import casts as definition
+from opfuse.numerics import row_groups as grouping
+from opfuse.numerics.checks import check_cast
+from opfuse.numerics.layouts import Layout, ceil_div
+from opfuse.numerics.row_groups import MOST_GROUPS, TALL, TILE, RowGroups, most_tiles, table_size
+
+_TABLE, _CAST = parameter_of("row_groups.cu"), parameter_of("cast_block_groups.cu")
+_SPLITS = {torch.int32: "int", torch.int64: "long long"}
+_THREADS, _FOUR_BYTES = 256, 16
+
+
+@kernel("row_groups.cu", reference=grouping.row_groups, tolerance=BITWISE)
+def row_groups(launch: Launcher, splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """The device stops with an assertion if ``splits`` do not add up to ``rows``. ShapeError for too many groups or rows."""
+    splits, groups = splits.contiguous(), len(splits)
+    if groups > MOST_GROUPS or rows >= WIDEST:
+        wanted, got = f"at most {MOST_GROUPS} groups of less than {WIDEST} rows", f"{groups} groups of {rows} rows"
+        raise ShapeError(describe("row_groups", wanted=wanted, got=got, cure="pass the sizes of groups as numbers of the host"))
+    table = torch.empty(table_size(rows, groups), dtype=torch.int32, device=splits.device)
+    variant = variant_of("row_groups.cu", _TABLE.layout, SPLIT=_SPLITS[splits.dtype])
+    room = {"tiles": most_tiles(rows, groups, TILE), "tall": most_tiles(rows, groups, TALL)}
+    fields = _TABLE(splits=splits.data_ptr(), table=table.data_ptr(), rows=rows, groups=groups, **room)
+    launch(variant, "row_groups", Grid(1, _THREADS), _TABLE.layout, *fields, device=splits.get_device())
+    return table
+
+
+@kernel("cast_block_groups.cu", reference=definition.cast_block_groups, tolerance=BITWISE)
+def cast_block_groups(
+    launch: Launcher, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+) -> list[definition.Encoded]:
+    """One read of ``x``. Rows alone know no groups: they are what :func:`cast_block` makes."""
+    if all(layout.usage == ROWWISE for layout in layouts):
+        return cast_block.run(launch, x, layouts, eps=eps, pow2=pow2)
+    x = x.contiguous()
+    variant = _variant(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
+    planes, blocks = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    tiles = groups.table.data_ptr() + groups.at(TILE) * _FOUR_BYTES
+    fields = _CAST(x=x.data_ptr(), tiles=tiles, blocks=BLOCKS(**{**blocks, "rows": groups.rows}), down=groups.tiles)
+    grid = Grid(groups.tiles * ceil_div(x.shape[1], TILE), _THREADS)
+    launch(variant, "cast_block_groups", grid, _CAST.layout, *fields, device=x.get_device())
+    return planes
+
+
+@functools.lru_cache(maxsize=4096)
+def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> Variant:
+    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes; in columnwise ones, groups are on tiles."""
+    rowwise = [layout for layout in layouts if layout.usage == ROWWISE]
+    for each in (*rowwise, *(layout.replace(shape=tuple(shape)) for layout in layouts if layout.usage == COLUMNWISE)):
+        check_cast(shape, dtype, [each], family="block", where="cast_block_groups")
+    rows, columns = shape
+    if layouts[0].block != (1, TILE) or (rows > 1 and columns >= WIDEST):
+        wanted, got = f"1x{TILE} blocks of rows of less than {WIDEST} columns", f"{layouts[0].format} of {tuple(shape)}"
+        raise ShapeError(describe("cast_block_groups", wanted=wanted, got=got, cure="cast the groups one by one"))
+    return variant_of(
+        "cast_block_groups.cu",
+        _CAST.layout,
+        IN=C_TYPES[dtype],
+        OUT=layouts[0].element.name.upper(),
+        ROWWISE=bool(rowwise),
+        COLUMNWISE=True,
+        ALIGNED=on_vectors and columns % 8 == 0,
+    )

@@ -1,0 +1,45 @@
+// cast_block_groups: as cast_block.cu with SQUARE = 0, of a matrix whose groups of rows are cast apart, all in one launch.
+//
+// tiles          the tiles of 128 rows of row_groups.cu: [group, first row, end of the group, 0]; those behind the last are zeros
+// x, rowwise     as there; codes and scales of rows do not know groups
+// columnwise     [columns, 128 * down] codes, each group from a tile on; zeros behind its rows, and in tiles behind the last
+// column_scale   [down, columns], as there
+// down           tiles of rows that there is room for
+// Grid           a block of 256 threads for each 128 columns of a tile of rows
+// ALIGNED        x is on 16 bytes, and columns % 8 == 0
+// Defined by     opfuse/numerics/casts.py, cast_block_groups.
+#define SQUARE 0
+#define APART 1
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;
+#include "tile.cuh"
+#include "blocks.cuh"
+#include "tile_values.cuh"
+
+struct RowTile {
+    u32 group, first, end, spare;
+};
+
+struct Parameters {
+    const IN* x;
+    const RowTile* tiles;
+    Blocks blocks;
+    u32 down, unused;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block_groups(const __grid_constant__ Parameters parameters) {
+    Blocks p = parameters.blocks;
+    __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
+    Tile stored = tile_of_block(blockIdx.x, p.columns), tile = stored;
+    RowTile rows = parameters.tiles[stored.row / TILE_ROWS];
+    if (ROWWISE && rows.first + TILE_ROWS >= p.rows && rows.end == p.rows && threadIdx.x < p.row_pitch - p.rows)
+        p.row_scale[tile.column / BLOCK * p.row_pitch + p.rows + threadIdx.x] = 0.0f;
+    tile.row = rows.first, p.rows = rows.end;
+    p.column_scale += (stored.row / BLOCK - tile.row / BLOCK) * p.column_pitch;
+    Values v;
+    load_values(v, parameters.x, p, tile);
+    cast_lines(p, tile, v, shared);
+    if constexpr (!COLUMNWISE) return;
+    __syncthreads();
+    store_columns<true>(p.columnwise, shared, stored, (long long)parameters.down * TILE_ROWS, p.columns);
+}

@@ -1,0 +1,99 @@
+"""Groups of consecutive rows of a matrix, of which the host knows how many there are, and the device how many rows each has.
+
+A table tells kernels where they lie, in fours of int32:
+
+    header     [tiles of 128 rows, tiles of 256 rows, 0, 0]
+    groups     [first row, end, first tile of 128, tiles of 128] of each
+    tiles      [group, first row, end of the group, 0] for 128 rows of one group, as many as the most that any sizes take
+    tall       the same for 256 rows
+
+No tile has rows of two groups, so that groups cast or multiplied tile by tile are what they are alone. Tiles behind the last are
+zeros. Where a matrix is stored by columns, each group begins on a tile of 128 rows, and rows of zeros fill its last one.
+
+Whatever the sizes are, groups lie inside of the matrix: one below 0 counts as 0, and rows behind the last row are cut off.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+TILE, TALL = 128, 256
+MOST_GROUPS = 128
+"""Groups that a table is made for."""
+
+_FOUR = 4
+
+
+class RowGroups(NamedTuple):
+    """A ``number`` of groups of the ``rows`` of a matrix, by their table."""
+
+    table: torch.Tensor
+    rows: int
+    number: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 128 rows at most."""
+        return most_tiles(self.rows, self.number, TILE)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the matrix in which each group begins on a tile."""
+        return TILE * self.tiles
+
+    def at(self, height: int) -> int:
+        """Where the tiles of so many rows begin, in fours."""
+        return 1 + self.number + (self.tiles if height == TALL else 0)
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """int32 (number, 4): what the table has of groups."""
+        return self.table.view(-1, _FOUR)[1 : 1 + self.number]
+
+    def places(self) -> torch.Tensor:
+        """int64 (rows,): where each row lies in the padded matrix. Nothing waits for the device."""
+        rows = torch.arange(self.rows, device=self.table.device)
+        first, end, tile, _ = self.entries.long().unbind(1)
+        group = torch.searchsorted(end.contiguous(), rows, right=True).clamp_(max=self.number - 1)
+        return rows + (tile * TILE - first)[group]
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """First row, end and first tile of each group, for which the host waits."""
+        return [(int(first), int(end), int(tile)) for first, end, tile, _ in self.entries]  # reads that a recording sees
+
+
+def most_tiles(rows: int, groups: int, height: int) -> int:
+    """Tiles of ``height`` rows at most, whatever the sizes of the groups: each has a last tile that is not full."""
+    return (rows + (height - 1) * min(groups, rows)) // height
+
+
+def table_size(rows: int, groups: int) -> int:
+    """Numbers in a table."""
+    return _FOUR * (1 + groups + most_tiles(rows, groups, TILE) + most_tiles(rows, groups, TALL))
+
+
+def row_groups(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """int32: the table of groups of ``splits`` rows each, an integer (groups,), of a matrix of so many ``rows``."""
+    table = torch.zeros(table_size(rows, len(splits)) // _FOUR, _FOUR, dtype=torch.int32)
+    entries: dict[int, list[tuple[int, int, int, int]]] = {TILE: [], TALL: []}
+    end = 0
+    for group, size in enumerate(map(int, splits)):  # reads that a recording sees
+        first, end = end, min(end + max(size, 0), rows)
+        table[1 + group] = torch.tensor((first, end, len(entries[TILE]), -(-(end - first) // TILE)), dtype=torch.int32)
+        for height, found in entries.items():
+            found += [(group, row, end, 0) for row in range(first, end, height)]
+    at = 1 + len(splits)
+    for place, height in enumerate((TILE, TALL)):
+        found = entries[height]
+        table[0, place] = len(found)
+        if found:
+            table[at : at + len(found)] = torch.tensor(found, dtype=torch.int32)
+        at += most_tiles(rows, len(splits), height)
+    return table.flatten().to(splits.device)
+
+
+def padded(x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+    """``x`` (rows, columns) with each group on a tile, and zeros between them: (padded rows, columns)."""
+    return x.new_zeros(groups.padded_rows, x.shape[1]).index_copy_(0, groups.places(), x)

@@ -1,0 +1,129 @@
+"""Tensors whose groups of rows are cast and multiplied apart, where the device alone knows how many rows each has.
+
+What the host does is then the same whatever the sizes are: one program repeats it, and a CUDA graph does. Bits are those of the
+groups cast and multiplied one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
+from opfuse.kernels.casts.groups import cast_block_groups, row_groups
+from opfuse.kernels.engine.registry import kernels_run_on
+from opfuse.kernels.products.native import multiplies_runs
+from opfuse.numerics.casts import Encoded
+from opfuse.numerics.layouts import Layout, layout_of
+from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups
+from opfuse.tensors.quantizers import Float8BlockQuantizer, Quantizer
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RaggedPlane(Plane):
+    """One direction of a matrix (M, K) in groups of rows, of sizes that the device knows.
+
+    Rows lie as in a plane of the whole; columns as in one of the matrix in which each group begins on a tile of 128 rows, with
+    zeros between the groups (numerics/row_groups.py).
+    """
+
+    groups: RowGroups
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *super().tensors(), self.groups.table
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> RaggedPlane:
+        data, *scale, table = [next(source) for source in [iter(tensors)] for _ in self.tensors()]
+        return replace(self, data=data, scale=scale[0] if scale else None, groups=self.groups._replace(table=table))
+
+    @property
+    def layout(self) -> Layout:
+        return layout_in_groups(self.format, self.usage, self.shape, self.groups)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The (M, K) matrix in ``dtype``; nothing waits for the device."""
+        whole = Plane(self.usage, self.format, self.layout.shape, self.data, self.scale).dequantize(dtype)
+        return whole if self.usage != COLUMNWISE else whole.index_select(0, self.groups.places())
+
+
+def layout_in_groups(fmt: NumberFormat, usage: Any, shape: tuple[int, int], groups: RowGroups) -> Layout:
+    """Where the bytes of a direction of a matrix in groups lie."""
+    return layout_of(fmt, usage, (groups.padded_rows, shape[1]) if usage == COLUMNWISE else shape)
+
+
+def groups_in(storage: QuantizedStorage) -> RowGroups | None:
+    """The groups that the device knows of a record that was cast in them."""
+    planes = (storage.rowwise, storage.columnwise)
+    return next((plane.groups for plane in planes if isinstance(plane, RaggedPlane)), None)
+
+
+# -- casts -----------------------------------------------------------------------------------------------------------------------
+
+
+def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) -> QuantizedStorage:
+    """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
+
+    Splits on the CPU are copied. Where they do not add up to the rows, the device stops with an assertion; nothing is read or
+    written outside of ``x`` and its planes.
+    """
+    rows, columns = shape = matrix_shape(x.shape)
+    there = splits.to(x.device, non_blocking=True)
+    groups = RowGroups(row_groups(there, rows), rows, len(splits))
+    formats = dict(zip(USAGES, quantizer.formats))
+    layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]
+    encoded = _CASTS[type(quantizer)](quantizer, x.detach().reshape(rows, columns), groups, layouts)
+    planes = {
+        layout.usage: RaggedPlane(usage=layout.usage, format=layout.format, shape=shape, data=data, scale=scale, groups=groups)
+        for layout, (data, scale) in zip(layouts, encoded, strict=True)
+    }
+    rowwise, columnwise = map(planes.get, USAGES)
+    return QuantizedStorage(x.shape, x.dtype, rowwise, columnwise, quantizer._why)
+
+
+def _blocks(quantizer: Any, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
+    return cast_block_groups(x, groups, layouts, **quantizer._options(quantizer.amax_epsilon))
+
+
+_CASTS: Mapping[type[Quantizer], Callable[[Any, torch.Tensor, RowGroups, Sequence[Layout]], Sequence[Encoded]]] = {
+    Float8BlockQuantizer: _blocks,
+}
+
+
+def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
+    """Whether a kernel casts so many groups so: by a rule that it has, in 1x128 blocks."""
+    if type(quantizer) is not Float8BlockQuantizer or quantizer.runs_in_torch:
+        return False
+    return groups <= MOST_GROUPS and quantizer.formats[0].block == (1, 128)
+
+
+# -- products --------------------------------------------------------------------------------------------------------------------
+
+
+class RaggedProducts(NamedTuple):
+    """fprop, dgrad and wgrad of a layer with a weight (N, K) for each group: formats of rows and of weights, and K and N."""
+
+    rows: NumberFormat
+    weights: NumberFormat
+    widths: tuple[int, int]
+
+    def are_made_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether kernels of the device make all of them in one launch each, in ``dtype``, without the host knowing sizes."""
+        index = device.index or 0
+        return device.type == "cuda" and kernels_run_on(index) and _are_made(self, index, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
+    """Of rows in any number: so of one, and of as many as a tile has where they are summed."""
+    rows, weights, (inputs, outputs) = products
+    pairs = [
+        (Layout(rows, ROWWISE, (1, length)), Layout(weights, ROWWISE, (lines, length)))
+        for length, lines in ((inputs, outputs), (outputs, inputs))
+    ]
+    pairs.append((Layout(rows, COLUMNWISE, (TILE, outputs)), Layout(rows, COLUMNWISE, (TILE, inputs))))
+    return all(multiplies_runs(left, right, dtype, device) for left, right in pairs)

@@ -1,0 +1,228 @@
+"""Groups of rows whose sizes stay on the device: one table, one cast and one product for all, with the bits of each alone.
+
+On a CPU the definitions run, where the test says that the device makes these products.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import ShapeError
+from opfuse.formats import COLUMNWISE, USAGES
+from opfuse.kernels.casts.groups import row_groups
+from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
+from opfuse.runtime.programs import interpreted
+from opfuse.tensors.quantizers import Float8BlockQuantizer, GroupedQuantizer
+from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, casts_in_groups, groups_in
+from tests.compiler.harness import gradient, randn, same
+
+BF16 = torch.bfloat16
+RECIPE = recipes.Float8BlockScaling()
+SIZES = ((100, 0, 28, 200), (128, 128, 0, 0), (0, 0, 0, 1), (300, 0, 1, 127))
+QUANTIZER = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)
+every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+def known(sizes: tuple[int, ...], rows: int) -> RowGroups:
+    return RowGroups(row_groups(torch.tensor(sizes), rows), rows, len(sizes))
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Say that the CPU is a device that makes products of groups of unknown sizes; the list has what was cast so."""
+    cast: list[tuple[int, ...]] = []
+
+    def counted(quantizer, x, splits):
+        cast.append(tuple(splits.tolist()))
+        return cast_in_groups(quantizer, x, splits)
+
+    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+    monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", counted)
+    return cast
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------------
+
+
+@every_size
+def test_tiles_have_rows_of_one_group_and_all_rows_once(sizes):
+    rows = sum(sizes)
+    groups = known(sizes, rows)
+    fours = groups.table.view(-1, 4).tolist()
+    for place, height in enumerate((TILE, TALL)):
+        tiles = fours[groups.at(height) :][: most_tiles(rows, len(sizes), height)]
+        used = tiles[: fours[0][place]]
+        found = [(group, row) for group, first, end, _ in used for row in range(first, min(first + height, end))]
+        assert found == [(i, row) for i, (first, end, _) in enumerate(groups.ranges()) for row in range(first, end)]
+        assert not any(map(any, tiles[len(used) :]))
+    x = randn(rows, 8)
+    spread = padded(x, groups)
+    for first, end, tile in groups.ranges():
+        assert same(spread[tile * TILE :][: end - first], x[first:end])
+    assert int(spread.count_nonzero()) == int(x.count_nonzero())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((64, 99, 5), [(0, 64), (64, 128), (128, 128)]),
+        ((-3, 64, 64), [(0, 0), (0, 64), (64, 128)]),
+        ((1 << 62, 1 << 62, -1), [(0, 128), (128, 128), (128, 128)]),
+        ((3, 4, 0), [(0, 3), (3, 7), (7, 7)]),
+    ],
+)
+def test_groups_stay_inside_of_the_matrix_whatever_the_sizes_are(sizes, wanted):
+    groups = known(sizes, 128)
+    assert [(first, end) for first, end, _ in groups.ranges()] == wanted
+    assert groups.table.view(-1, 4)[0, 0] <= groups.tiles
+
+
+# -- the cast --------------------------------------------------------------------------------------------------------------------
+
+
+@every_size
+@pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
+def test_a_cast_in_groups_is_that_of_each_group(sizes, usages):
+    x, quantizer = randn(sum(sizes), 144).to(BF16), QUANTIZER.wanting(**{usage: usage in usages for usage in USAGES})
+    made = cast_in_groups(quantizer, x, torch.tensor(sizes))
+    alone = GroupedQuantizer((quantizer,) * len(sizes), sizes, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
+    wanted, groups = alone.quantize(x), groups_in(made)
+    assert made.usages == wanted.usages
+    for usage in usages:
+        plane, members = made.plane(usage), wanted.plane(usage).members
+        assert same(plane.dequantize(BF16), wanted.dequantize(BF16, usage))
+        for (first, end, tile), member in zip(groups.ranges(), members, strict=True):
+            at = tile * TILE if usage == COLUMNWISE else first
+            codes = plane.data.t() if usage == COLUMNWISE else plane.data
+            assert same(codes[at : at + end - first], member.data.t() if usage == COLUMNWISE else member.data)
+    again = made.with_tensors(made.tensors())
+    assert [type(again.plane(usage)) for usage in usages] == [type(made.plane(usage)) for usage in usages]
+    assert all(same(one, other) for one, other in zip(again.tensors(), made.tensors(), strict=True))
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------------------
+
+
+def layer(**options: Any) -> ops.GroupedLinear:
+    torch.manual_seed(3)
+    return ops.GroupedLinear(4, 128, 144, dtype=BF16, **{"bias": False, **options})
+
+
+def experts(**options: Any) -> ops.Sequential:
+    torch.manual_seed(4)
+    up = ops.GroupedLinear(4, 128, 256, bias=False, dtype=BF16, **options)
+    return ops.Sequential(up, ops.SwiGLU(), ops.GroupedLinear(4, 128, 144, bias=False, dtype=BF16, **options))
+
+
+def step(model, x, *splits, recipe=RECIPE) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    with interpreted():
+        with opfuse.autocast(recipe=recipe):
+            y = model(x, *splits)
+        y.backward(gradient(y, 7))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+MODELS = {
+    "a layer": (layer, 1, {}),
+    "one weight": (layer, 1, {"single_grouped_weight": True}),
+    "padded": (layer, 1, {"pad_splits": True}),
+    "experts": (experts, 2, {}),
+}
+
+
+@pytest.mark.row("B24")
+@every_size
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stored", [False, True])
+def test_b24_steps_have_the_bits_that_they_have_where_the_host_knows_the_sizes(name, sizes, stored, request):
+    make, layers, options = MODELS[name]
+    with opfuse.quantized_model_init(enabled=stored, recipe=RECIPE):
+        model = make(**options)
+    x, splits = randn(sum(sizes), 128, seed=sum(sizes)).to(BF16), torch.tensor(sizes)
+    wanted = step(copy.deepcopy(model), x, *[splits] * layers)
+    cast = request.getfixturevalue("on_device")
+    got = step(copy.deepcopy(model), x, *[splits] * layers)
+    assert cast == [sizes] * 2 * layers
+    assert all(map(same, got, wanted))
+
+
+@pytest.mark.parametrize("frozen", ["weights", "a weight", "input"])
+def test_gradients_that_nobody_wants(frozen, on_device):
+    op, x, splits = layer(), randn(328, 128).to(BF16), torch.tensor(SIZES[0])
+    wanted = step(op, x, splits)
+    for name in {"weights": op.weight_names, "a weight": op.weight_names[:1], "input": ()}[frozen]:
+        op.get_parameter(name).requires_grad_(False)
+    if frozen == "input":
+        with interpreted(), opfuse.autocast(recipe=RECIPE):
+            y = op(x, splits)
+        y.backward(gradient(y, 7))
+        assert all(same(op.get_parameter(name).grad, want) for name, want in zip(op.weight_names, wanted[2:]))
+    else:
+        assert all(map(same, step(op, x, splits)[:2], wanted[:2]))
+    assert len(on_device) == 4
+
+
+def test_gradients_that_are_put_off(request):
+    found = []
+    for known_there in (False, True):
+        if known_there:
+            request.getfixturevalue("on_device")
+        op = layer(delay_wgrad_compute=True)
+        step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]))
+        op.backward_dw()
+        found.append([weight.grad for weight in op.parameters()])
+    assert all(map(same, *found))
+
+
+UNLIKE = {
+    "a bias": ({"bias": True}, RECIPE),
+    "features of no whole pieces": ({"out_features": 136}, RECIPE),
+    "main_grad": ({"accumulate_into_main_grad": True}, RECIPE),
+    "an override": ({}, recipes.Float8BlockScaling(backward_override="dequantized")),
+    "another format": ({}, recipes.MXFP8BlockScaling(backward_override="dequantized")),
+    "two-dimensional blocks of the input": ({}, recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)),
+}
+
+
+@pytest.mark.parametrize("why", UNLIKE)
+def test_the_host_reads_the_sizes_of_what_no_kernel_takes(why, monkeypatch):
+    options, recipe = UNLIKE[why]
+    op = ops.GroupedLinear(4, 128, **{"out_features": 128, "bias": False, "dtype": BF16, **options})
+    for weight in op.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", None)
+    asked = []
+    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda products, *_: asked.append(products) is not None)
+    step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipe)
+    assert why == "features of no whole pieces" or not asked
+
+
+@pytest.mark.usefixtures("on_device")
+def test_constants_are_read_and_what_is_copied_is_checked(on_device):
+    op, x = layer(), randn(328, 128).to(BF16)
+    wanted = step(op, x, torch.tensor(SIZES[0]))
+    del on_device[:]
+    assert all(map(same, step(op, x, list(SIZES[0])), wanted))
+    assert not on_device
+    for recorded in (False, True):
+        if recorded:
+            with pytest.raises(ShapeError, match="with the sum 327"), opfuse.autocast(recipe=RECIPE):
+                op(x, torch.tensor((100, 0, 27, 200)))
+        else:
+            with pytest.raises(ShapeError, match="with the sum 327"):
+                step(op, x, torch.tensor((100, 0, 27, 200)))
+
+
+def test_only_known_casts_are_made_in_groups():
+    assert casts_in_groups(QUANTIZER, 128)
+    for other in (Float8BlockQuantizer(torch.float8_e4m3fn), Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)):
+        assert not casts_in_groups(other, 129)
+    assert not casts_in_groups(Float8BlockQuantizer(torch.float8_e4m3fn), 4)

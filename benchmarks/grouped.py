@@ -18,12 +18,11 @@ import torch.nn.functional as F
 import opfuse
 from benchmarks.timing import Call, device_time, host_time, wall_time
 from opfuse import ops, recipes
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 
 ROWS = (16384, 32768, 65536, 98304)
 GROUPS = (4, 8)
 IN, OUT = 7168, 2048
-OVERRIDES = tuple(KEEP)
 PRODUCTS = {"forward": 1, "forward + backward": 3}
 BF16 = torch.bfloat16
 TORCH = "torch bf16, a linear a group"

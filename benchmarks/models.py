@@ -17,7 +17,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import RecipeError
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.recipes.recipe import Recipe
 
 
@@ -101,7 +101,7 @@ def settings() -> Iterator[tuple[str, str | None, Recipe | None]]:
     """(kind, override, recipe) of every recipe under every override that it takes, no recipe first."""
     yield "none", None, None
     for kind in recipes.RECIPES:
-        for override in KEEP if kind != "custom" else ():
+        for override in OVERRIDES if kind != "custom" else ():
             try:
                 yield kind, override, recipes.recipe_of(kind, {"backward_override": override})
             except RecipeError:

@@ -15,7 +15,7 @@ from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES, zoo
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -119,7 +119,7 @@ def overrides() -> str:
     """What a backward override saves and computes in."""
     return table(
         ["backward_override", "saved for backward", "backward products"],
-        [[f"`{name}`", keep.saved, keep.backward.replace("_", " ")] for name, keep in KEEP.items()],
+        [[f"`{name}`", policy.saved, policy.backward.replace("_", " ")] for name, policy in OVERRIDES.items()],
     )
 
 

@@ -16,7 +16,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
-from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 DOCUMENT = Path(__file__).resolve().parent / "trace.md"
@@ -94,7 +94,7 @@ def _plan() -> tuple[Plan, ops.Sequential, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH)).bfloat16()
     x = torch.randn(ROWS, WIDTH).bfloat16().requires_grad_()
-    with recorded_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+    with listed_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
         for _ in range(3):
             y = model(x)
     return plans[-1], model, x.detach(), y.detach()

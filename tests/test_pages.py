@@ -47,3 +47,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
 def test_paths_exist(page: Path) -> None:
     assert [*dead_paths(page)] == []
+
+
+TOLD_BY_FILE = ("compiler", "core", "inspect", "program", "recipes", "runtime")
+"""Rooms of which docs/architecture.md tells file by file."""
+
+
+def test_the_rooms_are_drawn_as_they_are() -> None:
+    """Every folder, and of rooms that are told file by file every file; no file that is gone."""
+    rows = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.M))
+    package = ROOT / "opfuse"
+    folders = [path.relative_to(package).parts for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    assert [parts for parts in folders if parts[0] not in rows or (parts[1:] and f"`{parts[-1]}/`" not in rows[parts[0]])] == []
+    told = {room: set(re.findall(r"`(?:\w+/)?(\w+\.py)`", text)) for room, text in rows.items()}
+    there = {room: {path.name for path in (package / room).rglob("*.py")} - {"__init__.py"} for room in rows}
+    assert {room: files - there[room] for room, files in told.items() if files - there[room]} == {}
+    assert {room: there[room] - told[room] for room in TOLD_BY_FILE if there[room] - told[room]} == {}

@@ -20,7 +20,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.own import draws, is_ours, is_own_quantizer
 
@@ -95,7 +95,7 @@ def _of_reader(
         if source is None or not source.is_cast or source.spec.groups or graph.consumers[source.outputs[0]] != (reader.index,):
             continue
         needed = "weight" if role == "input" else "input"  # whose gradient reads it
-        cast, saved = casts[source.index], KEEP[env.backward_override].saved
+        cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
         if needed not in reader.needs or source.outputs[0] in graph.outputs or not _can_repeat(cast.quantizer):
             continue
         chain = () if source.side else _chain(graph, ops, env, source.inputs[0])

@@ -30,9 +30,9 @@ from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.recording import recorded_plans
-from opfuse.runtime.segment import recorded_saves
+from opfuse.runtime.segment import listed_saves
 
 
 @dataclass(eq=False)
@@ -218,7 +218,7 @@ class Converted:
         """What ``run()`` gives. Recorders of its first run have had what it did when it runs again."""
         if not is_recomputing():
             return run()
-        with recorded_plans(), recorded_saves():
+        with listed_plans(), listed_saves():
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -33,17 +33,17 @@ SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "
 _LIKE = {"output": "input", "grad_input": "grad_output"}
 """Tensor types of results: those that a recipe with a table has no entry for, and those that they are cast like."""
 
-_recorded: ContextVar[bool] = ContextVar("opfuse_recorded", default=False)
+_records: ContextVar[bool] = ContextVar("opfuse_records", default=False)
 
 
 @contextmanager
-def recording(grad: bool) -> Iterator[None]:
+def recording_gradients(grad: bool) -> Iterator[None]:
     """Inside, the forward pass of an op records gradients if ``grad`` says so: inside an autograd.Function torch says no."""
-    reset = _recorded.set(grad)
+    reset = _records.set(grad)
     try:
         yield
     finally:
-        _recorded.reset(reset)
+        _records.reset(reset)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +59,7 @@ class _Delayed(Float8Quantizer):
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         self.slot.to(x.device)
         backward = torch._C._current_graph_task_id() >= 0 and not is_recomputing()
-        counts = backward or torch.is_grad_enabled() or _recorded.get() or is_trained()
+        counts = backward or torch.is_grad_enabled() or _records.get() or is_trained()
         if backward:
             touch_backward(self.slot, self.recipe, rule=self.rule, group=self.group, name=self.where)
         elif counts:
@@ -123,7 +123,7 @@ class QuantizerSlotsMixin:
         roles = self.get_quantizer_roles(mode) or (None,) * count
         named = [role or self.quantizer_role(SLOTS[mode][i % len(SLOTS[mode])]) for i, role in enumerate(roles)]
         repeated = [i >= len(SLOTS[mode]) or role in roles[:i] for i, role in enumerate(named)]
-        return [(role, numbered(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
+        return [(role, own_slot(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
 
     def quantizer_slots(self) -> tuple[tuple[QuantizerRole, QuantizerRole], ...]:
         """The role of each slot, and the role that its delayed-scaling state is kept under, whether or not it is there yet."""
@@ -176,6 +176,6 @@ class QuantizerSlotsMixin:
         return tuple(sorted(names, key=lambda name: name != "input"))
 
 
-def numbered(role: QuantizerRole, index: int) -> QuantizerRole:
+def own_slot(role: QuantizerRole, index: int) -> QuantizerRole:
     """A role of its own for a slot whose role an earlier slot has: two tensors never share a state."""
     return replace(role, name=f"{role.name}[{index}]")

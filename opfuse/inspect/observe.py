@@ -13,22 +13,20 @@ from torch import nn
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
+from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.inputs import check_tensors
 from opfuse.runtime.kept import scopes_of
-from opfuse.runtime.recording import recorded_plans
-from opfuse.runtime.run import Kept
-from opfuse.runtime.segment import recorded_saves
+from opfuse.runtime.listed import listed_plans
+from opfuse.runtime.run import NamedSave
+from opfuse.runtime.segment import listed_saves
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 OWN, TORCH, PLAIN, KEPT = "own", "torch", "plain", "kept weights"
 WHERE = "inspected call"
-
-ALIGNMENT = 16
-"""Bytes to which kernels ask how a tensor is aligned."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with _undone(model), recorded_plans(trial=True) as plans, recorded_saves() as kept, hooks:
+    with _undone(model), listed_plans(trial=True) as plans, listed_saves() as kept, hooks:
         torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
     if of_opfuse and not plans:
         cure = "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
@@ -163,14 +161,14 @@ def _input_names() -> Iterator[str]:
         number += 1
 
 
-def _of_pipelines(kept: Sequence[Kept], memory: _SavedMemory) -> Iterator[SavedValue]:
+def _of_pipelines(kept: Sequence[NamedSave], memory: _SavedMemory) -> Iterator[SavedValue]:
     several = len({id(each.plan) for each in kept}) > 1
     for plan, index, name, value in kept:
         op = plan.graph.nodes[index].name
         yield memory.saved(f"{plan.name} {op}" if several else op, name, value)
 
 
-def _of_modules(kept: Sequence[Kept], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
+def _of_modules(kept: Sequence[NamedSave], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
     known = {id(tensor) for each in kept for tensor in (each.value, *_parts(each.value))}
     return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
 
@@ -290,8 +288,8 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     if type(plain) is not torch.Tensor or plain.layout != torch.strided:
         return plain.clone().requires_grad_(x.requires_grad)
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) if x.numel() else 0
-    room = plain.new_empty(span + ALIGNMENT)
-    shift = (x.data_ptr() - room.data_ptr()) % ALIGNMENT // room.element_size()
+    room = plain.new_empty(span + VECTOR)
+    shift = (x.data_ptr() - room.data_ptr()) % VECTOR // room.element_size()
     room[shift : shift + span].copy_(plain.as_strided((span,), (1,)))
     copy = room.new_empty(0).set_(room.untyped_storage(), shift, x.shape, x.stride())
     if x.requires_grad and not x.is_leaf:

@@ -13,7 +13,8 @@ from opfuse.errors import OpfuseError
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import KEEPS
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def recipes_of(found: Observation) -> list[Recipe]:
     return [active] if active is not None else [each for each in ran if each is not None]
 
 
-CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(KEEP), "keep": (None, "recompute", "quantized")}
+CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(OVERRIDES), "keep": tuple(KEEPS.schema["enum"])}
 """The fields of a recipe that decide what is saved, and their values."""
 
 

@@ -11,7 +11,7 @@ from opfuse.core.spec import Positive, Size, hyper_parameters
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage
 from opfuse.ops.pointwise import PointwiseOperation
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
 _INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)
@@ -32,7 +32,7 @@ class Activation(PointwiseOperation):
         super().__init__()
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
-        exact = KEEP[ctx.env.backward_override].backward == "high_precision"
+        exact = OVERRIDES[ctx.env.backward_override].backward == "high_precision"
         if x is not None and (self._caches_input or ctx.env.keep == "quantized") and not exact:
             x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)

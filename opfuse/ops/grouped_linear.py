@@ -15,7 +15,7 @@ from torch import nn
 
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
-from opfuse.core.quantizers import Mode, numbered
+from opfuse.core.quantizers import Mode, own_slot
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
@@ -198,7 +198,7 @@ class GroupedLinear(BasicOperation):
         place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
         groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
         base = self.quantizer_role(role)
-        return tuple(numbered(base, place + step * i) if i else base for i in groups)
+        return tuple(own_slot(base, place + step * i) if i else base for i in groups)
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)

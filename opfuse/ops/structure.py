@@ -10,7 +10,7 @@ from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Shape, hyper_parameters
 from opfuse.errors import ShapeError, describe
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
 
@@ -116,7 +116,7 @@ class Quantize(Identity):
     def narrow_quantizer(
         self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]
     ) -> Quantizer | None:
-        if role == "grad_output" and KEEP[override].backward != "quantized":
+        if role == "grad_output" and OVERRIDES[override].backward != "quantized":
             return None
         if isinstance(quantizer, IdentityQuantizer) and quantizer.dtype is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,19 +13,19 @@ from opfuse.tensors.storage import QuantizedStorage
 
 
 @dataclass(frozen=True)
-class Keep:
+class OverridePolicy:
     """What a backward override keeps: ``saved`` operands, and the precision in which the backward products run."""
 
     saved: Literal["columnwise", "rowwise", "original"]
     backward: Literal["quantized", "high_precision"]
 
 
-KEEP: dict[str | None, Keep] = {
-    None: Keep(saved="columnwise", backward="quantized"),
-    "dequantized": Keep(saved="rowwise", backward="high_precision"),
-    "high_precision": Keep(saved="original", backward="high_precision"),
+OVERRIDES: Mapping[str | None, OverridePolicy] = {
+    None: OverridePolicy(saved="columnwise", backward="quantized"),
+    "dequantized": OverridePolicy(saved="rowwise", backward="high_precision"),
+    "high_precision": OverridePolicy(saved="original", backward="high_precision"),
 }
-
+"""By a recipe's ``backward_override``. What its ``keep`` says is another matter: of what is saved, what is made anew."""
 
 SPLIT: dict[str, frozenset[str]] = {
     "backward": frozenset(("dgrad", "wgrad")),
@@ -46,7 +47,7 @@ def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
 
 def quantized_products(override: str | None, backward_gemms: tuple[str, ...]) -> tuple[str, ...]:
     """The products of a linear layer that read quantized operands, when ``backward_gemms`` are those of its backward pass."""
-    return ("fprop",) + (backward_gemms if KEEP[override].backward == "quantized" else ())
+    return ("fprop",) + (backward_gemms if OVERRIDES[override].backward == "quantized" else ())
 
 
 def cast_quantizer(quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
@@ -55,23 +56,23 @@ def cast_quantizer(quantizer: Quantizer, role: str, override: str | None, backwa
     Under ``high_precision`` the columnwise plane of a forward operand is the caller's tensor itself, so that what is saved
     for backward is the original and not a copy.
     """
-    keep = KEEP[override]
+    policy = OVERRIDES[override]
     forward = () if role == "grad_output" else ("fprop",)
     backward = planes(role, backward_gemms)
-    if keep.backward == "quantized":
+    if policy.backward == "quantized":
         wanted = planes(role, forward + backward_gemms)
         return quantizer.wanting(rowwise=ROWWISE in wanted, columnwise=COLUMNWISE in wanted) if wanted else None
     if not forward:
         return None
     rowwise = quantizer.wanting(rowwise=True, columnwise=False)
-    if keep.saved == "original" and backward:
+    if policy.saved == "original" and backward:
         return HybridQuantizer(rowwise, IdentityQuantizer())
     return rowwise
 
 
 def saved_operand(operand: QuantizedStorage, override: str | None) -> QuantizedStorage | object:
     """The part of a forward operand that the backward products read under ``override``."""
-    saved = KEEP[override].saved
+    saved = OVERRIDES[override].saved
     if saved == "original":
         plane = operand.columnwise
         if plane is not None and plane.format.family == IDENTITY.family:

@@ -34,18 +34,19 @@ from opfuse.core.tracers import (
 )
 from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, describe
+from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
+from opfuse.runtime.listed import ListedPlans, current_list, listed_plans
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.recording import RecordedPlans, recorded_plans, recording
 from opfuse.runtime.run import outlined
-from opfuse.runtime.segment import recorded_saves, run_plan
+from opfuse.runtime.segment import listed_saves, run_plan
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
 from opfuse.runtime.trace import Made, note, since_start
@@ -199,7 +200,7 @@ class OperationFuser:
             device,
             arch,
             gcd(rows, ROWS),
-            x.data_ptr() % 16 == 0,
+            x.data_ptr() % VECTOR == 0,
             rules.level,
         )
         inputs = (
@@ -257,23 +258,23 @@ class OperationFuser:
             key.env.recipe.check_trainable()
         return plan
 
-    def _recorded(self, recording: RecordedPlans, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
-        """The plan of this call, entered in the recording."""
-        if recording.trial:
+    def _listed(self, into: ListedPlans, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
+        """The plan of this call, entered in the list of who wants to know."""
+        if into.trial:
             check_call(self, x, extras)
             rules = self.rules or active_rules()
             recipe = current_recipe()
-            if recording.alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
+            if into.alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
                 rules = rules.unfused
             key = self.key(x, extras, rules)
-            plan = (self._alone.get(key) if recording.alone else None) or self._compiled(self.named(key), rules)
-            if recording.alone:
+            plan = (self._alone.get(key) if into.alone else None) or self._compiled(self.named(key), rules)
+            if into.alone:
                 self._alone = {key: plan}
             if plan.key.env.recipe is not None:
                 note_use()
         else:
             plan = self.plan(x, *extras)
-        recording.plans.append(plan)
+        into.plans.append(plan)
         return plan
 
     def __call__(
@@ -308,19 +309,19 @@ class OperationFuser:
             op.check_kwargs(given)
         if self._told.recipe_listeners:
             self._told.of_recipe(current_recipe())
-        recorder = recording()
-        plan = self.plan(x, *extras) if recorder is None else self._recorded(recorder, x, extras)
+        asked = current_list()
+        plan = self.plan(x, *extras) if asked is None else self._listed(asked, x, extras)
         for i, op in self._told.call_listeners:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, **given: Any) -> Any:
-        """A call inside a checkpoint. Recorders of its first run have had what it did when it runs again."""
+        """A call inside a checkpoint. Lists of its first run have had what it did when it runs again."""
         if not is_recomputing():
             return self(x, *extras, **given)
-        first = recording()  # a look at ops one by one has them so again
-        with recorded_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), recorded_saves():
+        first = current_list()  # a look at ops one by one has them so again
+        with listed_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), listed_saves():
             return self(x, *extras, **given)
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.gradients import Gradients
-from opfuse.runtime.recording import recorded_plans
+from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.run import Runner
 from opfuse.tensors.capture import check_capture
 
@@ -63,7 +63,7 @@ def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
     check_capture("values of a call", got="a look at them, as opfuse.watch has", cure="capture outside of it")
     reset = _observer.set(by)
     try:
-        with recorded_plans(trial=True, alone=not fused):
+        with listed_plans(trial=True, alone=not fused):
             yield
     finally:
         _observer.reset(reset)

@@ -20,6 +20,7 @@ from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
+from opfuse.kernels.engine.variants import VECTOR
 from opfuse.program.program import Program
 from opfuse.program.tape import Tape, Unrecordable
 from opfuse.runtime.kept import Held, held_casts
@@ -28,15 +29,12 @@ from opfuse.runtime.own import is_own
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
 from opfuse.runtime.rehearsal import RehearsedRunner
-from opfuse.runtime.run import Kept, Kwargs, Runner
+from opfuse.runtime.run import Kwargs, NamedSave, Runner
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
 _log = logging.getLogger("opfuse.programs")
-
-ALIGNMENT = 16
-"""Bytes: whether a tensor starts on a multiple decides which kernels run."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
@@ -153,7 +151,7 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
             if address:  # a tensor without elements, as of a group without rows, lies nowhere
                 addresses.append(address)
                 seen.append(leaf)
-            look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % ALIGNMENT))
+            look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % VECTOR))
     if len(set(addresses)) < len(addresses):
         first = [addresses.index(address) for address in addresses]
         if any(seen[i] is not leaf for i, leaf in zip(first, seen)):
@@ -204,8 +202,8 @@ class Recorder(Runner):
             self._end([])
         return values
 
-    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
-        saved = super().released(recording)
+    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
+        saved = super().released(saves)
         self._end(saved)
         return saved
 
@@ -281,7 +279,7 @@ class Repeater:
         self._saved = results[at:]
         return values
 
-    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
+    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
         saved, self._saved = self._saved, []
         return saved

@@ -19,7 +19,7 @@ from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
-from opfuse.core.quantizers import recording
+from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.runtime.gradients import Gradients, check_input_gradient
 from opfuse.runtime.kept import Held
@@ -28,7 +28,7 @@ from opfuse.tensors.storage import QuantizedStorage
 Kwargs = Sequence[Mapping[str, Any]]
 
 
-class Kept(NamedTuple):
+class NamedSave(NamedTuple):
     """What an op saved under a name: its plan, its node, the value."""
 
     plan: Plan
@@ -145,7 +145,7 @@ class Runner:
         op = self.ops[node.op]
         context = self._context(node, values)
         x = values[node.inputs[0]]
-        with recording(self.plan.key.env.grad) if op.asks_quantizers else nullcontext():
+        with recording_gradients(self.plan.key.env.grad) if op.asks_quantizers else nullcontext():
             output, extras = run_forward(op, context, x if node.takes_quantized else plain(x), self.kwargs[node.op])
         if node.casts:
             output = plain(output)
@@ -173,7 +173,7 @@ class Runner:
         nodes = self._op_nodes(group)
         contexts = self._contexts(group, {i: self._context(node, values) for i, node in nodes.items()})
         chain = [node for i in group.nodes if not (node := self.plan.graph.nodes[i]).side]
-        with recording(self.plan.key.env.grad):
+        with recording_gradients(self.plan.key.env.grad):
             found = group.opaque.fuser_forward(
                 contexts,
                 plain(values[chain[0].inputs[0]]),
@@ -224,12 +224,12 @@ class Runner:
         taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
         return {role: cast for casts in (*own, taken) for role, cast in casts.items()}
 
-    def released(self, recording: list[Kept] | None = None) -> list[torch.Tensor]:
+    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
-        if recording is not None:
+        if saves is not None:
             for index, context in self.contexts.items():
                 named = context.saved_state().items()
-                recording += [Kept(self.plan, index, name, value) for name, value in named if value is not None]
+                saves += [NamedSave(self.plan, index, name, value) for name, value in named if value is not None]
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
         self.dirty, self.kwargs, self.held = [], (), {}
         return saved

@@ -16,23 +16,23 @@ from opfuse.core.tracers import check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.programs import runner_of
 from opfuse.runtime.recompute import check_once
-from opfuse.runtime.run import Kept, Kwargs, Runner
+from opfuse.runtime.run import Kwargs, NamedSave, Runner
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage, share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
-_recording: ContextVar[list[Kept] | None] = ContextVar("opfuse_saves", default=None)
+_saves: ContextVar[list[NamedSave] | None] = ContextVar("opfuse_saves", default=None)
 
 
 @contextmanager
-def recorded_saves() -> Iterator[list[Kept]]:
+def listed_saves() -> Iterator[list[NamedSave]]:
     """What ops of pipelines save for the backward pass inside the block, in order. They are alive as long as the list is."""
-    kept: list[Kept] = []
-    reset = _recording.set(kept)
+    kept: list[NamedSave] = []
+    reset = _saves.set(kept)
     try:
         yield kept
     finally:
-        _recording.reset(reset)
+        _saves.reset(reset)
 
 
 class _SegmentFunction(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        ctx.save_for_backward(*runner.released(_recording.get()))
+        ctx.save_for_backward(*runner.released(_saves.get()))
         ctx.set_materialize_grads(False)
         return tuple(_distinct(outputs))
 
@@ -166,7 +166,7 @@ def _run_segments(
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
-    observed = _recording.get() is not None
+    observed = _saves.get() is not None
     for segment in plan.segments:
         inputs = [values[value] for value in segment.inputs]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.

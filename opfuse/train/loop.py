@@ -19,7 +19,7 @@ from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.recipes import Recipe, autocast
 from opfuse.runtime.caches import CacheInfo
-from opfuse.runtime.recording import recorded_plans
+from opfuse.runtime.listed import listed_plans
 from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
@@ -103,7 +103,7 @@ def fit(
     run = _Run(model, settings, resumed)
     every = settings.checkpoint_every or settings.eval_every
     device = model.embedding.weight.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), recorded_plans() as plans:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), listed_plans() as plans:
         run.seed(device)
         for number, batch in zip(range(run.first + 1, settings.steps + 1), batches):
             run.losses.append(_update(model, batch, run.optimizer, recipe))

@@ -16,7 +16,7 @@ import torch
 from opfuse.config import Config, Train
 from opfuse.errors import OpfuseError
 from opfuse.recipes import Recipe, recipe_of
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.train.comparison import OnNamedStep, data_of, initial_model, overridden, usable
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
 from opfuse.train.exact import exact_gradients
@@ -94,7 +94,7 @@ class Study:
     @property
     def keys(self) -> tuple[Key, ...]:
         """No recipe, then each recipe that was compared under every override."""
-        return (None, None), *product(recipes_of(self.config), KEEP)
+        return (None, None), *product(recipes_of(self.config), OVERRIDES)
 
 
 def study_overrides(
@@ -161,7 +161,7 @@ def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed:
         yield Measurement(step, name, None, None, agreement(plain, exact_gradients(twin, batch, None)), None)
         for kind, recipe in recipes_of(config).items():
             exact = None  # the forward pass is the same under every override
-            for override in KEEP:
+            for override in OVERRIDES:
                 try:
                     changed = _under(recipe, override, dtype)
                     got = gradients(twin, batch, changed, seed=seed + step)

@@ -262,7 +262,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
     """A rowwise cast of inference does not stand in for both planes, nor a cast of one recipe for that of another."""
     recipe = by_product(fprop, dgrad, wgrad)
     model, x, _ = linear()
-    with torch.no_grad(), opfuse.autocast(recipe=recipe), opfuse.runtime.fuser.recorded_plans() as plans:
+    with torch.no_grad(), opfuse.autocast(recipe=recipe), opfuse.runtime.fuser.listed_plans() as plans:
         model(x)
     first = train(model, x, step=Step(recipe))
     usages = [

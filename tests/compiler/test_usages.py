@@ -19,7 +19,7 @@ from opfuse.recipes import (
     QuantizerRole,
     Recipe,
 )
-from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -305,7 +305,7 @@ def test_u05_u10_changes_that_keep_the_format_go_on_with_the_same_bytes(change):
     train(model, x, step=Step(old))
     before = weight_planes(model)
     for recipe in (new, old, new):
-        with recorded_plans() as plans:
+        with listed_plans() as plans:
             train(model, x, step=Step(recipe))
         casts = [node.name for plan in plans for node in plan.graph.nodes if node.name.endswith("[weight]")]
         assert casts == []

@@ -14,7 +14,7 @@ from opfuse.convert.feeds import feeds
 from opfuse.convert.probe import rms_norm_of
 from opfuse.errors import ConversionError
 from opfuse.recipes import DelayedScaling
-from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import GatedMLP, Layer
 from tests.convert.test_fuse import FP8, called, converted_exactly
 
@@ -75,11 +75,11 @@ def test_the_norm_is_computed_in_the_pipeline_of_its_reader():
 def test_the_norm_and_the_cast_are_one():
     model, x = Layer(), torch.randn(32, 32)
     opfuse.fuse_(model, FP8)
-    with recorded_plans() as plans:
+    with listed_plans() as plans:
         model(x)
     fused = [outcome.ops for outcome in plans[-1].outcomes if outcome.status == "fused"]
     assert any(names[0].endswith("rms_norm") and "quantize" in names[-1] for names in fused), fused
-    with recorded_plans() as plans:
+    with listed_plans() as plans:
         model.mlp(x)  # called by itself it gets what is normalised already
     assert not any("rms_norm" in name for plan in plans for outcome in plan.outcomes for name in outcome.ops)
 

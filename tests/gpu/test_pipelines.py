@@ -9,7 +9,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import RecipeError
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 
 WIDTH, REPLAYS = 256, 100
 RECIPES = {
@@ -51,7 +51,7 @@ CASES = [
     pytest.param(name, make, override, id=f"{name}-{kind}-{override}")
     for name in PIPELINES
     for kind, make in RECIPES.items()
-    for override in KEEP
+    for override in OVERRIDES
     if _takes(make, override)
 ]
 

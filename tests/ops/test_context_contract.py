@@ -9,7 +9,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.core.context import Context
 from opfuse.errors import FusionError
-from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.ops.op_cases import ALL, make, tuple_of
 
@@ -117,7 +117,7 @@ def test_a_rule_that_saves_the_declared_names_alone_trains():
     model, x = ops.Sequential(ops.Linear(8, 8, bias=False), ops.GELU()), torch.randn(4, 8, requires_grad=True)
     mine = ops.Sequential(*model, rules=opfuse.RuleSet((rule,)))
     found, wanted = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (mine, model))
-    with recorded_plans() as plans:
+    with listed_plans() as plans:
         mine(x)
     assert plans[0].fusions == ("mine",)
     for a, b in zip(found, wanted, strict=True):

@@ -16,7 +16,7 @@ from opfuse import errors, ops, recipes
 from opfuse.compiler.graph import BACKWARD
 from opfuse.numerics import chain as definition
 from opfuse.recipes import QuantizerRole
-from opfuse.runtime.fuser import recorded_plans
+from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.groups import GroupedPlane
@@ -62,7 +62,7 @@ def step(op, x, splits, recipe, *, scales=None, plans=None) -> dict[str, torch.T
     x = x.detach().clone().requires_grad_()
     extras = [] if scales is None else [scales.detach().clone().requires_grad_()]
     op.zero_grad(set_to_none=True)
-    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), recorded_plans() as ran:
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as ran:
         y = op(x, torch.tensor(splits), *extras)
     y.backward(randn(*y.shape, seed=100, dtype=y.dtype))
     if plans is not None:
@@ -768,7 +768,7 @@ def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
     model, x = moe(BF16, pad_splits=True), randn(96, K).requires_grad_()
     recipe = recipe_of(name, override)
     exact = dense(copy.deepcopy(model).double(), x.detach().double()).detach()
-    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), recorded_plans() as plans:
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as plans:
         y = model(x)
     y.backward(randn(*y.shape, seed=100))
     assert float((y.detach().double() - exact).norm() / exact.norm()) < (0.3 if name == "nvfp4" else 0.1)

@@ -9,7 +9,7 @@ import opfuse
 from opfuse import ops
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.recipes import Float8CurrentScaling
-from opfuse.recipes.policy import KEEP, cast_quantizer, planes, saved_operand
+from opfuse.recipes.policy import OVERRIDES, cast_quantizer, planes, saved_operand
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 
@@ -42,9 +42,9 @@ CASTS = {
 
 
 def test_every_override_has_a_row():
-    assert set(KEEP) == {None, "dequantized", "high_precision"}
-    assert [keep.backward for keep in KEEP.values()] == ["quantized", "high_precision", "high_precision"]
-    assert [keep.saved for keep in KEEP.values()] == ["columnwise", "rowwise", "original"]
+    assert set(OVERRIDES) == {None, "dequantized", "high_precision"}
+    assert [policy.backward for policy in OVERRIDES.values()] == ["quantized", "high_precision", "high_precision"]
+    assert [policy.saved for policy in OVERRIDES.values()] == ["columnwise", "rowwise", "original"]
 
 
 @pytest.mark.row("H09")
@@ -80,7 +80,7 @@ def test_b08_planes_that_a_cast_makes(override, backward, role):
 
 
 @pytest.mark.row("B11")
-@pytest.mark.parametrize("override", KEEP)
+@pytest.mark.parametrize("override", OVERRIDES)
 def test_b11_what_is_saved_of_an_operand(override):
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     operand = cast_quantizer(MXFP8Quantizer(), "input", override, BOTH).quantize(x)

@@ -17,7 +17,7 @@ from opfuse.cli import main
 from opfuse.config import load
 from opfuse.errors import ConfigError, UnsupportedError
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.recipes.policy import KEEP
+from opfuse.recipes.policy import OVERRIDES
 from opfuse.train import ByteModel
 from opfuse.train.data import Batch
 from opfuse.train.exact import exact_gradients
@@ -273,7 +273,7 @@ def test_what_a_call_refuses_is_told_in_every_output(tiny: Path, tmp_path: Path,
 
 def test_every_setting_is_measured_at_every_point(study: Study) -> None:
     keys = [(one.step, one.dtype, one.kind, one.override) for one in study.measurements]
-    settings = [(None, None), *((kind, override) for kind in KINDS for override in KEEP)]
+    settings = [(None, None), *((kind, override) for kind in KINDS for override in OVERRIDES)]
     assert keys == [(step, dtype, *key) for step in (0, 4) for dtype in ("bfloat16", "float32") for key in settings]
     assert all((one.plain is None) == (one.kind is None) for one in study.measurements)
     assert all(0.9 < one.plain.cosine < 1 for one in study.measurements if one.plain is not None)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from opfuse.compiler.plan import Plan
 
 
-class RecordedPlans(NamedTuple):
+class ListedPlans(NamedTuple):
     """Plans that ran, in order. trial: each was made for its call, and no cache knows of it.
 
     alone: without fusions, wherever that changes no bit.
@@ -21,23 +21,21 @@ class RecordedPlans(NamedTuple):
     alone: bool = False
 
 
-_recording: ContextVar[RecordedPlans | None] = ContextVar("opfuse_recording", default=None)
+_list: ContextVar[ListedPlans | None] = ContextVar("opfuse_listed_plans", default=None)
 
-
-def recording() -> RecordedPlans | None:
-    """The innermost one that is around."""
-    return _recording.get()
+current_list = _list.get
+"""The innermost one that is around, or None."""
 
 
 @contextmanager
-def recorded_plans(*, trial: bool = False, alone: bool = False) -> Iterator[list[Plan]]:
+def listed_plans(*, trial: bool = False, alone: bool = False) -> Iterator[list[Plan]]:
     """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache.
 
     alone: one without fusions, wherever that changes no bit: recipes that round once keep theirs, as do functions of the user's.
     """
     plans: list[Plan] = []
-    reset = _recording.set(RecordedPlans(plans, trial, alone))
+    reset = _list.set(ListedPlans(plans, trial, alone))
     try:
         yield plans
     finally:
-        _recording.reset(reset)
+        _list.reset(reset)

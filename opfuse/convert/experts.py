@@ -97,7 +97,7 @@ class Routed(Converted):
         index, weights = arguments
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
-        splits = torch.bincount(chosen, minlength=self.experts)
+        splits = order.new_zeros(self.experts).index_add_(0, chosen, torch.ones_like(order))  # bincount waits for the device
         (run,) = self.parts
         rows = run(x.index_select(0, order // index.shape[-1]), [splits])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -14,12 +14,13 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import ShapeError
-from opfuse.formats import COLUMNWISE, USAGES
+from opfuse.formats import COLUMNWISE, E4M3, USAGES, fp8_block
 from opfuse.kernels.casts.groups import row_groups
+from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.quantizers import Float8BlockQuantizer, GroupedQuantizer
-from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, casts_in_groups, groups_in
+from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, groups_in
 from tests.compiler.harness import gradient, randn, same
 
 BF16 = torch.bfloat16
@@ -219,6 +220,28 @@ def test_constants_are_read_and_what_is_copied_is_checked(on_device):
         else:
             with pytest.raises(ShapeError, match="with the sum 327"):
                 step(op, x, torch.tensor((100, 0, 27, 200)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "arch", "made"),
+    [
+        ((128, 144), BF16, (9, 0), True),
+        ((128, 136), BF16, (9, 0), False),
+        ((136, 128), torch.float16, (9, 0), False),
+        ((128, 144), torch.float32, (9, 0), False),
+        ((128, 144), torch.float16, (9, 0), True),
+        ((128, 144), BF16, (8, 9), False),
+        ((128, 144), BF16, (10, 0), False),
+    ],
+)
+def test_devices_that_make_products_of_groups_in_one_launch(widths, dtype, arch, made, monkeypatch):
+    monkeypatch.setattr("opfuse.kernels.products.native._machine", lambda device: Machine(arch, (13, 0)))
+    monkeypatch.setattr("opfuse.tensors.ragged.kernels_run_on", lambda device: True)
+    _are_made.cache_clear()
+    products = RaggedProducts(fp8_block(E4M3, 1), fp8_block(E4M3, 2), widths)
+    assert products.are_made_on(torch.device("cuda", 0), dtype) == made
+    assert not products.are_made_on(torch.device("cpu"), dtype)
+    _are_made.cache_clear()
 
 
 def test_only_known_casts_are_made_in_groups():

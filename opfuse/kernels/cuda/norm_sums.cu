@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_sums(const __grid_con
     for (int k = 0; k < LOADS; ++k, part += EACH * size) v[k] = first + k * EACH < blocks ? *part : 0.0f;
     of_thread[first][own] = by_halves(v);
     __syncthreads();
-    if (first > 0) return;
+    if (first > 0 || index >= size) return;
     float sum[EACH];
 #pragma unroll
     for (int k = 0; k < EACH; ++k) sum[k] = of_thread[k][own];

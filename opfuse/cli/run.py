@@ -76,7 +76,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
         tell(result)
     written = keep(partial(write, result), directory, partial(report_text, result))
     if not any(path.suffix == ".png" for path in written):
-        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+        error("no plot: matplotlib is not installed (pip install matplotlib)")
     if not as_json:
         echo(f"wrote    {', '.join(map(str, written))}")
 

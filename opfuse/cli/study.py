@@ -30,7 +30,7 @@ def study(
         tell(found, points)
     written = keep(partial(write_study, found), directory, partial(study_text, found))
     if len(written) == 2:
-        error("no plot: matplotlib is not installed (pip install 'opfuse[plot]')")
+        error("no plot: matplotlib is not installed (pip install matplotlib)")
     if not as_json:
         echo(f"wrote    {', '.join(map(str, written))}")
 

@@ -100,7 +100,7 @@ def test_a_missing_matplotlib_is_one_line(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["name"] == "tiny"
     assert [line for line in captured.err.splitlines() if "plot" in line] == [
-        "no plot: matplotlib is not installed (pip install 'opfuse[plot]')"
+        "no plot: matplotlib is not installed (pip install matplotlib)"
     ]
 
 

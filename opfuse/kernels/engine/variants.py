@@ -11,7 +11,7 @@ from opfuse.kernels.engine.compiling import Variant
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16
-"""Bytes that a thread loads or stores at once: whether a tensor starts on a multiple decides which kernels run."""
+"""Bytes that a thread loads or stores at once."""
 _BYTES = "PARAMETER_BYTES"
 WIDEST = 1 << 31
 """Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""

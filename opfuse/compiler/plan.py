@@ -76,7 +76,7 @@ class Plan:
     remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     repeatable: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
-    keepable: dict[int, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
+    keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:

@@ -26,7 +26,7 @@ from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import ParameterSlots
+from opfuse.core.watched import ParameterPlaces, ParameterSlots
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -273,6 +273,15 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         }
         return tuple((borrowed | own).items())
 
+    def parameter_places(self) -> ParameterPlaces:
+        """The same dictionaries, each with the name that a parameter has there: what every call reads."""
+        places: ParameterPlaces | None = self.__dict__.get("_places")
+        if places is None:
+            places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())
+            if self._captured:
+                self.__dict__["_places"] = places
+        return places
+
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
@@ -280,7 +289,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
 
     def parameter_values(self) -> tuple[nn.Parameter | None, ...]:
         """The parameters as they are now, in order."""
-        return tuple([slot[name.rpartition(".")[2]] for name, slot in self.parameter_slots()])
+        return tuple([slot[name] for slot, name in self.parameter_places()])
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name as it is now; PipelineError if there is none."""

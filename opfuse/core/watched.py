@@ -17,6 +17,9 @@ from opfuse.errors import OpfuseWarning, describe
 ParameterSlots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
 """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it."""
 
+ParameterPlaces = tuple[tuple[dict[str, nn.Parameter | None], str], ...]
+"""Each parameter's dictionary, and its name there."""
+
 
 class Tree(NamedTuple):
     """The modules inside a module and the names of their parameters, as they were, to be compared with what is there now."""
@@ -61,7 +64,8 @@ class WatchedModule(Enrolled):
 
     def changed(self) -> None:
         """Have pipelines look at this op again."""
-        self.__dict__.pop("_slots", None)
+        for found in ("_slots", "_places"):
+            self.__dict__.pop(found, None)
         if self._captured:
             self.__dict__["revision"] = self.revision + 1
             WatchedModule.epoch += 1
@@ -95,7 +99,7 @@ class WatchedModule(Enrolled):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops, and a copy is in no pipeline yet.
-        own = ("ticket", "_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
+        own = ("ticket", "_fuser", "_slots", "_places", "_captured", "_member", "_shown", "_shown_unused", "revision")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # -- hooks -------------------------------------------------------------------------------------------------------------

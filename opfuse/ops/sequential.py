@@ -283,9 +283,13 @@ class Sequential(Enrolled):
 
     def _wanted(self) -> int:
         """Extra inputs of a call, with those of each Sequential inside."""
-        runs = self.runs()
-        own = sum(run.extra_inputs.count(None) for run in runs if isinstance(run, OperationFuser))
-        return own + sum(run._wanted() for run in runs if isinstance(run, Sequential))
+        count = 0
+        for run in self.runs():
+            if isinstance(run, OperationFuser):
+                count += run.extra_inputs.count(None)
+            elif isinstance(run, Sequential):
+                count += run._wanted()
+        return count
 
     def _basic_ops(self) -> Iterator[BasicOperation]:
         for run in self.runs():

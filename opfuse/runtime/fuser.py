@@ -139,8 +139,7 @@ class OperationFuser:
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
-        slots = [(slot, name.rpartition(".")[2]) for op in self.ops for name, slot in op.parameter_slots()]
-        self.slots = tuple(slots)
+        self.slots = tuple(place for op in self.ops for place in op.parameter_places())
         self._parameters = record(self._parameter_names())
         self._modal = tuple(op for op in self.ops if op.reads_training)
         self._modes = {

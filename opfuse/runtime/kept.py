@@ -71,21 +71,23 @@ class _CachedCast:
         own = {id(t): t for t in self.storage.tensors() if t.untyped_storage()._cdata != self._storage}
         self.tensors = tuple(own.values())
         self.look = tuple((t.shape, t.stride(), t.dtype) for t in self.tensors)
-        self._written = [t._version for t in self.tensors]
+        self._written = [(t, t._version) for t in self.tensors]
 
     def stands(self) -> bool:
         """Whether nothing that it depends on has changed."""
         parameter = self.parameter
-        return (
-            parameter._version == self._writes
-            and parameter.data_ptr() == self._address
-            and parameter.untyped_storage()._cdata == self._storage
-            and (parameter.shape, parameter.stride(), parameter.dtype) == self._lies
-            and [t._version for t in self.tensors] == self._written
-            and (
-                not self._states
-                or all((s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states)
-            )
+        if (
+            parameter._version != self._writes
+            or parameter.data_ptr() != self._address
+            or parameter.untyped_storage()._cdata != self._storage
+            or (parameter.shape, parameter.stride(), parameter.dtype) != self._lies
+        ):
+            return False
+        for tensor, writes in self._written:  # no generator: its calls cost as much as what is compared
+            if tensor._version != writes:
+                return False
+        return not self._states or all(
+            (s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states
         )
 
     def serves(self, cast: Cast) -> bool:
@@ -149,14 +151,17 @@ class KeptWeights:
         return self._open and self._parameters.get(id(parameter)) is parameter
 
     def find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
-        """The kept cast of a parameter that it owns, or one that is made and kept now.
+        """The kept cast of a parameter, or one that is made and kept now.
 
-        None without ``make`` where there is none, and where keeping has been in vain: the next call would find it changed.
+        None of one that it does not own, without ``make`` where there is none, and where keeping has been in vain: the next call
+        would find it changed.
         """
         found = self._known.get((cast, stream))
         if found is not None and found.parameter is parameter and found.stands():
             found.served = True
             return found
+        if not self.owns(parameter) or parameter.is_inference():
+            return None
         with self._lock:
             return self._find(cast, parameter, stream, make=make)
 
@@ -261,11 +266,12 @@ def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> t
     if nodes is None:
         nodes = plan.keepable[segment.nodes.start] = tuple(_keepable(plan, segment, ops))
     held, run, streams = [], current_pass(), dict[torch.device, int | None]()
-    for node in nodes:
+    for node, place in nodes:
         cast: Cast = plan.casts[node.index]
-        parameter = ops[node.op].parameter(cast.role)
+        slot, name = ops[node.op].parameter_places()[place]
+        parameter = slot[name]
         owner = owners.get(id(parameter))
-        if owner is None or not owner.owns(parameter) or parameter.is_inference() or (run is not None and cast.live_states):
+        if owner is None or parameter is None or (run is not None and cast.live_states):
             continue
         if (device := parameter.device) not in streams:
             streams[device] = _stream(device)
@@ -292,10 +298,11 @@ def scopes_of(model: nn.Module) -> list[KeptWeights]:
     return list(dict.fromkeys(owners[id(p)] for p in model.parameters() if id(p) in owners and owners[id(p)].owns(p)))
 
 
-def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[Node]:
+def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[Node, int]]:
+    """Nodes that cast a weight, and which parameter of their op it is."""
     for group in segment.forward:
         node = plan.graph.nodes[group.nodes[0]]
         if len(group.nodes) == 1 and group.rule is None and group.opaque is None and node.is_cast and node.side:
-            quantizer = plan.casts[node.index].quantizer
-            if has_own_methods(ops[node.op]) and is_own_quantizer(quantizer) and not draws(quantizer):
-                yield node
+            cast, op = plan.casts[node.index], ops[node.op]
+            if has_own_methods(op) and is_own_quantizer(cast.quantizer) and not draws(cast.quantizer):
+                yield node, op.parameter_names.index(cast.role)

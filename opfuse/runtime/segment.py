@@ -170,7 +170,7 @@ def _run_segments(
     for segment in plan.segments:
         inputs = [values[value] for value in segment.inputs]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
-        params: list[Any] = [p for op in reversed(segment.ops) for p in ops[op].parameter_values()]
+        params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in ops[op].parameter_places()]
         runner = runner_of(plan, segment, ops, kwargs, None if observed else [*inputs, *params])
         if segment.requires_grad:
             again = [values[value] for value in segment.again]

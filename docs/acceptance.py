@@ -96,7 +96,7 @@ HYBRID = {
     "H24": "Views, slices, copies, clones, detach and new tensors behave as documented",
     "H25": "Saved planes may leave the device and come back with the same bits",
     "H26": "Recomputed activations have the bits of the first pass, random rounding included",
-    "H27": "A gather across ranks casts both directions anew and restores its flags if it fails",
+    "H27": "A gather across ranks brings casts, or both directions are cast anew; one that fails leaves nothing behind",
     "H28": "Pickle and checkpoints keep every bit; state that cannot be written is refused",
     "H29": "Dropping planes is checked before anything changes",
     "H30": "A tensor with a columnwise plane alone describes and dequantizes itself",

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, ShapeError
 from opfuse.tensors import QuantizedTensor, meeting
 from opfuse.tensors.masters import stored_in
 from tests.distributed.running import Task
 from tests.distributed.shards import same_on_all
-from tests.distributed.training import RECIPES, Case, optimizer_of, region_of
+from tests.distributed.training import RECIPES, Case, optimizer_of
 
 BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
 """Of sums of two terms that were rounded apart, relative to the largest value."""
@@ -37,6 +37,19 @@ DEVICE_BOUND = 2.0**-4
 
 AFTER = 2.0**-3
 """After a step of AdamW, which divides by the size of a gradient: the rounding of a small one may become a whole step."""
+
+
+MADE = {
+    **RECIPES,
+    "mxfp8 recomputed": lambda: recipes.MXFP8BlockScaling(keep="recompute"),
+    "mxfp8 dequantized": lambda: recipes.MXFP8BlockScaling(backward_override="dequantized"),
+    "current high precision": lambda: recipes.Float8CurrentScaling(backward_override="high_precision"),
+}
+
+
+def region_of(name: str) -> Any:
+    recipe = MADE[name]()
+    return opfuse.autocast(enabled=recipe is not None, recipe=recipe)
 
 
 class Block(NamedTuple):
@@ -54,7 +67,7 @@ class Block(NamedTuple):
 def build(block: Block, ranks: int, device: str, *, glu: int | None = 32) -> ops.Sequential:
     torch.manual_seed(0)
     hidden, dtype = 128 * max(ranks, 2), block.dtype
-    with opfuse.quantized_model_init(enabled=block.stored, recipe=RECIPES[block.recipe]()):
+    with opfuse.quantized_model_init(enabled=block.stored, recipe=MADE[block.recipe]()):
         linears = ops.Linear(128, 2 * hidden, dtype=dtype), ops.Linear(hidden, 128, dtype=dtype)
     return ops.Sequential(ops.RMSNorm(128, dtype=dtype), linears[0], ops.SwiGLU(glu_interleave_size=glu), linears[1]).to(device)
 
@@ -250,10 +263,13 @@ TASKS: list[Task] = [
     *WIRES,
 ]
 MORE: list[Task] = [
-    (check, Block(recipe, stored, sequence))
-    for check, sequences in ((check_parallel, (None, 0)), (check_sharded, (None,)))
-    for recipe in RECIPES
-    for stored in (False, True)
-    for sequence in sequences
-    if recipe != "none" or not stored
+    *((check_parallel, Block(recipe)) for recipe in MADE if recipe not in RECIPES),
+    *(
+        (check, Block(recipe, stored, sequence))
+        for check, sequences in ((check_parallel, (None, 0)), (check_sharded, (None,)))
+        for recipe in RECIPES
+        for stored in (False, True)
+        for sequence in sequences
+        if recipe != "none" or not stored
+    ),
 ]

@@ -45,6 +45,9 @@ def test_a_step_on_masters_of_shards_is_a_write_that_autograd_counts(mesh):
         sharded = fully_shard(ops.Sequential(ops.Linear(64, 64, bias=False)), mesh=mesh)
     (weight,) = sharded.parameters()
     optimizer = opfuse.with_masters(torch.optim.SGD(sharded.parameters(), lr=0.5))
+    with opfuse.autocast(recipe=RECIPES["mxfp8"]):
+        told = opfuse.explain(sharded, data().requires_grad_())
+    assert [each.memory for each in told.saved if each.name == "w"] == ["parameter 0.weight"]
     called(sharded, data(), "mxfp8").sum().backward()
     sharded.reshard()
     (weight,), kept = sharded.parameters(), weight._version

@@ -38,8 +38,9 @@ class RaggedPlane(Plane):
         return *super().tensors(), self.groups.table
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> RaggedPlane:
-        data, *scale, table = [next(source) for source in [iter(tensors)] for _ in self.tensors()]
-        return replace(self, data=data, scale=scale[0] if scale else None, groups=self.groups._replace(table=table))
+        source = iter(tensors)
+        plain = super().with_tensors(source)
+        return replace(self, data=plain.data, scale=plain.scale, groups=self.groups._replace(table=next(source)))
 
     @property
     def layout(self) -> Layout:

@@ -38,6 +38,7 @@ class Subject(enum.StrEnum):
     """What is studied."""
 
     overrides = "overrides"
+    keep = "keep"
 
 
 def run(
@@ -73,7 +74,7 @@ def generate(
 
 
 def study(
-    subject: Annotated[Subject, typer.Argument(help="overrides: how far gradients are from the exact ones.", show_default=False)],
+    subject: Annotated[Subject, typer.Argument(help="The field that is varied: backward_override, or keep.", show_default=False)],
     config: ConfigPath,
     *,
     steps: StepsOption = None,
@@ -83,13 +84,13 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Where table and plot go.", show_default="runs/NAME")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare gradients along a training run with the exact ones, under every override.
+    """Compare gradients along a training run with the exact ones, under every override; or, with bytes saved, every keep.
 
     Studied are the built-in recipes that take a backward override, and the file's own.
     """
     from opfuse.cli.study import study
 
-    study(config, steps=steps, points=points, seed=seed, device=device, out=out, as_json=as_json)
+    study(config, subject=subject.value, steps=steps, points=points, seed=seed, device=device, out=out, as_json=as_json)
 
 
 def explain(

@@ -13,17 +13,20 @@ from opfuse.cli.run import reporter
 from opfuse.config import load
 from opfuse.train import usable, writable
 from opfuse.train.study import Study, study_overrides
-from opfuse.train.study_report import dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
+from opfuse.train.study_report import NAMES, dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
 
 
 def study(
-    config: Path, *, steps: int | None, points: int, seed: int | None, device: str, out: Path | None, as_json: bool
+    config: Path, *, subject: str, steps: int | None, points: int, seed: int | None, device: str, out: Path | None, as_json: bool
 ) -> None:
-    """Measure under every override, and write the table; None: what the configuration says, or ``runs/NAME``."""
-    chosen = load(config)
+    """Measure under every value of the field that ``subject`` names, and write the table.
+
+    None: what the configuration says, or ``runs/NAME``.
+    """
+    chosen, field = load(config), next(field for field, name in NAMES.items() if name == subject)
     place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
     with reporter() as on_step:
-        found = study_overrides(chosen, steps=steps, seed=seed, points=points, device=place, on_step=on_step)
+        found = study_overrides(chosen, steps=steps, seed=seed, points=points, field=field, device=place, on_step=on_step)
     if as_json:
         echo_json(to_dict(found))
     else:
@@ -40,13 +43,13 @@ def tell(found: Study, points: int) -> None:
     took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
     echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")
     show(table(found))
-    for reason in reasons(refused(found)):
+    for reason in reasons(refused(found), found.field):
         echo(f"refused  {reason}")
 
 
 def table(found: Study) -> Table:
     """The means over the steps."""
-    head, *body = rows(dtype_of(found), summary(found))
+    head, *body = rows(dtype_of(found), summary(found), found.field)
     drawn = Table(*head, box=None, pad_edge=False)
     for row in body:
         drawn.add_row(*(cell.strip("`") for cell in row))

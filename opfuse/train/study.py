@@ -1,11 +1,13 @@
-"""How far gradients are from what they stand for: recipes under every backward override, at points of a training run."""
+"""How far gradients are from what they stand for: recipes under every value of a field, at points of a training run."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import PurePath
@@ -15,8 +17,9 @@ import torch
 
 from opfuse.config import Config, Train
 from opfuse.errors import OpfuseError
-from opfuse.recipes import Recipe, recipe_of
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.inspect.observe import CallInputs, observe
+from opfuse.inspect.saved import CHOICES
+from opfuse.recipes import Recipe, autocast, recipe_of
 from opfuse.train.comparison import OnNamedStep, data_of, initial_model, overridden, usable
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
 from opfuse.train.exact import exact_gradients
@@ -36,8 +39,11 @@ NARROWED = {"nvfp4": {"disable_rht": True}}
 """Fields of a recipe outside bfloat16, which its rotation needs."""
 
 
+OVERRIDES, KEPT = "backward_override", "keep"
+"""Fields of recipes that are studied."""
+
 Key = tuple[str | None, str | None]
-"""Recipe and override."""
+"""A recipe and the value of the field."""
 
 
 class Agreement(NamedTuple):
@@ -49,7 +55,8 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One gradient at one point. kind None: no recipe. step: updates before it. dtype: of the pipeline.
+    """One gradient at one point. kind None: no recipe. override: the value of the field that is studied. step: updates before it.
+    dtype: of the pipeline.
 
     exact: agreement with the exact gradient of the forward pass that ran. plain: with the gradient without a recipe, None for
     that gradient itself.
@@ -76,7 +83,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Study:
-    """What was measured and what could not be, and the run along which it was."""
+    """What was measured and what could not be, and the run along which it was.
+
+    field: of which every value was tried. saved: bytes that the pipeline keeps for a backward pass, beside its input.
+    """
 
     config: Config
     settings: Train
@@ -85,6 +95,8 @@ class Study:
     refusals: tuple[Refusal, ...]
     curve: Curve
     seconds: float
+    field: str = OVERRIDES
+    saved: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -93,8 +105,8 @@ class Study:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """No recipe, then each recipe that was compared under every override."""
-        return (None, None), *product(recipes_of(self.config), OVERRIDES)
+        """No recipe, then each recipe that was compared under every value."""
+        return (None, None), *product(recipes_of(self.config), CHOICES[self.field])
 
 
 def study_overrides(
@@ -103,14 +115,16 @@ def study_overrides(
     steps: int | None = None,
     seed: int | None = None,
     points: int = POINTS,
+    field: str = OVERRIDES,
     device: str | torch.device = "cpu",
     on_step: OnNamedStep = lambda label, step: None,
 ) -> Study:
     """Train the configuration's model under its recipe, and at ``points`` steps, first and last among them, compare gradients.
 
     At each point, on one new batch, in evaluation mode, in the pipeline's dtype and in fp32: the gradient under every recipe
-    of :func:`recipes_of` and every override, beside the exact one of the forward pass and beside the one without a recipe. What
-    a recipe or a call refuses is recorded as refused. steps, seed: instead of the configuration's.
+    of :func:`recipes_of` and every value of ``field``, which is ``backward_override`` or ``keep``, beside the exact one of the
+    forward pass and beside the one without a recipe; for ``keep`` also the bytes that are saved. What a recipe or a call refuses
+    is recorded as refused. steps, seed: instead of the configuration's.
 
     ConfigError if the configuration names no data; TrainingError if a loss is not finite; UnsupportedError without the device,
     or for an op with quantized operands that is no linear layer, grouped or not; what training itself raises.
@@ -129,7 +143,7 @@ def study_overrides(
 
     def measure(step: int, last_loss: float) -> None:
         if step in chosen:
-            found.extend(measured(model, next(others).to(place), config, step=step, seed=settings.seed))
+            found.extend(measured(model, next(others).to(place), config, step=step, seed=settings.seed, field=field))
             on_step("gradients", TrainStep(chosen.index(step) + 1, len(chosen), last_loss, None))
 
     def trained(step: TrainStep) -> None:
@@ -141,7 +155,8 @@ def study_overrides(
     curve = fit(model, batches, held_out, settings, recipe=config.recipe, on_step=trained)
     measurements = tuple(one for one in found if isinstance(one, Measurement))
     refusals = tuple(one for one in found if isinstance(one, Refusal))
-    return Study(config, settings, place, measurements, refusals, curve, time.perf_counter() - start)
+    saved = dict(saved_bytes(model, next(others).to(place), config)) if field == KEPT else {}
+    return Study(config, settings, place, measurements, refusals, curve, time.perf_counter() - start, field, saved)
 
 
 def recipes_of(config: Config) -> dict[str, Recipe]:
@@ -150,7 +165,9 @@ def recipes_of(config: Config) -> dict[str, Recipe]:
     return {kind: recipe_of(kind, {}) for kind in KINDS} | own
 
 
-def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed: int) -> Iterator[Measurement | Refusal]:
+def measured(
+    model: ByteModel, batch: Batch, config: Config, *, step: int, seed: int, field: str
+) -> Iterator[Measurement | Refusal]:
     """Every measurement of one point. The model stays as it is."""
     for dtype in dict.fromkeys((config.dtype, torch.float32)):
         name = str(dtype).removeprefix("torch.")
@@ -160,10 +177,10 @@ def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed:
         plain = gradients(twin, batch, None, seed=seed + step)
         yield Measurement(step, name, None, None, agreement(plain, exact_gradients(twin, batch, None)), None)
         for kind, recipe in recipes_of(config).items():
-            exact = None  # the forward pass is the same under every override
-            for override in OVERRIDES:
+            exact = None  # the forward pass is the same under every value
+            for override in CHOICES[field]:
                 try:
-                    changed = _under(recipe, override, dtype)
+                    changed = _under(recipe, field, override, dtype)
                     got = gradients(twin, batch, changed, seed=seed + step)
                 except OpfuseError as error:
                     yield Refusal(step, name, kind, override, str(error))
@@ -172,12 +189,22 @@ def measured(model: ByteModel, batch: Batch, config: Config, *, step: int, seed:
                 yield Measurement(step, name, kind, override, agreement(got, exact), agreement(got, plain))
 
 
-def _under(recipe: Recipe, override: str | None, dtype: torch.dtype) -> Recipe:
-    """``recipe`` under an override, for a pipeline in ``dtype``. RecipeError where it takes no such override."""
+def _under(recipe: Recipe, field: str, value: str | None, dtype: torch.dtype) -> Recipe:
+    """``recipe`` with another value of a field, for a pipeline in ``dtype``. RecipeError where it takes no such value."""
     fields = NARROWED.get(recipe.kind, {}) if dtype != torch.bfloat16 else {}
-    changed = recipe.replace(backward_override=override, **fields)
+    changed = recipe.replace(**{field: value}, **fields)
     changed.check_trainable()
     return changed
+
+
+def saved_bytes(model: ByteModel, batch: Batch, config: Config) -> Iterator[tuple[Key, int]]:
+    """What the pipeline keeps for a backward pass beside its input, without a recipe and under every ``keep`` that runs."""
+    recipes: list[tuple[str | None, Recipe | None]] = [(None, None), *recipes_of(config).items()]
+    columns = model.embedding(batch.context).detach().flatten(1).to(model.dtype).requires_grad_()
+    for kind, recipe in recipes:
+        for value in CHOICES[KEPT] if recipe else (None,):
+            with suppress(OpfuseError), autocast(enabled=recipe is not None, recipe=recipe and recipe.replace(keep=value)):
+                yield (kind, value), observe(model.pipeline, CallInputs((columns,), {})).totals.own
 
 
 def gradients(model: ByteModel, batch: Batch, recipe: Recipe | None, *, seed: int) -> list[torch.Tensor]:

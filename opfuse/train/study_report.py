@@ -14,12 +14,15 @@ import torch
 
 import opfuse
 from opfuse.train.files import write
-from opfuse.train.study import Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
+from opfuse.train.study import KEPT, OVERRIDES, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"
 """The dtype in which nothing but the casts of a recipe rounds visibly."""
 
-HEAD = ("recipe", "backward_override", "exact gradient, {dtype}", "exact gradient, float32", "without a recipe", "cosine with it")
+NAMES: Mapping[str, str] = {OVERRIDES: "overrides", KEPT: "keep"}
+"""What files, and the command line, call a study of a field."""
+
+HEAD = ("recipe", "{field}", "saved", "exact gradient, {dtype}", "exact gradient, float32", "without a recipe", "cosine with it")
 
 
 def to_dict(study: Study) -> dict[str, Any]:
@@ -28,6 +31,7 @@ def to_dict(study: Study) -> dict[str, Any]:
         "name": study.name,
         "config": study.config.path,
         "recipe": "none" if study.config.recipe is None else study.config.recipe.kind,
+        "field": study.field,
         "dtype": dtype_of(study),
         "device": str(study.device),
         "steps": study.settings.steps,
@@ -37,7 +41,7 @@ def to_dict(study: Study) -> dict[str, Any]:
         "loss_last": study.curve.last,
         "summary": summary(study),
         "refused": refused(study),
-        "measurements": [_plain(one) for one in study.measurements],
+        "measurements": [_plain(one, study.field) for one in study.measurements],
         "seconds": study.seconds,
         "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -48,12 +52,12 @@ def dtype_of(study: Study) -> str:
     return str(study.config.dtype).removeprefix("torch.")
 
 
-def _plain(one: Measurement) -> dict[str, Any]:
+def _plain(one: Measurement, field: str) -> dict[str, Any]:
     return {
         "step": one.step,
         "dtype": one.dtype,
         "recipe": one.kind,
-        "backward_override": one.override,
+        field: one.override,
         "exact": one.exact._asdict(),
         "plain": None if one.plain is None else one.plain._asdict(),
     }
@@ -63,7 +67,7 @@ def refused(study: Study) -> list[dict[str, Any]]:
     """The settings that could not be measured at some point: the first such step, and why."""
     first: dict[tuple[str, Key], dict[str, Any]] = {}
     for one in study.refusals:
-        values = {"step": one.step, "dtype": one.dtype, "recipe": one.kind, "backward_override": one.override}
+        values = {"step": one.step, "dtype": one.dtype, "recipe": one.kind, study.field: one.override}
         first.setdefault((one.dtype, (one.kind, one.override)), values | {"reason": one.reason})
     return list(first.values())
 
@@ -78,9 +82,10 @@ def summary(study: Study) -> list[dict[str, Any]]:
     plain = _means(study, dtype, lambda one: one.plain)
     columns = {"exact": exact, "exact_float32": full, "plain": plain}
     return [
-        {"recipe": kind, "backward_override": override}
-        | {name: means[kind, override]._asdict() if (kind, override) in means else None for name, means in columns.items()}
-        for kind, override in study.keys
+        {"recipe": kind, study.field: value}
+        | ({"saved_bytes": study.saved.get((kind, value))} if study.saved else {})
+        | {name: means[kind, value]._asdict() if (kind, value) in means else None for name, means in columns.items()}
+        for kind, value in study.keys
     ]
 
 
@@ -92,41 +97,44 @@ FIGURES = (("exact", "sqnr", ".1f"), ("exact_float32", "sqnr", ".1f"), ("plain",
 """What the last cells of a row show, and how: SQNR in dB, and the cosine with the gradient without a recipe."""
 
 
-def rows(dtype: str, summary: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """The cells of the table, its head first. A pipeline in float32 has one column of that dtype, not two."""
-    head = [cell.format(dtype=dtype) for cell in HEAD]
-    return [[cell for i, cell in enumerate(line) if head[i] not in head[:i]] for line in (head, *map(_cells, summary))]
+def rows(dtype: str, summary: Sequence[Mapping[str, Any]], field: str = OVERRIDES) -> list[list[str]]:
+    """The cells of the table, its head first; without a second column of float32, and without bytes that nobody counted."""
+    head = [cell.format(dtype=dtype, field=field) for cell in HEAD]
+    base = next((row["saved_bytes"] for row in summary if row.get("saved_bytes")), 0)
+    shown = [i for i, cell in enumerate(head) if cell not in head[:i] and (base or cell != "saved")]
+    return [[line[i] for i in shown] for line in (head, *(list(_cells(row, field, base)) for row in summary))]
 
 
-def _cells(row: Mapping[str, Any]) -> Iterator[str]:
-    kind = row["recipe"]
+def _cells(row: Mapping[str, Any], field: str, base: int) -> Iterator[str]:
+    kind, saved = row["recipe"], row.get("saved_bytes")
     yield f"`{kind}`" if kind else "none"
-    yield f"`{row['backward_override']}`" if kind else ""
+    yield f"`{row[field]}`" if kind else ""
+    yield f"{saved / base:.0%}" if saved and base else "refused" if kind else ""
     for name, figure, form in FIGURES:
         yield format(row[name][figure], form) if row[name] else "refused" if kind else ""
 
 
-def reasons(found: Iterable[Mapping[str, Any]]) -> list[str]:
+def reasons(found: Iterable[Mapping[str, Any]], field: str = OVERRIDES) -> list[str]:
     """A line for each setting of :func:`refused` and each reason: in which dtypes, and why."""
     dtypes: dict[tuple[str, str, str], list[str]] = {}
     for one in found:
-        dtypes.setdefault((one["recipe"], str(one["backward_override"]), one["reason"]), []).append(one["dtype"])
-    return [f"{kind}, {override}, in {' and '.join(names)}: {reason}" for (kind, override, reason), names in dtypes.items()]
+        dtypes.setdefault((one["recipe"], str(one[field]), one["reason"]), []).append(one["dtype"])
+    return [f"{kind}, {value}, in {' and '.join(names)}: {reason}" for (kind, value, reason), names in dtypes.items()]
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The table of a study as :func:`to_dict` gives it."""
-    head, *body = rows(found["dtype"], found["summary"])
+    head, *body = rows(found["dtype"], found["summary"], found.get("field", OVERRIDES))
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def write_study(study: Study, directory: Path) -> list[Path]:
-    """Write ``overrides.json``, ``overrides.md`` and, with matplotlib, ``overrides.png`` into ``directory``."""
+    """Write ``overrides.json``, ``overrides.md`` and, with matplotlib, ``overrides.png`` into ``directory``; or ``keep.*``."""
     found = to_dict(study)
-    values, table, plot = (directory / f"overrides.{suffix}" for suffix in ("json", "md", "png"))
+    values, table, plot = (directory / f"{NAMES[study.field]}.{suffix}" for suffix in ("json", "md", "png"))
     write(values, study_text(study).encode())
-    notes = "".join(f"- refused: {reason}\n" for reason in reasons(found["refused"]))
+    notes = "".join(f"- refused: {reason}\n" for reason in reasons(found["refused"], study.field))
     write(table, ("\n\n".join(filter(None, (_title(found), markdown(found), notes.rstrip()))) + "\n").encode())
     if find_spec("matplotlib") is None:
         return [values, table]
@@ -134,7 +142,7 @@ def write_study(study: Study, directory: Path) -> list[Path]:
 
 
 def study_text(study: Study) -> str:
-    """What ``overrides.json`` holds."""
+    """What the file of JSON holds."""
     return json.dumps(to_dict(study), indent=1, allow_nan=False) + "\n"
 
 
@@ -143,13 +151,13 @@ def _title(found: Mapping[str, Any]) -> str:
     return (
         f"Gradients of `{found['name']}` on {found['device']}: means over points after {points} updates. SQNR in dB, against\n"
         "the exact gradient of the forward pass that ran, straight through every rounding, and against the gradient without a\n"
-        "recipe."
+        "recipe." + (" Saved: bytes kept for the backward pass, of those without a recipe." if found["field"] == KEPT else "")
     )
 
 
 # -- plot ----------------------------------------------------------------------------------------------------------------
 
-STYLES: dict[str | None, str] = {None: "-", "dequantized": "--", "high_precision": ":"}
+STYLES: dict[str | None, str] = {None: "-", "dequantized": "--", "high_precision": ":", "recompute": "--", "quantized": ":"}
 
 
 def _colors(study: Study) -> dict[str | None, dict[str, Any]]:

@@ -300,6 +300,25 @@ def test_the_configuration_s_recipe_keeps_its_fields(tiny: Path, monkeypatch: py
     assert [recipe.disable_rht for recipe in seen if recipe.kind == "nvfp4"] == [False, True]  # bf16, then fp32
 
 
+@pytest.mark.row("B35")
+def test_b35_keep_is_told_with_its_bytes_beside_its_errors(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("opfuse.train.study.KINDS", ())
+    assert main(["study", "keep", str(tiny), "--points", "1", "--steps", "1", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    none, as_ever, remade, kept = found["summary"]
+    assert [row["keep"] for row in found["summary"]] == [None, None, "recompute", "quantized"]
+    assert as_ever["saved_bytes"] > none["saved_bytes"] > remade["saved_bytes"] > kept["saved_bytes"]
+    assert remade["exact"] == as_ever["exact"]
+    assert kept["exact_float32"]["sqnr"] < as_ever["exact_float32"]["sqnr"]
+    head, _, *lines = markdown(found).splitlines()
+    assert head.startswith("| recipe | keep | saved | exact gradient, bfloat16 |")
+    share = f"{remade['saved_bytes'] / none['saved_bytes']:.0%}"
+    assert lines[2].startswith(f"| `mxfp8` | `recompute` | {share} | {remade['exact']['sqnr']:.1f} |")
+    assert (tmp_path / "keep.md").read_text().count(share) >= 1
+
+
 def test_what_cannot_be_studied_is_refused(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "bare.yaml"
     path.write_text(TINY.replace("data: {kind: pydoc_topics, context: 4, embedding: 16}\n", ""))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -13,6 +15,7 @@ from opfuse.core.context import Context, Value, plain, plain_or_none
 from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
+from opfuse.core.tracers import all_enrolled
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
@@ -31,7 +34,43 @@ def _saved(cls: type, math: object) -> tuple[str, ...]:
     return ("x", *math.operands)
 
 
-class PointwiseOperation(BasicOperation):
+DECLARED = ("math", "sources")
+"""What plans and programs of an elementwise op follow from."""
+
+
+class PointwiseClass(ABCMeta):
+    """A class of elementwise ops: its objects follow a write to what it declares, as they follow one to themselves."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "math":
+            _saved(cls, value)
+        cls._declare(name, partial(super().__setattr__, name, value))
+
+    def __delattr__(cls, name: str) -> None:
+        cls._declare(name, partial(super().__delattr__, name))
+
+    def _declare(cls, name: str, write: Callable[[], None]) -> None:
+        """Write, and have all know it: subclasses whose ``saves`` follows from their math, and the objects that there are."""
+        kinds = [*_family(cls)] if name in DECLARED else []
+        following = [kind for kind in kinds if hasattr(kind, "math") and kind.saves == _saved(kind, kind.math)]
+        write()
+        for kind in kinds:
+            kind._reads = {}
+            if kind in following and hasattr(kind, "math"):
+                kind.saves = _saved(kind, kind.math)
+        for op in all_enrolled() if kinds else ():
+            if isinstance(op, cls):
+                op._follow_math()
+
+
+def _family(cls: Any) -> Iterator[Any]:
+    """The class, and all below it."""
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _family(each)
+
+
+class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
     """y = f(x, operands; constants), rounded once to the dtype of x, or of torch.autocast.
 
     A subclass declares ``math`` and says where each operand comes from: ``sources`` maps it to ``"extra0"`` … or to a
@@ -64,12 +103,12 @@ class PointwiseOperation(BasicOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("math", "sources"):  # an object's own, in place of its class's
+        if name in DECLARED:  # an object's own, in place of its class's
             self._follow_math()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if name in ("math", "sources"):
+        if name in DECLARED:
             self._follow_math()
 
     def _follow_math(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.errors import SpecError
 from opfuse.recipes import CustomRecipe
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.harness import mlp, randn, to
@@ -113,21 +114,71 @@ def test_r9_a_basic_op_of_a_fused_op_replaced_runs():
     assert torch.equal(model(x), model[0].basic_ops[0](x))
 
 
+SQUARE = ops.Pointwise(
+    "squared", forward="x * x", backward=("2.0f * dy * x",), value=lambda x: x * x, grad=lambda dy, x: (2 * dy * x,)
+)
+TWICE = ops.Pointwise("twice", forward="2.0f * x", backward=("2.0f * dy",), value=lambda x: 2 * x, grad=lambda dy, x: (2 * dy,))
+SCALED = ops.Pointwise(
+    "by",
+    forward="x * by",
+    backward=("dy * by",),
+    value=lambda x, by: x * by,
+    grad=lambda dy, x, by: (dy * by,),
+    operands={"by": "row"},
+    operand_backward={"by": "dy * x"},
+    operand_grad=lambda dy, x, by: {"by": dy * x},
+)
+
+
+def test_r9_math_of_a_class_replaced_after_programs_were_recorded(monkeypatch):
+    """Objects that are alive and classes below follow; what the class saves follows, too, and all of it comes back."""
+
+    class Mine(ops.Activation):
+        math = TWICE
+
+    class Below(Mine):
+        pass
+
+    class Own(Mine):
+        math = SQUARE
+
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    models = [ops.Sequential(made(), ops.Reshape((5,))) for made in (Mine, Below, Own)]
+    own = models[0][0]
+
+    def values():
+        return [[model(x).detach() for _ in range(4)][-1] for model in models]
+
+    doubled, squared = 2 * x.detach(), x.detach().square()
+    assert all(torch.equal(a, b) for a, b in zip(values(), (doubled, doubled, squared)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Mine, "math", SQUARE)
+        assert all(torch.equal(a, squared) for a in values())
+        assert all(torch.autograd.gradcheck(model, (x,)) for model in models)
+        assert torch.autograd.gradcheck(Below(), (x,))
+        own.math = TWICE
+        assert torch.equal(own(x), doubled)
+        del own.math
+    assert all(torch.equal(a, b) for a, b in zip(values(), (doubled, doubled, squared)))
+    assert all(torch.autograd.gradcheck(model, (x,)) for model in models)
+    Mine.math = SCALED
+    assert (Mine.saves, Below.saves, Own.saves) == (("x", "by"), ("x", "by"), ("x",))
+    del Own.math
+    assert Own.saves == ("x", "by")
+    with pytest.raises(SpecError, match=r"class Mine math: wants an ops\.Pointwise, got"):
+        Mine.math = torch.relu
+    assert Mine.math is SCALED
+
+
 def test_r9_math_of_one_object():
-    square = ops.Pointwise(
-        "squared", forward="x * x", backward=("2.0f * dy * x",), value=lambda x: x * x, grad=lambda dy, x: (2 * dy * x,)
-    )
-    twice = ops.Pointwise(
-        "twice", forward="2.0f * x", backward=("2.0f * dy",), value=lambda x: 2 * x, grad=lambda dy, x: (2 * dy,)
-    )
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
 
     class Mine(ops.Activation):
-        math = twice
+        math = TWICE
 
     op = Mine()
     assert torch.autograd.gradcheck(op, (x,))
-    op.math = square
+    op.math = SQUARE
     assert torch.equal(op(x), x * x)
     assert torch.autograd.gradcheck(op, (x,))
     assert torch.autograd.gradcheck(ops.Sequential(op, Mine()), (x,))

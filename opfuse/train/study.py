@@ -39,7 +39,7 @@ NARROWED = {"nvfp4": {"disable_rht": True}}
 """Fields of a recipe outside bfloat16, which its rotation needs."""
 
 
-OVERRIDES, KEPT = "backward_override", "keep"
+OVERRIDE, KEPT = "backward_override", "keep"
 """Fields of recipes that are studied."""
 
 Key = tuple[str | None, str | None]
@@ -95,7 +95,7 @@ class Study:
     refusals: tuple[Refusal, ...]
     curve: Curve
     seconds: float
-    field: str = OVERRIDES
+    field: str = OVERRIDE
     saved: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -115,7 +115,7 @@ def study_overrides(
     steps: int | None = None,
     seed: int | None = None,
     points: int = POINTS,
-    field: str = OVERRIDES,
+    field: str = OVERRIDE,
     device: str | torch.device = "cpu",
     on_step: OnNamedStep = lambda label, step: None,
 ) -> Study:

@@ -14,12 +14,12 @@ import torch
 
 import opfuse
 from opfuse.train.files import write
-from opfuse.train.study import KEPT, OVERRIDES, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
+from opfuse.train.study import KEPT, OVERRIDE, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"
 """The dtype in which nothing but the casts of a recipe rounds visibly."""
 
-NAMES: Mapping[str, str] = {OVERRIDES: "overrides", KEPT: "keep"}
+NAMES: Mapping[str, str] = {OVERRIDE: "overrides", KEPT: "keep"}
 """What files, and the command line, call a study of a field."""
 
 HEAD = ("recipe", "{field}", "saved", "exact gradient, {dtype}", "exact gradient, float32", "without a recipe", "cosine with it")
@@ -97,7 +97,7 @@ FIGURES = (("exact", "sqnr", ".1f"), ("exact_float32", "sqnr", ".1f"), ("plain",
 """What the last cells of a row show, and how: SQNR in dB, and the cosine with the gradient without a recipe."""
 
 
-def rows(dtype: str, summary: Sequence[Mapping[str, Any]], field: str = OVERRIDES) -> list[list[str]]:
+def rows(dtype: str, summary: Sequence[Mapping[str, Any]], field: str = OVERRIDE) -> list[list[str]]:
     """The cells of the table, its head first; without a second column of float32, and without bytes that nobody counted."""
     head = [cell.format(dtype=dtype, field=field) for cell in HEAD]
     base = next((row["saved_bytes"] for row in summary if row.get("saved_bytes")), 0)
@@ -114,7 +114,7 @@ def _cells(row: Mapping[str, Any], field: str, base: int) -> Iterator[str]:
         yield format(row[name][figure], form) if row[name] else "refused" if kind else ""
 
 
-def reasons(found: Iterable[Mapping[str, Any]], field: str = OVERRIDES) -> list[str]:
+def reasons(found: Iterable[Mapping[str, Any]], field: str = OVERRIDE) -> list[str]:
     """A line for each setting of :func:`refused` and each reason: in which dtypes, and why."""
     dtypes: dict[tuple[str, str, str], list[str]] = {}
     for one in found:
@@ -124,7 +124,7 @@ def reasons(found: Iterable[Mapping[str, Any]], field: str = OVERRIDES) -> list[
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The table of a study as :func:`to_dict` gives it."""
-    head, *body = rows(found["dtype"], found["summary"], found.get("field", OVERRIDES))
+    head, *body = rows(found["dtype"], found["summary"], found.get("field", OVERRIDE))
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -3,8 +3,8 @@
 Four decoder layers and the last norm, random weights in bf16, one sequence of 4096 tokens. "called": nothing is compiled.
 "compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
 its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
-instead of the word "causal", and attention takes three times as long. "replayed": both passes of compiled layers as a CUDA
-graph. Variants take turns. AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
+instead of the word "causal", and attention takes three times as long. It does so too while a CUDA graph is captured, so none is.
+Variants take turns. AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import opfuse
-from benchmarks.calls import EAGER, captured, in_turns
+from benchmarks.calls import EAGER, in_turns
 from benchmarks.models import LARGE, Sizes
 from benchmarks.timing import Call, wall_time
 from opfuse import recipes
@@ -26,9 +26,9 @@ from opfuse import recipes
 COMPILED = "torch.compile bf16"
 KINDS = ("delayed", "fp8_current", "fp8_block")
 LEAST = {"delayed compiled": 1.30, "fp8_current compiled": 1.30}
-"""Times the speed of torch.compile in bf16, of a step that is no replay: at least."""
+"""Times the speed of torch.compile in bf16: at least."""
 
-PASSES, STEP, REPLAYED = "forward and backward", "with AdamW", "replayed"
+PASSES, STEP = "forward and backward", "with AdamW"
 
 Record = dict[str, Any]
 Calls = dict[str, Call]
@@ -116,7 +116,7 @@ def compared(label: str, took: Mapping[tuple[str, str], list[float]]) -> Iterato
         full = f"{label}, {name}, {what}"
         yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
         ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, what]))
-        limit = LEAST.get(name) if what != REPLAYED else None
+        limit = LEAST.get(name)
         yield {"name": full, "value": ratio, "unit": f"x {COMPILED}", "limit": limit, "met": limit and ratio >= limit}
 
 
@@ -125,16 +125,13 @@ def label_of(stack: Stack) -> str:
     return f"converted, Llama of {stack.layers} layers {stack.sizes.tokens}x{stack.sizes.hidden}"
 
 
-def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda", graphs: bool = True) -> Iterator[Record]:
+def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     label = label_of(stack)
     every = dict(variants(stack, device))
     for calls in every.values():
         calls[STEP]()  # compiles, one after another
     yield from compared(label, in_turns(every, milliseconds, rounds))
-    if graphs:
-        replayed = {name: {REPLAYED: captured(calls[PASSES])} for name, calls in every.items() if "compile" in name}
-        yield from compared(label, in_turns(replayed, milliseconds, rounds))
 
 
 def main() -> None:

@@ -269,7 +269,7 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     pytest.importorskip("transformers", reason="of the extra `test`")
     assert converted.label_of(converted.LLAMA) == tables.LLAMA
     stack = converted.Stack(1, models.Sizes(32, 64, 64), 2, 1)
-    found = [*converted.records(1, stack=stack, device="cpu", graphs=False)]
+    found = [*converted.records(1, stack=stack, device="cpu")]
     others = [each for each in json.loads(tables.RECORD.read_text())["results"] if each["script"] != "converted"]
     (file := tmp_path / "record.json").write_text(json.dumps({"results": [*others, *found]}))
     monkeypatch.setattr(tables, "RECORD", file)

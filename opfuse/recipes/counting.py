@@ -79,6 +79,28 @@ def touch_backward(
 
 def count_backward(uses: UsesByState) -> None:
     """Have states be updated once after the running backward pass. RecipeError outside of one."""
+    _pending().add(uses)
+
+
+def running_pass() -> weakref.ref[Pending] | None:
+    """What a backward pass that is run inside of the running one shall count in; None where none runs."""
+    return None if torch._C._current_graph_task_id() < 0 else weakref.ref(_pending())
+
+
+def count_in(outer: weakref.ref[Pending] | None) -> None:
+    """Have the running backward pass be a part of ``outer``, so that a state that both use is updated once, after both."""
+    pending = None if outer is None else outer()
+    if pending is not None:
+        with _LOCK:
+            _remember(torch._C._current_graph_task_id(), pending)
+
+
+def _remember(task: int, pending: Pending) -> None:
+    # A weak-value dictionary calls three functions of Python for this. pop() takes the dead reference for its default.
+    _BACKWARD_PASSES[task] = weakref.ref(pending, functools.partial(_BACKWARD_PASSES.pop, task))
+
+
+def _pending() -> Pending:
     task = torch._C._current_graph_task_id()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
@@ -88,10 +110,9 @@ def count_backward(uses: UsesByState) -> None:
         pending = None if known is None else known()
         if pending is None:
             pending = Pending()
-            # A weak-value dictionary calls three functions of Python for this. pop() takes the dead reference for its default.
-            _BACKWARD_PASSES[task] = weakref.ref(pending, functools.partial(_BACKWARD_PASSES.pop, task))
+            _remember(task, pending)
             torch.autograd.Variable._execution_engine.queue_callback(pending)
-        pending.add(uses)
+    return pending
 
 
 _LOCK = threading.Lock()

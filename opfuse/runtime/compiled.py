@@ -25,6 +25,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.recipes.counting import running_pass
 from opfuse.runtime.held import HeldCall, Keeper, SavedTensor, apart, enter, held_by, leave, token_of
 from opfuse.runtime.recompute import check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
@@ -162,6 +163,9 @@ def backward_op(
     found: Sequence[torch.Tensor | None] = [None] * len(held.begins)
     if pairs:
         ends, given = zip(*pairs)
+        outer = running_pass()
+        for end in ends:
+            end.grad_fn.outer = outer
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         found = torch.autograd.grad(ends, held.begins, given, retain_graph=keep, allow_unused=True)
     empty = backward_fake(token, grads, sizes, looks, device)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from opfuse.errors import SavedTensorError, describe
+from opfuse.recipes.counting import count_in
 from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -114,14 +115,19 @@ class _ArgumentNode(torch.autograd.Function):
 
 
 class _ResultNode(torch.autograd.Function):
-    """What looks like an output and has the memory of one element: torch 2.11 takes no node of a Function for an end."""
+    """What looks like an output and has the memory of one element: torch 2.11 takes no node of a Function for an end.
+
+    A backward pass of the pipeline begins here. outer: the pass that it is run in, for delayed scales.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.outer = None
         return output.new_empty(()).expand(output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        count_in(ctx.outer)
         return grads[0]
 
 

@@ -161,8 +161,12 @@ def test_the_thread_of_a_backward_pass_gets_the_context(device):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "row", "mxfp8"])
 @pytest.mark.parametrize("splits", [(128,) * 10, (256, 0, 128, 384, 128, 0, 32, 96, 128, 128)])
-def test_casts_of_experts_are_joined_with_the_same_bits(device, splits, name):
-    """A launch for eight groups, of the input and of the weights, where the interpreter has one for each."""
+def test_casts_of_experts_are_joined_with_the_same_bits(device, splits, name, monkeypatch):
+    """A launch for eight groups, of the input and of the weights, where the interpreter has one for each.
+
+    For all formats as for those whose splits the host reads: with these on the device, the cast of an input is one anyway.
+    """
+    monkeypatch.setattr(ops.GroupedLinear, "ragged_products", lambda *arguments, **options: None)
     model, recipe = ops.Sequential(ops.GroupedLinear(10, 256, 512, bias=False)).to(device, BF16), RECIPES[name]
     other, sizes = copy.deepcopy(model), torch.tensor(splits)
     for _ in range(5):

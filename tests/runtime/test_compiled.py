@@ -281,6 +281,25 @@ def test_a_parameter_that_changes_before_the_backward_pass():
 # -- checkpoints -----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_pipeline_that_one_graph_calls_twice_updates_its_scales_once():
+    """After the backward pass around both calls, as in eager code: an update between them would be another history."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = ops.Sequential(ops.Linear(32, 32))
+
+        def forward(self, x):
+            return self.part(torch.sin(self.part(x)))
+
+    model = Twice()
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for i in range(3):
+        x = torch.randn(16, 32) * 10**i
+        assert same(step(model, model, x, DELAYED), step(compiled, other, x, DELAYED))
+
+
 @pytest.mark.row("H26")
 def test_checkpoints_around_what_is_compiled_and_inside_of_it():
     """Under delayed scaling, whose scales have moved when the backward pass runs, and which would count amaxes twice."""

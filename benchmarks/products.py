@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.timing import Call, device_time
-from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_tensor
+from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
 from opfuse.kernels.products.stored import Stored
@@ -32,6 +32,8 @@ class Kind(NamedTuple):
 KINDS = {
     "per tensor, fast": Kind(fp8_tensor(E4M3), fp8_tensor(E4M3), fast=True),
     "per tensor, split": Kind(fp8_tensor(E4M3), fp8_tensor(E4M3)),
+    "per row, fast": Kind(fp8_row(E4M3), fp8_row(E4M3), fast=True),
+    "per row, split": Kind(fp8_row(E4M3), fp8_row(E4M3)),
     "1x128 by 128x128": Kind(fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
     "1x128 by 1x128": Kind(fp8_block(E4M3, 1), fp8_block(E4M3, 1), least=0.95),
 }

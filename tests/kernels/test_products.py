@@ -107,7 +107,8 @@ def test_r10_the_reason_names_wanted_and_got(kinds, sizes, reason):
             (64, 64, 256),
             "blocks: wants 1x128 on the left, 1x128 or 128x128 on the right, got ((128, 128), (1, 128))",
         ),
-        (("row", "row"), (64, 64, 256), "no native product of row formats"),
+        (("row", "row e5m2"), (3, 64, 256), ""),
+        (("mx", "mx"), (64, 64, 256), "no native product of mx formats"),
         (("tensor", "tensor"), (64, 72, 64), "right lines: wants a positive multiple of 16, got 72"),
     ],
 )

@@ -1,7 +1,8 @@
 """The calls that grouped products are compared with their definition on.
 
-Codes are -1, 0 and 1, and scales of blocks powers of two, so that every sum is exact in the 13 fraction bits of the unit, and in
-fp32: the order of sums shows nowhere, and results are equal. Random values are compared with cuBLASLt, in tests/gpu.
+Codes are -1, 0 and 1, and scales of blocks and rows powers of two, so that every sum is exact in the 13 fraction bits of the
+unit, and in fp32: the order of sums and of scales shows nowhere, and results are equal. Random values are compared with cuBLASLt,
+in tests/gpu.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_tensor
+from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.stored import Stored
@@ -26,6 +27,7 @@ FORMATS: dict[str, tuple[NumberFormat, NumberFormat]] = {
     "tensors, e5m2 on the right": (fp8_tensor(E4M3), fp8_tensor(E5M2)),
     "1x128, 128x128": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
     "1x128, 1x128": (fp8_block(E4M3, 1), fp8_block(E4M3, 1)),
+    "rows": (fp8_row(E4M3), fp8_row(E4M3)),
 }
 
 _SIZES: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
@@ -40,6 +42,9 @@ _SIZES: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
 }
 """Lines of the rights, and of each group its lines and their length."""
 
+_ROWS = ("parts of tiles", "lengths of their own")
+"""Sizes that rows meet: what they have of their own is done at the end of a tile."""
+
 _NUMBERS = ("a line", "more groups than some launches", "more groups than a launch")
 """Sizes that differ from the others in the number of groups alone: one way of scaling meets them."""
 
@@ -48,7 +53,7 @@ def stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generato
     layout = Layout(fmt, ROWWISE, (lines, length))
     values = torch.randint(-1, 2, (lines, length), generator=generator).float()
     scale = torch.full(layout.scale_shape, 0.75)
-    if fmt.family == "block":
+    if fmt.family != "tensor":
         scale = torch.exp2(torch.randint(-3, 4, layout.scale_shape, generator=generator).float())
     return Stored(encode(values, layout.element).to(device), scale.to(device), None, layout)
 
@@ -68,8 +73,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
     """Whether there is such a case: types of elements and results decide nothing but conversions."""
-    if fast and not kind.startswith("tensors"):
+    if fast and not kind.startswith(("tensors", "rows")):
         return False
+    if kind == "rows":
+        return sizes in _ROWS and dtype == "bf16"
     if "e5m2" in kind:
         return sizes == "lengths of their own" and dtype == "bf16"
     return (kind == "tensors" or sizes not in _NUMBERS) and (dtype == "bf16" or sizes == "parts of tiles")

@@ -11,6 +11,8 @@
 //         2      LINES: for 128 neighbours of a line on both sides, [blocks, left_pitch] and [blocks, right_pitch]
 //                The sums of a block are added in fp32. TILES: times the product of its two scales, by one fma. LINES: times the scale of
 //                the left, rounded, and then times that of the right by one fma
+//         3      ROWS: a scale for each line, on 4 bytes. Sums as of TENSORS, FAST or not, times the scale of the right, rounded, and then
+//                times that of the left
 // Order          of sums is that of the library's products of the same formats, whose bits these are
 // groups         GROUPS at most; `first` is the number of a group's first tile. A map for the windows of operands: MAPS = 1 for one
 //                pitch, otherwise one for each group
@@ -49,7 +51,8 @@ struct Product {
     const Entry* table;
     u32 at, spare[9];
 };
-constexpr int TENSORS = 0, TILES = 1, LINES = 2;
+constexpr int TENSORS = 0, TILES = 1, LINES = 2, ROWS = 3;
+constexpr bool BY_BLOCKS = SCALING == TILES || SCALING == LINES;
 constexpr int OF_LINES = 1, OF_SUMS = 2;
 constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 
@@ -63,12 +66,11 @@ constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES
 constexpr u32 SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
 constexpr u32 BAND = 8;                               // tiles of lines that share columns in the cache
 constexpr u32 AT_STORED = STAGES * STAGE_BYTES, AT_TURNED = AT_STORED + 4 * STORED_BYTES;
-constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + STAGES * SCALE_BYTES;
+constexpr u32 SLOTS = STAGES + 1;                     // of scales, which are read after the codes of their stage
+constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + SLOTS * SCALE_BYTES;
 static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that the host asks for");
 
 constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;  // numbers of meetings; each consumer has one of OWN and of TURN
-
-constexpr u32 AHEAD = 4;  // of sixteen pairs of scales, those that a thread reads while the unit works
 
 #ifndef RUNS
 #define RUNS 0
@@ -119,16 +121,17 @@ DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
 
 // Stages in turn. `full` is over when the bytes of a stage are there, `empty` when all that read it are done.
 struct Ring {
-    u32 base, stage, parity;
+    u32 base, stage, parity, slot;
 
-    DEVICE_FN Ring(u32 base, u32 parity) : base(base), stage(0), parity(parity) {}
+    DEVICE_FN Ring(u32 base, u32 parity) : base(base), stage(0), parity(parity), slot(0) {}
     DEVICE_FN u32 full() const { return base + AT_BARRIERS + stage * 8; }
     DEVICE_FN u32 empty() const { return base + AT_BARRIERS + (STAGES + stage) * 8; }
     DEVICE_FN u32 left() const { return base + stage * STAGE_BYTES; }
     DEVICE_FN u32 right() const { return left() + TALL * BOX_BYTES; }
-    DEVICE_FN u32 scales() const { return base + AT_SCALES + stage * SCALE_BYTES; }
+    DEVICE_FN u32 scales() const { return base + AT_SCALES + slot * SCALE_BYTES; }
     DEVICE_FN void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (SCALING == LINES && ++slot == SLOTS) slot = 0;
     }
     DEVICE_FN void skip(u32 steps) {
         u32 reached = stage + steps;
@@ -175,7 +178,7 @@ struct Consumer {
 };
 
 DEVICE_FN void release(u32 empty, const Consumer& own) {
-    if (SCALING == LINES || own.lane == 0) arrive(empty);  // each thread has read scales; what the unit reads, a warp waits for as one
+    if (own.lane == 0) arrive(empty);  // what the unit reads, a warp waits for as one
 }
 
 // 64 lines of the stage's left, the i-th of the consumer's two, by its right.
@@ -218,6 +221,8 @@ DEVICE_FN void store_room(const Product& p, const Map* map, u32 lines, T* matrix
     commit_stores();
 }
 
+#include "product_scales.cuh"
+
 // Consumers take turns by tiles: one multiplies while the other stores.
 template <class End>
 DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own, End& end) {
@@ -231,7 +236,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
             continue;
         }
         const Group& g = p.groups[group];
-        float scale = g.left_scale[0] * g.right_scale[0];
+        float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
         float sums[2][64];
 #pragma unroll
         for (u32 e = 0; e < 128; ++e) sums[e / 64][e % 64] = 0.0f;  // so that those before are not kept while they are stored
@@ -258,48 +263,10 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
         sums_are_ready(sums[0]);
         sums_are_ready(sums[1]);
         if (has_steps(tile)) release(before, own);
+        if constexpr (SCALING == ROWS) scale_rows(p, g, tile, tile.line + own.warp * 16 + own.lane / 4, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);
     }
     if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // the turn that nobody took
-}
-
-// What scales the sums of a thread's lines, two of each 64, times the scale of the tile of the right if there is one. The four threads
-// that share lines have every fourth block each, and read four blocks ahead. What was read is multiplied, by one if by nothing else:
-// registers that are only copied would be waited for at once.
-struct LeftScales {
-    float now[4], next[4], right;
-
-    DEVICE_FN LeftScales(float one) : right(one) {}
-
-    DEVICE_FN void load(const Group& g, const Tile& tile, u32 line, u32 block) {
-        u64 k = block_at(tile, smaller(block, tile.steps - 1));
-        const float* scales = g.left_scale + k * g.left_pitch;
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) next[e] = __ldg(scales + smaller(line + e % 2 * 8 + e / 2 * 64, lines_of(g, tile) - 1));
-        if constexpr (SCALING == TILES) right = __ldg(g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + k);
-    }
-    DEVICE_FN void advance() {
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) now[e] = next[e] * right;
-    }
-    DEVICE_FN float of(u32 e, u32 lane, u32 block) const { return __shfl_sync(~0u, now[e], lane / 4 * 4 + block % 4); }
-};
-
-// Adds the sums of a block, scaled; `upper` and `lower` are the scales of a thread's two lines, `columns` those of its columns.
-DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], float upper, float lower, const float2 (&ahead)[AHEAD], const float2* columns) {
-#pragma unroll
-    for (u32 j = 0; j < 16; ++j) {
-        float2 column = SCALING != LINES ? float2{1.0f, 1.0f} : j < AHEAD ? ahead[j] : columns[j * 4];
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-            float x = part[j * 4 + e], row = e < 2 ? upper : lower;
-            float& sum = sums[j * 4 + e];
-            if constexpr (SCALING == TENSORS)
-                sum += x;
-            else
-                sum = SCALING == TILES ? __fmaf_rn(x, row, sum) : __fmaf_rn(x * row, e % 2 ? column.y : column.x, sum);
-        }
-    }
 }
 
 // Consumers share a tile; sums of 128 elements are added in fp32, by one while the other multiplies.
@@ -315,7 +282,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
         u32 line = tile.line + own.number * BOX + own.warp * 16 + own.lane / 4;
         LeftScales scales(p.one);
-        if constexpr (SCALING != TENSORS)
+        if constexpr (BY_BLOCKS)
             if (has_steps(tile)) scales.load(g, tile, line, own.lane % 4);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i)
@@ -327,6 +294,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
         }
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
             float rows[4] = {};
+            float2 ahead[AHEAD] = {};
             wait(ring.full(), ring.parity);
             u32 left = operand_at(ring.left() + own.number * BOX_BYTES), right = operand_at(ring.right());
             const float2* columns = reinterpret_cast<const float2*>(shared + (ring.scales() - base)) + own.lane % 4;
@@ -335,7 +303,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
                 begin_products();
                 multiply_box(part, left, right, i);
                 commit_products();
-                if (SCALING != TENSORS && i == 0) {  // while the unit works
+                if (BY_BLOCKS && i == 0) {  // while the unit works
                     if (k % 4 == 0) {
                         scales.advance();
                         scales.load(g, tile, line, k + 4 + own.lane % 4);
@@ -348,17 +316,16 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
                     signal(FOLLOW, 2 * CONSUMER);
                     later = true;
                 }
-                float2 ahead[AHEAD] = {};
-                if constexpr (SCALING == LINES)
+                if (SCALING == LINES && i == 0)
 #pragma unroll
                     for (u32 j = 0; j < AHEAD; ++j) ahead[j] = columns[j * 4];
                 wait_products<0>();
                 sums_are_ready(part);
-                if (i == 1 && SCALING != LINES) release(ring.empty(), own);
+                if (i == 1) release(ring.empty(), own);
                 add_part(sums[i], part, rows[i * 2], rows[i * 2 + 1], ahead, columns);
-                if (i == 1 && SCALING == LINES) release(ring.empty(), own);
             }
         }
+        if constexpr (SCALING == ROWS) scale_rows(p, g, tile, line, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);
     }
     if (own.number == 0 && later) meet(STARTED, 2 * CONSUMER);
@@ -372,7 +339,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
     if (threadIdx.x == 0) {
         for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
             init_barrier(ring.full(), 1);
-            init_barrier(ring.empty(), FAST ? 4 : SCALING == LINES ? 2 * CONSUMER : 8);  // warps, or threads
+            init_barrier(ring.empty(), FAST ? 4 : 8);  // warps
         }
         publish_barriers();
     }

@@ -24,8 +24,8 @@ from opfuse.kernels.products import emulated as definition
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import ceil_div
 
-TENSORS, TILES, LINES = range(3)
-SCALING = {(None, None): TENSORS, ((1, 128), (128, 128)): TILES, ((1, 128), (1, 128)): LINES}
+TENSORS, TILES, LINES, ROWS = range(4)
+SCALING = {(None, None): TENSORS, ((1, 0), (1, 0)): ROWS, ((1, 128), (128, 128)): TILES, ((1, 128), (1, 128)): LINES}
 """How the sums are scaled, by the blocks of both operands."""
 
 
@@ -79,7 +79,8 @@ class Form(NamedTuple):
         """Bytes of a block: stages of both operands, the result on its way, scales, barriers."""
         stages, boxes = (6, 2) if self.fast else (4, 3)
         own = 4 * 64 * 128 + self.turned * 2 * 128 * 128
-        return (stages - self.turned) * (boxes * 128 * 128 + (512 if self.scaling == LINES else 0) + 16) + own
+        stages -= self.turned
+        return stages * (boxes * 128 * 128 + 16) + (stages + 1) * 512 * (self.scaling == LINES) + own
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -185,7 +186,7 @@ def _launch(launch: Launcher, form: Form, groups: Sequence[Pair], result: torch.
 def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, turned: bool = False) -> Form:
     scaling = SCALING[left.layout.format.block, right.layout.format.block]
     one, other = (plane.layout.element.name.upper() for plane in (left, right))
-    return Form(scaling, fast and scaling == TENSORS, one, other, out_dtype, turned)
+    return Form(scaling, fast and scaling in (TENSORS, ROWS), one, other, out_dtype, turned)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ A batch-invariant product has one order of sums for any number of lines of the l
 each sum in one piece, or that of a library which is only ever asked for one number of lines (tiles.py).
 
 The two scales are multiplied first, in fp32, whatever the sum: where their product is not finite or vanishes, so is the result.
+Those of rows multiply the sum one after the other, the right one first, each product rounded; the definition has the left one
+first.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ _TILED_RIGHT = Rule(
 
 OWN: Mapping[str, Backend] = {
     "tensor": Backend("product.cu, per tensor", **_CUBLAS_12_9, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
+    "row": Backend("product.cu, per row", **_CUBLAS_12_9, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
     "block": Backend("product.cu, 1x128 and 128x128 blocks of E4M3", **_CUBLAS_12_9, rules=(*_SHAPES, _ALL_E4M3, _TILED_RIGHT)),
 }
 """Products of the package's own (hopper.py), of groups above all; their bits are those of the back ends above."""

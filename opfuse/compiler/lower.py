@@ -219,7 +219,8 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequenc
     if earlier is not None:
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
-    collective = _collective_before(b, spec)
+    # That of an explicit Quantize stays where it is: the product behind it gives the cast its own spec, which knows no travel.
+    collective = None if b.known[op].is_cast else _collective_before(b, spec)
     if collective is None:
         _add_cast(b, op, spec, extra_values)
         return

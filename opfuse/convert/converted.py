@@ -128,7 +128,7 @@ class Converted:
         self.arguments = tuple(arguments)
         self.parts = tuple(parts)
         self.members = members
-        self.settings = {path: _settings(member) for path, member in members.items()}
+        self.settings = {path: settings_of(member) for path, member in members.items()}
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[PipelineRun | Opaque, ...] = ()
@@ -317,7 +317,7 @@ class Converted:
                 where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
                 cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
                 raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
-            if (now := _settings(member)) != self.settings[path]:
+            if (now := settings_of(member)) != self.settings[path]:
                 where, wanted = f"{self.label}.{path}", f"what it was when fuse_ ran, {self.settings[path]}"
                 raise ConversionError(describe(where, wanted=wanted, got=now, cure="call opfuse.fuse_ again"))
             if not self.warned and has_hooks(member):
@@ -363,11 +363,11 @@ def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:
     return {name: op for run in runs for name, op in zip(run.names, run.ops) if op.quantizer_slots()}
 
 
-SETTINGS = ("p", "eps", "variance_epsilon")
+SETTINGS = ("p", "eps", "epsilon", "variance_epsilon")
 """Attributes of modules that ops took over."""
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def settings_of(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
     return {name: own[name] for name in SETTINGS if name in own}
 

@@ -92,7 +92,8 @@ def _rms_norm(module: nn.Module) -> BasicOperation | None:
         return None
     if runs(module, nn.RMSNorm):
         norm: nn.RMSNorm = module  # type: ignore[assignment]
-        eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
+        computed = torch.promote_types(weight.dtype, torch.float32)  # by torch, whose default is the eps of that
+        eps = torch.finfo(computed).eps if norm.eps is None else norm.eps
         return borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight")
     found = rms_norm_of(module)
     return None if found is None else borrowing(RMSNorm, (tuple(weight.shape), *found), module, "weight")

@@ -76,12 +76,14 @@ def table_size(rows: int, groups: int) -> int:
 
 def row_groups(splits: torch.Tensor, rows: int) -> torch.Tensor:
     """int32: the table of groups of ``splits`` rows each, an integer (groups,), of a matrix of so many ``rows``."""
-    table = torch.zeros(table_size(rows, len(splits)) // _FOUR, _FOUR, dtype=torch.int32)
+    table = torch.zeros(table_size(rows, len(splits)) // _FOUR, _FOUR, dtype=torch.int32, device="cpu")
     entries: dict[int, list[tuple[int, int, int, int]]] = {TILE: [], TALL: []}
     end = 0
     for group, size in enumerate(map(int, splits)):  # reads that a recording sees
         first, end = end, min(end + max(size, 0), rows)
-        table[1 + group] = torch.tensor((first, end, len(entries[TILE]), -(-(end - first) // TILE)), dtype=torch.int32)
+        table[1 + group] = torch.tensor(
+            (first, end, len(entries[TILE]), -(-(end - first) // TILE)), dtype=torch.int32, device="cpu"
+        )
         for height, found in entries.items():
             found += [(group, row, end, 0) for row in range(first, end, height)]
     at = 1 + len(splits)
@@ -89,7 +91,7 @@ def row_groups(splits: torch.Tensor, rows: int) -> torch.Tensor:
         found = entries[height]
         table[0, place] = len(found)
         if found:
-            table[at : at + len(found)] = torch.tensor(found, dtype=torch.int32)
+            table[at : at + len(found)] = torch.tensor(found, dtype=torch.int32, device="cpu")
         at += most_tiles(rows, len(splits), height)
     return table.flatten().to(splits.device)
 

@@ -30,6 +30,7 @@ from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
 from opfuse.runtime.rehearsal import RehearsedRunner
 from opfuse.runtime.run import Kwargs, NamedSave, Runner
+from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
@@ -81,7 +82,7 @@ def runner_of(
     found = programs.get(look)
     if isinstance(found, Recorded):
         return Repeater(found, plan, segment, tensors)
-    if found is REFUSED:
+    if found is REFUSED or is_capturing():  # a program may want kernels that no call has launched, and a capture loads none
         return Runner(plan, segment, ops, kwargs, held)
     if found is None and BEFORE:
         programs.note(look, SEEN)
@@ -316,7 +317,7 @@ class Repeater:
         if isinstance(found, RecordedBackward):
             self._pack(found, grad_outputs, packed_look)
             return self._repeated(found, grad_outputs, came, saved)
-        if found is REFUSED or (found is None and BEFORE):
+        if found is REFUSED or (found is None and BEFORE) or is_capturing():
             if found is None:
                 programs.note(look, SEEN)
             return self._interpreted(grad_outputs, saved, came)

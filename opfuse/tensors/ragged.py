@@ -73,7 +73,8 @@ def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) 
     written outside of ``x`` and its planes.
     """
     rows, columns = shape = matrix_shape(x.shape)
-    there = splits.to(x.device, non_blocking=True)
+    held = splits if splits.device == x.device else splits.clone()  # pinned memory is read when the copy runs, not now
+    there = held.to(x.device, non_blocking=True)
     groups = RowGroups(row_groups(there, rows), rows, len(splits))
     formats = dict(zip(USAGES, quantizer.formats))
     layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]

@@ -226,7 +226,7 @@ def test_h11_mixed_formats_are_emulated_on_request_and_reported(name):
     (pipeline,) = told.to_dict()["pipelines"]
     (mixed,) = (each for each in pipeline["products"] if CLASHES[name][1] in each["reason"])
     assert (mixed["product"], mixed["status"]) == (name, "emulated")
-    assert f"    {mixed['op']} {name}: emulated, {mixed['reason']}" in str(told).splitlines()
+    assert f"    {mixed['op']} {name}: emulated, {mixed['reason']}" in told.details().splitlines()
 
 
 @pytest.mark.row("H10")

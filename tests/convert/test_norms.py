@@ -90,6 +90,24 @@ def test_other_calls_are_those_of_the_module(call):
     assert torch.equal(found, wanted)
 
 
+def test_another_eps_is_that_of_the_module():
+    for norm in (WrittenNorm, nn.RMSNorm, nn.LayerNorm):
+        model, x = Attention(norm=norm), torch.randn(4, 32) / 100
+        opfuse.fuse_(model, FP8)
+        model.norm.eps = 0.1
+        other = copy.deepcopy(model)
+        assert torch.equal(model.norm(x), type(model.norm).forward(model.norm, x))
+        assert torch.equal(other.norm(x), model.norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_eps_that_torch_takes_by_default(dtype):
+    model, x = Attention(norm=nn.RMSNorm).to(dtype), torch.randn(64, 32, dtype=dtype) / 100
+    wanted = model.norm(x)
+    opfuse.fuse_(model, FP8)
+    assert torch.allclose(model.norm(x), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_what_is_narrow_or_not_asked_for_stays():
     for width, asked in ((16, {}), (32, {"filter_fn": lambda module, path: path != "norm"}), (32, {"policy": {"norm": None}})):
         report = opfuse.fuse_(Attention(width), None if width < 32 else FP8, **asked)

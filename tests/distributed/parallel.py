@@ -238,6 +238,21 @@ def check_wire(wire: Wire, rank: int, ranks: int, device: str) -> list[str]:
     return wrong + ([] if (len(lines), len(high)) == (2 * (wire.recipe != "none"), wire.values) else [told])
 
 
+def check_quantize(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A Quantize that stands between a gather and a product changes no bits: it casts what was gathered."""
+    torch.manual_seed(0)
+    linear = ops.Linear(128, 128, bias=False).to(device)
+    x, dy = torch.randn(64, 128).to(device) * 37**rank, torch.randn(64 * ranks, 128).to(device)  # other amaxes on each rank
+    found = []
+    for members in ([linear], [ops.Quantize(), linear]):
+        linear.weight.grad = None
+        with region_of(recipe):
+            y = ops.Sequential(ops.AllGather(), *members)(x)
+        y.backward(dy)
+        found.append((y.detach(), linear.weight.grad))
+    return [f"{what} behind Quantize" for what, *both in zip(("result", "gradient"), *found) if not torch.equal(*both)]
+
+
 BLOCKS, MX, NV = 1 + 4 / 128, 1 + 1 / 32, 1 / 2 + 1 / 16
 """Bytes of a value with its part of a scale."""
 
@@ -261,6 +276,7 @@ TASKS: list[Task] = [
     (check_parallel, Block("block", sequence=1)),
     *((check_sharded, Block(recipe, stored=True, sequence=None)) for recipe in ("current", "block")),
     *WIRES,
+    *((check_quantize, recipe) for recipe in ("current", "block")),
 ]
 MORE: list[Task] = [
     *((check_parallel, Block(recipe)) for recipe in MADE if recipe not in RECIPES),

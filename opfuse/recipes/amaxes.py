@@ -36,6 +36,11 @@ def in_distributed_run() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """torch's default group, of all processes; None before there is one."""
+    return dist.group.WORLD if in_distributed_run() else None
+
+
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:
     """Each of ``amaxes``, fp32 (1,) on one device, becomes its maximum over the ranks of ``group`` (None: all).
 

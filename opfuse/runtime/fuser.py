@@ -37,6 +37,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
+from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
@@ -188,7 +189,9 @@ class OperationFuser:
         if self._epoch != WatchedModule.epoch or self._trees:
             self._look_again()
         device, arch, has_autocast = _device(x.device)
-        group = current_amax_group()
+        group = (
+            current_amax_group() or default_group()
+        )  # made after a first call, it is another plan: rows travel, amaxes are shared
         shape = x.shape
         rows = x.numel() // (shape[-1] or 1) if shape else 1
         env = (

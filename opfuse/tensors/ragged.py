@@ -66,6 +66,13 @@ def groups_in(storage: QuantizedStorage) -> RowGroups | None:
 # -- casts -----------------------------------------------------------------------------------------------------------------------
 
 
+def copied_to(splits: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``splits`` on ``device`` as they are now, without a wait. Pinned memory would be read when the copy runs; a clone is not
+    pinned.
+    """
+    return splits if splits.device == device else splits.clone().to(device, non_blocking=True)
+
+
 def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) -> QuantizedStorage:
     """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
 
@@ -73,8 +80,7 @@ def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) 
     written outside of ``x`` and its planes.
     """
     rows, columns = shape = matrix_shape(x.shape)
-    held = splits if splits.device == x.device else splits.clone()  # pinned memory is read when the copy runs, not now
-    there = held.to(x.device, non_blocking=True)
+    there = copied_to(splits, x.device)
     groups = RowGroups(row_groups(there, rows), rows, len(splits))
     formats = dict(zip(USAGES, quantizer.formats))
     layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]

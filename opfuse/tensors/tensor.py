@@ -225,10 +225,7 @@ class QuantizedTensor(Quantized):
             wanted, cure = "a whole tensor", "clone() it, or assign to the whole tensor: t[index] = value"
             raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted=wanted, got=self._readonly, cure=cure))
         if casting and self._quantizer is None:
-            wanted, cure = (
-                "a quantizer to cast with",
-                "QuantizedTensor(storage, quantizer=...), or dequantize() it first",
-            )
+            wanted, cure = "a quantizer to cast with", "QuantizedTensor(storage, quantizer=...), or dequantize() it first"
             raise QuantizedTensorError(describe(f"{operation} on {self!r}", wanted=wanted, got=None, cure=cure))
         return shards.writer(self)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops, recipes
@@ -20,7 +21,7 @@ from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.quantizers import Float8BlockQuantizer, GroupedQuantizer
-from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, groups_in
+from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, copied_to, groups_in
 from tests.compiler.harness import gradient, randn, same
 
 BF16 = torch.bfloat16
@@ -249,3 +250,20 @@ def test_only_known_casts_are_made_in_groups():
     for other in (Float8BlockQuantizer(torch.float8_e4m3fn), Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)):
         assert not casts_in_groups(other, 129)
     assert not casts_in_groups(Float8BlockQuantizer(torch.float8_e4m3fn), 4)
+
+
+def test_what_a_device_copies_is_not_the_memory_of_the_caller():
+    """Who pins it may write the next sizes there before the copy of these has run."""
+    splits, copied = torch.tensor([3, 5]), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default:
+                copied.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        copied_to(splits, torch.device("meta"))
+        assert copied_to(splits, splits.device) is splits
+    assert len(copied) == 1
+    assert copied[0] != splits.data_ptr()

@@ -117,6 +117,7 @@ class _Away:
         self.device, self.before, self.readers = tensor.device, before or _nothing, 1
         self._memory, self._free = memory, free
         self._look = torch.empty_like(tensor, device="meta")
+        self._order = sorted(range(tensor.dim()), key=self._look.stride, reverse=True)
         self.host = memory.view(tensor.dtype).as_strided(self._look.shape, self._look.stride())
         self.here = tensor
         self._copy(out, self.host, tensor)
@@ -125,7 +126,8 @@ class _Away:
         self._computing = torch.cuda.current_stream(self.device)
         stream.wait_stream(self._computing)  # which makes the source, or used the memory before
         with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
+            # In the order of memory ``to`` is contiguous: to any other torch copies through memory that is not pinned, and waits.
+            to.permute(self._order).copy_(source.permute(self._order), non_blocking=True)
         self._copied = stream.record_event()
         self._copy_of = None if self.here is None else _place(self.here)  # with the version whose values were copied
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops
@@ -171,6 +172,44 @@ def test_a_tensor_that_was_changed_since_it_left_leaves_again(notes):
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, torch.autograd.grad((x * factor).exp().exp().sum(), x)[0])
     assert unread.grad_fn is not None
+
+
+class Copies(TorchDispatchMode):
+    """Whether memory copied into stands in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_order: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.in_order.append(args[0].is_contiguous())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.transpose(1, 2),
+        lambda t: t[:, :, 1:3].permute(2, 0, 3, 1),
+        lambda t: t[:, :, :1].expand(-1, -1, 4, -1),
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t[..., ::2],
+    ],
+    ids=["transposed", "part", "expanded", "channels last", "every other"],
+)
+def test_copies_of_views_go_to_memory_in_order(view, notes):
+    """A copy on a device into any other goes through memory that is not pinned: 37 ms, not 1.2, for 64 MiB, and it waits."""
+    x = torch.randn(2, 3, 4, 5)
+    leaf = view(x).detach().requires_grad_()
+    with Copies() as copies:
+        with opfuse.offloaded(ahead=1, least=1):
+            y = leaf.exp() * view(x)
+        (grad,) = torch.autograd.grad(y.sum(), leaf)
+    assert len(copies.in_order) >= 2
+    assert all(copies.in_order)
+    torch.testing.assert_close(grad, view(x) * view(x).exp())
 
 
 @pytest.mark.cpu

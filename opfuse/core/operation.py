@@ -7,7 +7,7 @@ and from the signatures of the tensors; the op itself only knows its own forward
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import ParameterPlaces, ParameterSlots
+from opfuse.core.watched import ParameterPlaces, ParameterSlots, WatchedClass
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -49,7 +49,7 @@ class Known(NamedTuple):
     casts_itself: bool
 
 
-class FusibleOperation(StatefulModule, ABC):
+class FusibleOperation(StatefulModule, metaclass=WatchedClass):
     """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
 
     kind: ClassVar[str] = ""
@@ -87,7 +87,7 @@ class FusibleOperation(StatefulModule, ABC):
     @property
     def joins(self) -> bool:
         """Whether it may join a pipeline; an op with a ``forward`` of its own is called as any module."""
-        return self.pipelined and self.__dict__.keys().isdisjoint(CALLS)
+        return self.pipelined and not self.patches(CALLS)
 
     @property
     def label(self) -> str:
@@ -236,7 +236,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
 
     @property
     def known(self) -> Known:
-        """What the compiler may rely on: what is declared, unless this very object has methods of its own."""
+        """What the compiler may rely on: what is declared, unless methods were replaced since."""
         if not self.patches(self.speaks_for):
             return Known(self.word, self.traits, self.is_cast, self.accepts_quantized, self.casts_itself)
         return Known(f"patched.{self.word}", **WITHOUT, casts_itself=self.asks_casts)

@@ -6,12 +6,14 @@ So a call that changes nothing pays for one comparison with a number, :attr:`Wat
 from __future__ import annotations
 
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from opfuse.core.tracers import Enrolled
+from opfuse.core.tracers import Enrolled, all_enrolled
 from opfuse.errors import OpfuseWarning, describe
 
 ParameterSlots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
@@ -44,6 +46,45 @@ class Tree(NamedTuple):
         )
 
 
+class WatchedClass(ABCMeta):
+    """A class of ops: its objects follow a write to the class, as they follow one to themselves.
+
+    The class remembers what it was made with, so that code which was written into it later, by hand or by
+    ``unittest.mock``, is known for code that it says nothing of; what is put back is as it was.
+    """
+
+    def __init__(cls, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        type.__setattr__(cls, _MADE_WITH, {})
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls._write(name, partial(super().__setattr__, name, value))
+
+    def __delattr__(cls, name: str) -> None:
+        cls._write(name, partial(super().__delattr__, name))
+
+    def _write(cls, name: str, write: Callable[[], None]) -> None:
+        """Write an attribute, and have the objects that there are follow."""
+        was = vars(cls).get(name)
+        write()
+        if _MADE_WITH not in vars(cls):  # it is being made
+            return
+        vars(cls)[_MADE_WITH].setdefault(name, was)
+        for op in all_enrolled():
+            if isinstance(op, cls) and op._is_said(name):
+                op.changed()
+
+
+_MADE_WITH = "_made_with"
+"""Where a class has what it was made with, of all that was written since."""
+
+
+def rewritten(cls: type) -> set[str]:
+    """The attributes of a class and its bases that are others than those it was made with."""
+    made = ((base, vars(base).get(_MADE_WITH, {})) for base in cls.__mro__)
+    return {name for base, those in made for name, was in those.items() if vars(base).get(name) is not was}
+
+
 class WatchedModule(Enrolled):
     """A module that counts the changes of what its class says, of its parameters' names and of its submodules.
 
@@ -71,8 +112,8 @@ class WatchedModule(Enrolled):
             WatchedModule.epoch += 1
 
     def patches(self, methods: Collection[str]) -> bool:
-        """Whether an attribute of this very object stands for one of ``methods``."""
-        return not self.__dict__.keys().isdisjoint(methods)
+        """Whether one of ``methods`` was replaced on this very object, or written into its class after that was made."""
+        return not self.__dict__.keys().isdisjoint(methods) or not rewritten(type(self)).isdisjoint(methods)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -16,6 +14,7 @@ from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.core.tracers import all_enrolled
+from opfuse.core.watched import WatchedClass
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
@@ -38,22 +37,19 @@ DECLARED = ("math", "sources")
 """What plans and programs of an elementwise op follow from."""
 
 
-class PointwiseClass(ABCMeta):
-    """A class of elementwise ops: its objects follow a write to what it declares, as they follow one to themselves."""
+class PointwiseClass(WatchedClass):
+    """A class of elementwise ops: what its objects save follows a write to its math as well."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "math":
             _saved(cls, value)
-        cls._declare(name, partial(super().__setattr__, name, value))
+        super().__setattr__(name, value)
 
-    def __delattr__(cls, name: str) -> None:
-        cls._declare(name, partial(super().__delattr__, name))
-
-    def _declare(cls, name: str, write: Callable[[], None]) -> None:
+    def _write(cls, name: str, write: Callable[[], None]) -> None:
         """Write, and have all know it: subclasses whose ``saves`` follows from their math, and the objects that there are."""
         kinds = [*_family(cls)] if name in DECLARED else []
         following = [kind for kind in kinds if hasattr(kind, "math") and kind.saves == _saved(kind, kind.math)]
-        write()
+        super()._write(name, write)
         for kind in kinds:
             kind._reads = {}
             if kind in following and hasattr(kind, "math"):

@@ -385,4 +385,4 @@ def _run_alone(op: Any, x: torch.Tensor, *extras: torch.Tensor, **kwargs: Any) -
 
 FusibleOperation.run_alone = staticmethod(_run_alone)
 FusibleOperation.get_ready = _alone  # type: ignore[assignment]
-FusibleOperation.cache_info = lambda op: _alone(op).cache_info()  # type: ignore[attr-defined]
+FusibleOperation.cache_info = lambda op: _alone(op).cache_info()

@@ -9,6 +9,7 @@ from typing import Any
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
+from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
@@ -36,8 +37,9 @@ def _leaves_work(spec: Any) -> bool:
 def has_own_methods(op: BasicOperation) -> bool:
     """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
     theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
+    later = {name for name in rewritten(type(op)) if _is_code(value := getattr(type(op), name, None)) and not is_ours(value)}
     on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return not (theirs | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
+    return not (theirs | later | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
 
 
 def _is_fixed(math: Any) -> bool:

@@ -170,6 +170,72 @@ def test_r9_math_of_a_class_replaced_after_programs_were_recorded(monkeypatch):
     assert Mine.math is SCALED
 
 
+def doubled_forward(self, ctx, input_, **_):
+    ctx.x = input_
+    return 2 * input_
+
+
+def doubled_backward(self, ctx, grad_output):
+    return 2 * grad_output, ()
+
+
+def is_fused(model, x):
+    """Whether a rule takes the activation behind a linear layer."""
+    return any(" 2:" in str(found) and found.status == "fused" for found in opfuse.explain(model, x).outcomes("forward"))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["called after", "called before"])
+def test_r9_methods_written_into_a_class_run_in_place_of_its_fusions(before, monkeypatch):
+    """In plans and programs that there are as in new ones, and below the class; what is put back fuses again."""
+
+    class Below(ops.GELU):
+        pass
+
+    models = [ops.Sequential(ops.Linear(8, 8), act(), ops.Linear(8, 8)) for act in (ops.GELU, Below)]
+    x = torch.randn(4, 8)
+
+    def run():
+        ys = [[model(x) for _ in range(4)][-1] for model in models]
+        for model, y in zip(models, ys):
+            model.zero_grad()
+            y.sum().backward()
+        return [y.detach() for y in ys], [model[0].bias.grad for model in models]
+
+    def fused():
+        return [is_fused(model, x) for model in models]
+
+    first = run() if before else None
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.GELU, "op_forward", doubled_forward)
+        patch.setattr(ops.GELU, "op_backward", doubled_backward)
+        ys, grads = run()
+        for model, y, grad in zip(models, ys, grads):
+            assert torch.allclose(y, model[2](2 * model[0](x)), atol=1e-6)
+            assert torch.allclose(grad, 2 * 4 * model[2].weight.sum(0), atol=1e-5)
+        assert fused() == [False, False]
+        assert not before or "revision: 0 -> 2" in models[0].cache_info().last_miss
+    assert fused() == [True, True]
+    after = run()
+    assert first is None or all(torch.equal(a, b) for were, are in zip(first, after) for a, b in zip(were, are))
+
+
+def test_r9_words_written_into_a_class_are_heard(monkeypatch):
+    """Traits decide what fuses, ``forward`` whether a pipeline takes the op; an attribute of the user's own changes no plan."""
+    model, x = ops.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(4, 8)
+    model(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.GELU, "traits", frozenset())
+        model(x)
+        assert model.cache_info().last_miss.startswith("ops.1")
+        assert not is_fused(model, x)
+    misses = model.cache_info().misses
+    monkeypatch.setattr(ops.GELU, "mine", 3, raising=False)
+    assert is_fused(model, x)
+    assert model.cache_info().misses == misses
+    monkeypatch.setattr(ops.GELU, "forward", lambda self, x: x)
+    assert torch.equal(model(x), model[0](x))
+
+
 def test_r9_math_of_one_object():
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
 

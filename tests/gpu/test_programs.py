@@ -166,7 +166,7 @@ def test_casts_of_experts_are_joined_with_the_same_bits(device, splits, name, mo
 
     For all formats as for those whose splits the host reads: with these on the device, the cast of an input is one anyway.
     """
-    monkeypatch.setattr(ops.GroupedLinear, "ragged_products", lambda *arguments, **options: None)
+    monkeypatch.setattr(ops.GroupedLinear, "ragged_products", ops.BasicOperation.ragged_products)
     model, recipe = ops.Sequential(ops.GroupedLinear(10, 256, 512, bias=False)).to(device, BF16), RECIPES[name]
     other, sizes = copy.deepcopy(model), torch.tensor(splits)
     for _ in range(5):

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.kernels.cases.matrices import hard
+from opfuse.kernels.cases.matrices import DTYPES, hard
 from opfuse.kernels.casts.figures import cast_figures
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = {"parts of blocks": 3 * 16384 + 4099, "a pack and three": 11, "misaligned": 20000, "empty": 0}
 
 
@@ -40,8 +39,8 @@ class _FigureArguments(NamedTuple):
 
 CASES: CaseTable = {
     cast_figures: {
-        f"{dtype}, {kind}, {'one scale' if one else 'scales'}": _FigureArguments(_DTYPES[dtype], kind, one).__call__
-        for dtype in _DTYPES
+        f"{dtype}, {kind}, {'one scale' if one else 'scales'}": _FigureArguments(DTYPES[dtype], kind, one).__call__
+        for dtype in DTYPES
         for kind in _SIZES
         for one in (False, True)
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Usage, fp8_block
-from opfuse.kernels.cases.matrices import hard, matrix
+from opfuse.kernels.cases.matrices import DTYPES, hard, matrix
 from opfuse.kernels.cases.products import FORMATS, stored
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
@@ -29,8 +29,6 @@ SIZES: dict[str, Sequence[int]] = {
 }
 
 _USAGES: Sequence[Sequence[Usage]] = ((COLUMNWISE,), (ROWWISE,), USAGES, USAGES, USAGES)
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def known_groups(sizes: str, device: torch.device) -> RowGroups:
@@ -54,7 +52,7 @@ class _GroupsCast(NamedTuple):
     def arguments(self, device: torch.device) -> Arguments:
         groups = known_groups(self.sizes, device)
         shape = groups.rows, self.columns
-        x = matrix(self.sizes, lambda draw, dtype: hard(*shape, draw, dtype), _DTYPES[self.dtype], device)
+        x = matrix(self.sizes, lambda draw, dtype: hard(*shape, draw, dtype), DTYPES[self.dtype], device)
         shapes = {ROWWISE: shape, COLUMNWISE: (groups.padded_rows, self.columns)}
         fmt = fp8_block(E4M3 if self.pow2 else E5M2, 1)
         layouts = [Layout(fmt, usage, shapes[usage]) for usage in self.usages]
@@ -102,7 +100,7 @@ _TABLES: dict[str, Case] = {
 _CASTS: dict[str, Case] = {
     f"{name}, {columns} columns, {dtype}, {'+'.join(usages)}, {pow2}": _GroupsCast(name, columns, dtype, usages, pow2).arguments
     for (name, dtype), columns, usages, pow2 in zip(
-        itertools.product(SIZES, _DTYPES),
+        itertools.product(SIZES, DTYPES),
         itertools.cycle((200, 67, 256, 1120)),
         itertools.cycle(_USAGES),
         itertools.cycle((True, False)),

@@ -21,7 +21,8 @@ from opfuse.numerics.layouts import Layout, ceil_div
 
 Matrix = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of what casts and chains read and products give, by the name in a case."""
 _ELEMENTS = (E4M3, E5M2)
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, COLUMNWISE))
 
@@ -172,8 +173,8 @@ def _combined(
     """
     made: dict[str, Case] = {}
     turn = itertools.cycle(last)
-    for kind, dtype, element, usages in itertools.product(kinds, _DTYPES, _ELEMENTS, _PLANES):
-        combination = _CastArguments(kind, _DTYPES[dtype], element, usages)
+    for kind, dtype, element, usages in itertools.product(kinds, DTYPES, _ELEMENTS, _PLANES):
+        combination = _CastArguments(kind, DTYPES[dtype], element, usages)
         for argument in last if kind in full else (next(turn),):
             name = f"{kind}, {dtype}, {element.name}, {'+'.join(usages)}, {argument}"
             made[name] = functools.partial(case, combination, argument)
@@ -200,15 +201,15 @@ _BLOCK_RULES = (
 
 CASES: CaseTable = {
     tensor.tensor_amax: {
-        f"{kind}, {name}": functools.partial(_tensor, kind, dtype) for kind in MATRIX_KINDS for name, dtype in _DTYPES.items()
+        f"{kind}, {name}": functools.partial(_tensor, kind, dtype) for kind in MATRIX_KINDS for name, dtype in DTYPES.items()
     },
     tensor.cast_current: _combined(_current, _RULES),
     tensor.cast_recording: _combined(_recording, _SCALES),
     tensor.cast_mx: _combined(_mx, _MX_RULES, full=("parts of blocks of tiles", "misaligned")),
     block.cast_block: _combined(_block, _BLOCK_RULES, full=("parts of tiles", "misaligned", "nonfinite")),
     row.line_amaxes: {
-        f"{kind}, {dtype}, {'+'.join(usages)}": functools.partial(_lines, kind, _DTYPES[dtype], usages)
-        for kind, dtype, usages in itertools.product(MATRIX_KINDS, _DTYPES, _PLANES)
+        f"{kind}, {dtype}, {'+'.join(usages)}": functools.partial(_lines, kind, DTYPES[dtype], usages)
+        for kind, dtype, usages in itertools.product(MATRIX_KINDS, DTYPES, _PLANES)
     },
     row.cast_row: _combined(_row, _RULES, full=("misaligned", "nonfinite"), kinds=_ROW_KINDS),
     row.cast_lines: _combined(_known_lines, _RULES),

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, NumberFormat, Usage
-from opfuse.kernels.cases.matrices import MATRIX_KINDS, hard, matrix
+from opfuse.kernels.cases.matrices import DTYPES, MATRIX_KINDS, hard, matrix
 from opfuse.kernels.casts import nvfp4 as launches
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout, ceil_div
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, COLUMNWISE))
 
 
@@ -180,7 +179,7 @@ def _combined(case: Callable[[_MatrixArguments, torch.device], Arguments], optio
     """Every kind of matrix, type and choice of planes, each with the next options that fit; some kinds with all of them."""
     made: dict[str, Case] = {}
     turn = itertools.cycle(options)
-    for kind, (name, dtype), usages in itertools.product(_KINDS, _DTYPES.items(), _PLANES):
+    for kind, (name, dtype), usages in itertools.product(_KINDS, DTYPES.items(), _PLANES):
         fitting = [each for each in options if each.fits(_KINDS[kind].rows, dtype, usages)]
         if kind not in _ALL_OPTIONS:
             fitting = [next(each for each in turn if each in fitting)]

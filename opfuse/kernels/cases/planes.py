@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.cases.matrices import DTYPES
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
@@ -41,7 +42,6 @@ _LINES = {
     "empty": (0, 32),
 }
 """(Number of lines, their length); 4-bit lines are of whole bytes, one element shorter where they must."""
-_OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _PlaneArguments(NamedTuple):
@@ -97,7 +97,7 @@ def _planes(formats: dict[str, NumberFormat]) -> dict[str, Case]:
         rotates = usage == COLUMNWISE and _LINES[kind][1] % SIZE == 0
         if (swizzled and fmt.family not in ("mx", "nv")) or (fmt.rht and not rotates):
             continue
-        for output, dtype in _OUTPUTS.items():
+        for output, dtype in DTYPES.items():
             plane = _PlaneArguments(fmt, usage, swizzled, kind, dtype)
             made[f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {kind}, {output}"] = plane.__call__
     return made

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
+from opfuse.kernels.cases.matrices import DTYPES
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.stored import Stored
@@ -68,7 +69,7 @@ def _case(kind: str, sizes: str, out_dtype: torch.dtype, fast: bool, device: tor
     return Arguments((lefts, rights, counts), {"out_dtype": out_dtype, "fast": fast})
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_RESULTS = ("bf16", "fp16")
 
 
 def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
@@ -84,8 +85,8 @@ def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
 
 CASES: CaseTable = {
     grouped_product: {
-        f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, _DTYPES[dtype], fast)
-        for kind, sizes, dtype, fast in itertools.product(FORMATS, _SIZES, _DTYPES, (False, True))
+        f"{kind}, {sizes}, {dtype}{', fast' * fast}": functools.partial(_case, kind, sizes, DTYPES[dtype], fast)
+        for kind, sizes, dtype, fast in itertools.product(FORMATS, _SIZES, _RESULTS, (False, True))
         if _meet(kind, sizes, dtype, fast)
     }
 }

@@ -17,7 +17,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
@@ -66,7 +66,7 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
         SQUARE=layouts[0].block[0] != 1,
         ROWWISE=ROWWISE in usages,
         COLUMNWISE=COLUMNWISE in usages,
-        ALIGNED=on_vectors and columns % 8 == 0 and not (rows % 16 and COLUMNWISE in usages),
+        ALIGNED=on_vectors and columns % PACK == 0 and not (rows % VECTOR and COLUMNWISE in usages),
     )
     return variant, Grid(ceil_div(rows, _BLOCK) * ceil_div(columns, _BLOCK), _THREADS)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +28,8 @@ def delayed_update(
 ) -> None:
     """One launch for each 100 states; a block each."""
     check_states(histories, scales, left_out, rules)
-    variant, device = variant_of("delayed.cu", _layout(MOST), MOST=MOST), histories[0].get_device()
+    whole, device = parameter_of("delayed.cu", MOST=MOST), histories[0].get_device()
+    variant = variant_of("delayed.cu", whole.layout, MOST=MOST)
     states = [
         _STATE(
             history=history.data_ptr(),
@@ -45,11 +43,6 @@ def delayed_update(
         for history, scale, count, rule in zip(histories, scales, left_out, rules)
     ]
     for chunk in (states[i : i + MOST] for i in range(0, len(states), MOST)):
-        fields = itertools.chain.from_iterable(chunk)
-        launch(variant, "delayed_update", Grid(len(chunk), _THREADS), _layout(len(chunk)), *fields, device=device)
-
-
-@functools.cache
-def _layout(states: int) -> struct.Struct:
-    """The parameter as far as ``states`` fill it: what lies behind belongs to blocks that a launch does not have."""
-    return struct.Struct(_STATE.packing * states)
+        part = parameter_of("delayed.cu", MOST=len(chunk))  # what lies behind belongs to blocks that this launch does not have
+        fields = part(state=chunk)
+        launch(variant, "delayed_update", Grid(len(chunk), _THREADS), part.layout, *fields, device=device)

@@ -14,7 +14,7 @@ from opfuse.formats import COLUMNWISE, E2M1, SCALE_TILE
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics.dequantize import dequantize as definition
 from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, ceil_div
@@ -64,7 +64,7 @@ def dequantize(
         rows, columns = 1, rows * columns
     group = VECTOR // dtype.itemsize
     rows_each = 1 if turned else _ROWS_ACROSS[dtype.itemsize] if layout.across else _ROWS[layout.format.family]
-    aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % 8))
+    aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % PACK))
     if turned:
         entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
     else:
@@ -103,7 +103,7 @@ def dequantize_nv(
     launchable = dtype in C_TYPES and layout.lines[1] % 2 == 0 and (not fmt.rht or (turned and rows % SIZE == 0))
     if amax is None or not launchable or not _stored_as(layout, data, scale, amax):
         return definition(data, scale, amax, layout=layout, dtype=dtype)
-    whole = (columns * dtype.itemsize % VECTOR == 0 and rows % SIZE == 0) if turned else columns % 8 == 0
+    whole = (columns * dtype.itemsize % VECTOR == 0 and rows % SIZE == 0) if turned else columns % PACK == 0
     if turned:
         entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _NVFP4_TILE_BYTES // dtype.itemsize)
     else:

@@ -17,7 +17,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics import row_groups as grouping
 from opfuse.numerics.checks import check_cast
@@ -78,5 +78,5 @@ def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
         OUT=layouts[0].element.name.upper(),
         ROWWISE=bool(rowwise),
         COLUMNWISE=True,
-        ALIGNED=on_vectors and columns % 8 == 0,
+        ALIGNED=on_vectors and columns % PACK == 0,
     )

@@ -17,7 +17,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.checks import check_cast, check_lines, check_matrix
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
@@ -42,7 +42,7 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     amaxes = {usage: torch.zeros(sizes[usage], dtype=torch.float32, device=x.device) for usage in usages}
     addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
-    variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % 8 == 0)
+    variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % PACK == 0)
     fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width)
     launch(variant, "amax_lines", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[usage] for usage in usages]
@@ -72,7 +72,7 @@ def cast_row(
 @functools.lru_cache(maxsize=4096)
 def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: str, pow2: bool) -> Variant:
     """What casts rows of so many elements of ``dtype``."""
-    is_aligned = on_vectors and columns % 8 == 0
+    is_aligned = on_vectors and columns % PACK == 0
     shared = rows.defines(columns, rows.held(columns, dtype.itemsize), is_aligned=is_aligned)
     own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned]}
     return variant_of("cast_row.cu", _ROW.layout, IN=C_TYPES[dtype], **own, **shared)
@@ -120,7 +120,7 @@ def _lines_work(
         ROWWISE=ROWWISE in usages,
         COLUMNWISE=COLUMNWISE in usages,
         POW2=pow2,
-        ALIGNED=on_vectors and width % 8 == 0 and not (height % 16 and COLUMNWISE in usages),
+        ALIGNED=on_vectors and width % PACK == 0 and not (height % VECTOR and COLUMNWISE in usages),
     )
     return variant, Grid(ceil_div(height, _TILE[0]) * ceil_div(width, _TILE[1]), _TILE_THREADS)
 

@@ -17,7 +17,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.checks import check_cast, check_choice, check_dtype, check_number
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
@@ -36,7 +36,6 @@ _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
 _MX_BIAS: dict[ScaleRounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
 
-_EIGHT = 8  # neighbouring elements, which a thread handles at a time
 
 _Work = tuple[Variant, str, Grid]
 """Variant, entry and grid of a launch."""
@@ -122,7 +121,7 @@ def _tensor_work(
         OUT=layouts[0].element.name.upper(),
         RECORD=record,
         ROWWISE=ROWWISE in usages,
-        ALIGNED=on_vectors and not (entry == "cast_tile" and (columns % _EIGHT or rows % 16)),
+        ALIGNED=on_vectors and not (entry == "cast_tile" and (columns % PACK or rows % VECTOR)),
     )
     return variant, entry, grids[entry]
 
@@ -160,7 +159,7 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
         COLUMNWISE=COLUMNWISE in usages,
         SQUARE=block_rows > 1,
         SWIZZLED=swizzled,
-        ALIGNED=on_vectors and not (tiled and columns % _EIGHT),
+        ALIGNED=on_vectors and not (tiled and columns % PACK),
     )
     grids = {
         "cast_tile": Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads),

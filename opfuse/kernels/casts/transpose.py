@@ -7,7 +7,7 @@ import torch
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import on_bytes, variant_of
+from opfuse.kernels.engine.variants import PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.layouts import transposed as definition
 
@@ -21,7 +21,7 @@ def transposed(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.uint8 or x.ndim != 2:
         return definition(x)
     x, (rows, columns) = x.contiguous(), x.shape
-    aligned = on_bytes(x, 8) and columns % 8 == 0 and rows % 16 == 0
+    aligned = on_bytes(x, PACK) and columns % PACK == 0 and rows % VECTOR == 0
     variant = variant_of("transpose.cu", _PARAMETERS.layout, ALIGNED=aligned)
     turned = torch.empty((columns, rows), dtype=torch.uint8, device=x.device)
     grid = Grid(ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS), _THREADS)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opfuse.kernels.chains.structure import VECTOR, ChainCode, StageCode
+from opfuse.kernels.chains.structure import ChainCode, StageCode
 from opfuse.kernels.engine import variants
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import is_dense
-from opfuse.kernels.engine.variants import WIDEST
+from opfuse.kernels.engine.variants import PACK, VECTOR, WIDEST
 from opfuse.numerics.chain import Rounding, Stage, boundary_dtype, operand_shape
 from opfuse.numerics.layouts import ceil_div
 
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
     @property
     def tiles_across(self) -> int:
-        return ceil_div(self.columns, (VECTOR << self.log_across) * self.groups)
+        return ceil_div(self.columns, (PACK << self.log_across) * self.groups)
 
     @property
     def grid(self) -> Grid:
@@ -109,18 +109,20 @@ class ChainCall:
     def cut(self) -> Tiling:
         """Wide pieces of few rows."""
         size, columns = self.shape.numel(), self.shape[-1]
-        if self.code.is_flat and size % VECTOR == 0:
+        if self.code.is_flat and size % PACK == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
-        lanes = min(THREADS, ceil_div(columns, VECTOR))
+        lanes = min(THREADS, ceil_div(columns, PACK))
         return Tiling(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
 
     def is_aligned(self, columns: int) -> bool:
         """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
-        return columns % VECTOR == 0 and self._on_vectors
+        return columns % PACK == 0 and self._on_vectors
 
     @cached_property
     def _on_vectors(self) -> bool:
-        return self.code.on_vectors and all(t.data_ptr() % (8 if t.dtype is torch.uint8 else 16) == 0 for t in self.tensors)
+        return self.code.on_vectors and all(
+            t.data_ptr() % (PACK if t.dtype is torch.uint8 else VECTOR) == 0 for t in self.tensors
+        )
 
 
 def forward_call(

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from opfuse.kernels.engine.variants import PACK
 from opfuse.numerics.pointwise import Pointwise
 
 Direction = Literal["forward", "backward"]
-VECTOR = 8
-"""Elements of a pack, which a thread has at a time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class ChainCode:
     @cached_property
     def on_vectors(self) -> bool:
         """Whether the halves of gated units alternate in whole packs of eight, if they do."""
-        return all(stage.interleave % VECTOR == 0 for stage in self.stages)
+        return all(stage.interleave % PACK == 0 for stage in self.stages)
 
     @property
     def final(self) -> int:

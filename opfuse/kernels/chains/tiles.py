@@ -16,10 +16,11 @@ from opfuse.kernels.casts.tensor import MX_PLANES
 from opfuse.kernels.chains.call import WIDEST, ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
+from opfuse.kernels.engine.variants import PACK, VECTOR
 from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known
 
-_SIXTEEN = 16  # rows whose codes are one store along a column
+_SUMMED_ROWS = 16  # of one part of a sum
 _GROUP = 64  # columns that a warp has beside each other
 _MOST_RESULTS = 64 * 128  # of a tile whose threads have registers for two strands of fp32, or beside sums over columns
 _MOST_SUM_BYTES = 28 << 10  # of shared memory for parts of sums: a kernel has 48 KiB, of which casts hold 20 at most
@@ -45,12 +46,12 @@ class Tile(NamedTuple):
 
     def holds(self, sums: int) -> bool:
         """Whether there is shared memory for the parts of so many sums over rows, one for each 16 rows."""
-        return sums * 4 * self.columns * self.rows // _SIXTEEN <= _MOST_SUM_BYTES
+        return sums * 4 * self.columns * self.rows // _SUMMED_ROWS <= _MOST_SUM_BYTES
 
     @property
     def own_rows(self) -> int:
         """Rows that a thread has."""
-        return self.rows * self.columns // (8 * self.threads)
+        return self.rows * self.columns // (PACK * self.threads)
 
     def lightened(self, part: float) -> Tile:
         """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
@@ -165,7 +166,7 @@ def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[
         "OUT": first.element.name.upper(),
         "ROWWISE": int(ROWWISE in usages),
         "COLUMNWISE": int(COLUMNWISE in usages),
-        "ROWS_ALIGNED": int(first.shape[0] % _SIXTEEN == 0),
+        "ROWS_ALIGNED": int(first.shape[0] % VECTOR == 0),
         "SQUARE": int((first.format.block or (1,))[0] != 1),
         "SWIZZLED": int(first.swizzled),
     }

@@ -49,7 +49,7 @@ struct Product {
     u32 count, tiles, columns;
     float one;
     const Entry* table;
-    u32 at, spare[9];
+    u32 at, unused[9];
 };
 constexpr int TENSORS = 0, TILES = 1, LINES = 2, ROWS = 3;
 constexpr bool BY_BLOCKS = SCALING == TILES || SCALING == LINES;

@@ -11,7 +11,9 @@ from opfuse.kernels.engine.compiling import Variant
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16
-"""Bytes that a thread loads or stores at once."""
+"""Bytes that a thread loads or stores at once: codes of so many rows, where they lie along a column."""
+PACK = 8
+"""Neighbouring elements that a thread handles at a time."""
 _BYTES = "PARAMETER_BYTES"
 WIDEST = 1 << 31
 """Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""

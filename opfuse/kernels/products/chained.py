@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, cast
@@ -105,7 +104,6 @@ def slower(form: Form, encode: Encoding | None, lines: tuple[int, int], columns:
 
 _AMAX = parameter_of("encode.cuh", "Encode")
 _PAIRS = 8  # bytes on which operands start
-_ALIGNED = 64
 
 
 class _End(NamedTuple):
@@ -211,30 +209,32 @@ def _run(launch: Launcher, form: Form, pair: Pair, call: ChainCall, end: _End, *
     """Queue the kernel of a product and of a call over it; ``fields`` are those of the cast's Encode."""
     left, _, lines = pair
     columns, device = call.shape[-1], left.data.get_device()
-    variant, last, layout = _program(form, call.code, end)
-    grid, product = form.fields([pair], [left.layout.lines[1]], columns)
-    chain = dict(last.fields)["chain"]
-    names = (field for field, _ in chain.fields)
-    of_chain = chain(
+    variant, parameter = _program(form, call.code, end)
+    kinds = cast(dict[str, CStruct], dict(parameter.fields))
+    groups, tiles = form.groups([pair], columns)
+    last = cast(dict[str, CStruct], dict(kinds["end"].fields))
+    names = (field for field, _ in last["chain"].fields)
+    chain = last["chain"](
         **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},
         **{f"c{i}_{constant}": value for (i, constant), value in zip(call.code.constants, call.constants, strict=True)},
         **{"row_parts": 0, "column_parts": 0, "row_pieces": 0, "column_pieces": 0},
         cut=call.cut().fields,
     )
-    maps = boxes(torch.uint8, columns, 64, device), boxes(torch.uint8, lines if end.turned else 128, 128, device)
-    words = [word for each in maps for word in each]
-    made = last(chain=of_chain, encode=end.encode.of(fields))
-    launch(variant, "product_chain", grid, layout, *product, *words, *made, device=device)
+    packed = parameter(
+        product=form.fields(kinds["product"], groups, columns, [left.layout.lines[1]], tiles=tiles),
+        codes=boxes(torch.uint8, columns, 64, device),
+        turned=boxes(torch.uint8, lines if end.turned else 128, 128, device),
+        end=kinds["end"](chain=chain, encode=end.encode.of(fields)),
+    )
+    launch(variant, "product_chain", form.grid(tiles, device), parameter.layout, *packed, device=device)
 
 
 @functools.cache
-def _program(form: Form, code: ChainCode, end: _End) -> tuple[Variant, Any, struct.Struct]:
-    """The variant, what ends its parameter, and how the whole is packed."""
+def _program(form: Form, code: ChainCode, end: _End) -> tuple[Variant, CStruct]:
+    """The variant, and its parameter."""
     text = fragments_of(code)
-    last = parameter_of("product_chain.cu", "End", generated=text, types=(("Encode", end.encode),))
-    packing = f"{form.packing(1, 1)}32Q{last.packing}"
-    layout = struct.Struct(f"{packing}{-struct.calcsize(packing) % _ALIGNED}x")
+    parameter = parameter_of("product_chain.cu", generated=text, types=(("Encode", end.encode),), GROUPS=1, MAPS=1)
     cast_defines = {"OUT": end.element, "RECORD": 1} if end.element else {}
     ends = {"CAST": end.cast, "ROWWISE": end.rowwise, "TURNED": end.turned, **cast_defines}
-    plain = variant_of("product_chain.cu", layout, **form.defines, GROUPS=1, MAPS=1, **ends)
-    return plain._replace(generated=text), last, layout
+    plain = variant_of("product_chain.cu", parameter.layout, **form.defines, GROUPS=1, MAPS=1, **ends)
+    return plain._replace(generated=text), parameter

@@ -7,7 +7,6 @@ time. Lines of the left that have scales of their own need not be a multiple of 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,10 +15,10 @@ import torch
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
-from opfuse.kernels.engine.parameters import parameter_of
+from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
-from opfuse.kernels.engine.windows import BLANK, WORDS, window
+from opfuse.kernels.engine.windows import BLANK, window
 from opfuse.kernels.products import emulated as definition
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import ceil_div
@@ -54,14 +53,39 @@ CAPACITIES = (1, 8, 32, 128)
 
 _THREADS = 3 * 128
 _STORED_LINES = 64
-_MAP, _END = f"{WORDS}Q", "IIIfPI36x"
-GROUP = parameter_of("product.cu", "Group")
-NO_GROUP, _NO_TABLE = (0,) * GROUP.count, (0, 0)
 _PROCESSORS = 132  # of an H100 and an H200, where no device is asked
-
+_GROUP = parameter_of("product.cu", "Group")
 
 Pair = tuple[Stored, Stored, int]
 """Left, right, and how many lines of the left count."""
+
+
+class GroupProduct(NamedTuple):
+    """A product of a launch. first: the number of its first tile. result: its address. scales: those of left and right."""
+
+    pair: Pair
+    first: int
+    result: int
+    scales: tuple[int, int]
+
+    @property
+    def fields(self) -> tuple[int | float, ...]:
+        """Those of Group in product.cuh."""
+        left, right, lines = self.pair
+        length, (left_scale, right_scale) = left.layout.lines[1], self.scales
+        return _GROUP(
+            left=left.data.data_ptr(),
+            right=right.data.data_ptr(),
+            result=self.result,
+            left_scale=left_scale,
+            right_scale=right_scale,
+            lines=lines,
+            length=length,
+            first=self.first,
+            pitch=length,
+            left_pitch=left.scale.shape[-1],
+            right_pitch=right.scale.shape[-1],
+        )
 
 
 class Form(NamedTuple):
@@ -99,45 +123,49 @@ class Form(NamedTuple):
             "SHARED": self.shared,
         }
 
-    def packing(self, groups: int, maps: int) -> str:
-        """Of Product in product.cuh."""
-        return _MAP * (1 + maps) + GROUP.packing * groups + _END
-
     def grid(self, tiles: int, device: int) -> Grid:
         """For so many tiles, or fewer."""
         return Grid(min(tiles, _processors(device)), _THREADS, self.shared)
 
+    def tiles(self, lines: int, columns: int) -> int:
+        """Of a result."""
+        return ceil_div(lines, self.tile[0]) * ceil_div(columns, self.tile[1])
+
+    def groups(self, pairs: Sequence[Pair], columns: int, *, result: int = 0, done: int = 0) -> tuple[list[GroupProduct], int]:
+        """Products whose results lie one below the other, after ``done`` lines of others; how many tiles they have."""
+        row = columns * self.out_dtype.itemsize
+        firsts = [*accumulate((self.tiles(lines, columns) for *_, lines in pairs), initial=0)]
+        starts = accumulate((lines for *_, lines in pairs), initial=done)
+        scales = ((left.scale.data_ptr(), right.scale.data_ptr()) for left, right, _ in pairs)
+        found = [
+            GroupProduct(*each) for each in zip(pairs, firsts, (result and result + start * row for start in starts), scales)
+        ]
+        return found, firsts[-1]
+
     def fields(
-        self, groups: Sequence[Pair], pitches: Sequence[int], columns: int, *, capacity: int = 1, result: int = 0, done: int = 0
-    ) -> tuple[Grid, list[int | float]]:
-        """The grid, and the fields of Product, for results at an address, after ``done`` lines of others."""
-        device = groups[0][0].data.get_device()
-        (tall, wide), row = self.tile, columns * self.out_dtype.itemsize
-        firsts = [*accumulate((ceil_div(count, tall) * ceil_div(columns, wide) for *_, count in groups), initial=0)]
-        starts = accumulate((count for *_, count in groups), initial=done)
-        maps = [boxes(self.out_dtype, row, _STORED_LINES, device), *(boxes(torch.uint8, pitch, 128, device) for pitch in pitches)]
-        fields: list[int | float] = [word for words in maps for word in words]
-        for (left, right, count), first, start in zip(groups, firsts, starts):
-            length = left.layout.lines[1]
-            left_at, right_at, left_scale, right_scale = (
-                array.data_ptr() for array in (left.data, right.data, left.scale, right.scale)
-            )
-            fields += GROUP(
-                left=left_at,
-                right=right_at,
-                result=result and result + start * row,
-                left_scale=left_scale,
-                right_scale=right_scale,
-                lines=count,
-                length=length,
-                first=first,
-                pitch=length,
-                left_pitch=left.scale.shape[-1],
-                right_pitch=right.scale.shape[-1],
-            )
-        fields += NO_GROUP * (capacity - len(groups))
-        grid = self.grid(firsts[-1], device)
-        return grid, [*fields, len(groups), firsts[-1], columns, 1.0, *_NO_TABLE]
+        self,
+        product: CStruct,
+        groups: Sequence[GroupProduct],
+        columns: int,
+        pitches: Sequence[int],
+        *,
+        tiles: int,
+        table: int = 0,
+        at: int = 0,
+    ) -> tuple[int | float, ...]:
+        """Those of Product in product.cuh."""
+        device = groups[0].pair[0].data.get_device()
+        return product(
+            result=boxes(self.out_dtype, columns * self.out_dtype.itemsize, _STORED_LINES, device),
+            windows=[boxes(torch.uint8, pitch, 128, device) for pitch in pitches],
+            groups=[group.fields for group in groups],
+            count=len(groups),
+            tiles=tiles,
+            columns=columns,
+            one=1.0,
+            table=table,
+            at=at,
+        )
 
 
 @kernel("product.cu", reference=definition.grouped_product, tolerance=BITWISE)
@@ -159,8 +187,8 @@ def grouped_product(
     most = CAPACITIES[-1]
     for start in range(0, len(lefts), most):
         part = slice(start, start + most)
-        groups = [*zip(lefts[part], rights[part], lines[part])]
-        _launch(launch, form, groups, result, sum(lines[:start]), accumulate=accumulate)
+        pairs = [*zip(lefts[part], rights[part], lines[part])]
+        _launch(launch, form, pairs, result, sum(lines[:start]), accumulate=accumulate)
     return result
 
 
@@ -169,18 +197,23 @@ def is_faster(left: Stored, right: Stored, *, fast: bool, added: bool = False) -
     form = form_of(left, right, torch.bfloat16, fast=fast)
     reach = (ADDED if added else FASTER).get((form.scaling, form.fast))
     (lines, length), (columns, _) = left.layout.lines, right.layout.lines
-    tiles = ceil_div(lines, form.tile[0]) * ceil_div(columns, form.tile[1])
-    return reach is not None and lines >= LEAST_LINES and tiles >= reach.tiles and length <= reach.length
+    return reach is not None and lines >= LEAST_LINES and form.tiles(lines, columns) >= reach.tiles and length <= reach.length
 
 
-def _launch(launch: Launcher, form: Form, groups: Sequence[Pair], result: torch.Tensor, done: int, *, accumulate: bool) -> None:
-    """Queue the products of these groups, whose results lie one below the other in ``result``, after ``done`` lines of others."""
-    capacity = next(most for most in CAPACITIES if most >= len(groups))
-    pitches = [left.layout.lines[1] for left, *_ in groups]
+def _launch(launch: Launcher, form: Form, pairs: Sequence[Pair], result: torch.Tensor, done: int, *, accumulate: bool) -> None:
+    """Queue the products of these pairs, whose results lie one below the other in ``result``, after ``done`` lines of others."""
+    capacity, columns, device = capacity_for(len(pairs)), result.shape[1], result.get_device()
+    pitches = [left.layout.lines[1] for left, *_ in pairs]
     pitches = pitches[:1] if len(set(pitches)) == 1 else pitches + pitches[:1] * (capacity - len(pitches))
-    variant, layout = compiled(form, capacity, len(pitches), accumulate=accumulate)
-    grid, fields = form.fields(groups, pitches, result.shape[1], capacity=capacity, result=result.data_ptr(), done=done)
-    launch(variant, "product", grid, layout, *fields, device=result.get_device())
+    variant, product = compiled(form, capacity, len(pitches), accumulate=accumulate)
+    groups, tiles = form.groups(pairs, columns, result=result.data_ptr(), done=done)
+    fields = form.fields(product, groups, columns, pitches, tiles=tiles)
+    launch(variant, "product", form.grid(tiles, device), product.layout, *fields, device=device)
+
+
+def capacity_for(groups: int) -> int:
+    """The least of :data:`CAPACITIES` that takes so many."""
+    return next(most for most in CAPACITIES if most >= groups)
 
 
 def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, turned: bool = False) -> Form:
@@ -190,11 +223,11 @@ def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, 
 
 
 @functools.cache
-def compiled(form: Form, groups: int, maps: int, *, accumulate: bool = False, runs: int = 0) -> tuple[Variant, struct.Struct]:
-    """What multiplies in this form, and how its parameter is packed. runs: RUNS of product.cuh."""
-    layout = struct.Struct(form.packing(groups, maps))
+def compiled(form: Form, groups: int, maps: int, *, accumulate: bool = False, runs: int = 0) -> tuple[Variant, CStruct]:
+    """What multiplies in this form, and its parameter. runs: RUNS of product.cuh."""
+    product = parameter_of("product.cu", "Product", GROUPS=groups, MAPS=maps)
     counts = {"GROUPS": groups, "MAPS": maps, "ACCUMULATE": accumulate, **({"RUNS": runs} if runs else {})}
-    return variant_of("product.cu", layout, **form.defines, **counts), layout
+    return variant_of("product.cu", product.layout, **form.defines, **counts), product
 
 
 def boxes(dtype: torch.dtype, pitch: int, lines: int, device: int) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ They are those of hopper.py, tile by tile: its sums, its order, its bits. A laun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.products import emulated as definition
-from opfuse.kernels.products.hopper import CAPACITIES, GROUP, NO_GROUP, TENSORS, Form, boxes, compiled, form_of
+from opfuse.kernels.products.hopper import TENSORS, Form, GroupProduct, capacity_for, compiled, form_of
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.row_groups import RowGroups, most_tiles
@@ -35,8 +35,9 @@ def product_of_rows(
     result = torch.empty(groups.rows, columns, dtype=out_dtype, device=left.data.device)
     height = form.tile[0]
     tiles = most_tiles(groups.rows, groups.number, height) * ceil_div(columns, form.tile[1])
-    runs = [(left, right, result.data_ptr(), groups.rows, 0) for right in rights]
-    _launch(launch, form, runs, result, groups, tiles=tiles, kind=_OF_LINES, at=groups.at(height))
+    at = result.data_ptr()
+    runs = [GroupProduct((left, right, groups.rows), 0, at, _scales(form, i, left, right)) for i, right in enumerate(rights)]
+    _launch(launch, form, runs, columns, groups, tiles=tiles, kind=_OF_LINES, at=groups.at(height))
     return result
 
 
@@ -48,54 +49,26 @@ def product_over_rows(
     lines, columns = left.layout.lines[0], right.layout.lines[0]
     form = form_of(left, right, out_dtype, fast=fast)
     result = torch.empty(groups.number, lines, columns, dtype=out_dtype, device=left.data.device)
-    each = ceil_div(lines, form.tile[0]) * ceil_div(columns, form.tile[1])
-    step = lines * columns * out_dtype.itemsize
-    runs = [(left, right, result.data_ptr() + i * step, lines, i * each) for i in range(groups.number)]
-    _launch(launch, form, runs, result, groups, tiles=groups.number * each, kind=_OF_SUMS, at=1)
+    each, step, at = form.tiles(lines, columns), lines * columns * out_dtype.itemsize, result.data_ptr()
+    runs = [
+        GroupProduct((left, right, lines), i * each, at + i * step, _scales(form, i, left, right)) for i in range(groups.number)
+    ]
+    _launch(launch, form, runs, columns, groups, tiles=groups.number * each, kind=_OF_SUMS, at=1)
     return result
 
 
 def _launch(
-    launch: Launcher,
-    form: Form,
-    runs: Sequence[tuple[Stored, Stored, int, int, int]],
-    result: torch.Tensor,
-    groups: RowGroups,
-    *,
-    tiles: int,
-    kind: int,
-    at: int,
+    launch: Launcher, form: Form, runs: Sequence[GroupProduct], columns: int, groups: RowGroups, *, tiles: int, kind: int, at: int
 ) -> None:
-    """Queue the products of (left, right, address of the result, lines, first tile); ``tiles`` is how many there are at most."""
-    columns, device, (left, *_) = result.shape[-1], result.get_device(), runs[0]
-    capacity = next(most for most in CAPACITIES if most >= len(runs))
-    variant, layout = compiled(form, capacity, 1, runs=kind)
-    size = form.out_dtype.itemsize
-    words = [*boxes(form.out_dtype, columns * size, 64, device), *boxes(torch.uint8, left.layout.lines[1], 128, device)]
-    fields = [*words, *_groups(form, runs), *NO_GROUP * (capacity - len(runs))]
-    end = len(runs), tiles, columns, 1.0, groups.table.data_ptr(), at
-    launch(variant, "product", form.grid(tiles, device), layout, *fields, *end, device=device)
+    """Queue the products of these runs; ``tiles`` is how many there are at most."""
+    left, *_ = runs[0].pair
+    device = left.data.get_device()
+    variant, product = compiled(form, capacity_for(len(runs)), 1, runs=kind)
+    fields = form.fields(product, runs, columns, [left.layout.lines[1]], tiles=tiles, table=groups.table.data_ptr(), at=at)
+    launch(variant, "product", form.grid(tiles, device), product.layout, *fields, device=device)
 
 
-def _groups(form: Form, runs: Sequence[tuple[Stored, Stored, int, int, int]]) -> Iterator[int | float]:
-    for i, (left, right, result, lines, first) in enumerate(runs):
-        length = left.layout.lines[1]
-        yield from GROUP(
-            left=left.data.data_ptr(),
-            right=right.data.data_ptr(),
-            result=result,
-            left_scale=_scales(left, i, form),
-            right_scale=_scales(right, i, form),
-            lines=lines,
-            length=length,
-            first=first,
-            pitch=length,
-            left_pitch=left.scale.shape[-1],
-            right_pitch=right.scale.shape[-1],
-        )
-
-
-def _scales(plane: Stored, group: int, form: Form) -> int:
-    """The address of a plane's scales; of that of a group, where each has one."""
-    alone = form.scaling == TENSORS and plane.scale.numel() > 1
-    return plane.scale.data_ptr() + (group * _NUMBER if alone else 0)
+def _scales(form: Form, group: int, left: Stored, right: Stored) -> tuple[int, int]:
+    """The addresses of both planes' scales; of those of a group, where each has one."""
+    one, other = (group * _NUMBER * (form.scaling == TENSORS and plane.scale.numel() > 1) for plane in (left, right))
+    return left.scale.data_ptr() + one, right.scale.data_ptr() + other

@@ -52,6 +52,7 @@ _NAMES = {
     "saved": "opfuse.inspect.saved",
     "watch": "opfuse.inspect.watch",
     "host_times": "opfuse.inspect.host",
+    "compare_ranks": "opfuse.inspect.ranks",
     "checkpoint": "opfuse.runtime.checkpoint",
     "advise": "opfuse.convert.advise",
     "load": "opfuse.config",

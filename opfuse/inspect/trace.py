@@ -204,18 +204,23 @@ def differences(old: PlanMade, new: PlanMade) -> list[KeyDifference]:
 
 @dataclass(frozen=True)
 class Odd:
-    """A rank whose key differs from that of most ranks at the same place: the ``occurrence``-th plan of a pipeline."""
+    """A rank that differs from most at one place: the ``occurrence``-th plan of a pipeline.
+
+    key: of its plan there, None where it made none; most: of the plan of most ranks, None where most made none. differences:
+    from the latter, or else from its own plan that came nearest.
+    """
 
     rank: int
     pipeline: str
     occurrence: int
     key: str | None
-    most: str
+    most: str | None
     differences: tuple[KeyDifference, ...]
 
     def __str__(self) -> str:
         what = "; ".join(map(str, self.differences)) if self.key else "it made no such plan"
-        return f"rank {self.rank} disagrees in plan {self.occurrence} of {self.pipeline}: {what}"
+        alone = "" if self.most else "most ranks made no such plan: "
+        return f"rank {self.rank} disagrees in plan {self.occurrence} of {self.pipeline}: {alone}{what}"
 
 
 def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
@@ -223,21 +228,18 @@ def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
 
     Which device of its type a rank has is no part of a key's digits. Of two ranks the first is right.
     """
-    by_rank = [(trace.process.rank, list(_numbered(trace))) for trace in traces]
-    places = dict.fromkeys(place for _, numbered in by_rank for place, _ in numbered)
+    by_rank = [(trace.process.rank, dict(_numbered(trace))) for trace in traces]
     found = []
-    for place in places:
-        plans = {rank: dict(numbered).get(place) for rank, numbered in by_rank}
+    for place in dict.fromkeys(place for _, numbered in by_rank for place in numbered):
+        plans = {rank: numbered.get(place) for rank, numbered in by_rank}
         votes = Counter(None if plan is None else plan.key for plan in plans.values())
-        most = next(
-            plan
-            for plan in plans.values()
-            if plan is not None and votes[plan.key] == max(votes[p.key] for p in plans.values() if p)
-        )
+        most = votes.most_common(1)[0][0]  # of as many votes the first
+        other = next((plan for plan in plans.values() if plan is not None and plan.key == most), None)
         for rank, plan in plans.items():
-            if plan is None or plan.key != most.key:
-                told = () if plan is None else tuple(differences(most, plan))
-                found.append(Odd(rank, place[0], place[1], None if plan is None else plan.key, most.key, told))
+            key = None if plan is None else plan.key
+            if key != most:
+                told = () if plan is None else plan.differences if other is None else differences(other, plan)
+                found.append(Odd(rank, *place, key, most, tuple(told)))
     return found
 
 

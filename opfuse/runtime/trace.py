@@ -149,10 +149,20 @@ def counts(pipelines: list[TracedPipeline]) -> dict[str, Any]:
 def records(pipelines: list[TracedPipeline]) -> Iterator[dict[str, Any]]:
     """Everything that is known now."""
     yield process()
-    found = [(each, one) for each in pipelines for one in each.history]
-    for pipeline, one in sorted(found, key=lambda pair: pair[1].number):
+    for pipeline, one in in_order(pipelines):
         yield made(pipeline, one, dict(pipeline.cache.items()).get(one.key))
     yield counts(pipelines)
+
+
+def traced() -> list[TracedPipeline]:
+    """The pipelines that are alive."""
+    return [each for each in all_enrolled() if hasattr(each, "history")]
+
+
+def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, Made]]:
+    """The plans that each remembers, as they were made."""
+    found = [(each, one) for each in pipelines for one in each.history]
+    return sorted(found, key=lambda pair: pair[1].number)
 
 
 def text(found: Iterator[Mapping[str, Any]]) -> str:
@@ -177,7 +187,7 @@ def dump(path: str | Path) -> Path:
     Lines of JSON, as ``OPFUSE_TRACE`` has them written; ``opfuse cache``, ``opfuse report`` and ``opfuse diff`` read them.
     OutputError if the file cannot be written.
     """
-    return write(Path(path), [each for each in all_enrolled() if hasattr(each, "history")])
+    return write(Path(path), traced())
 
 
 # -- as it comes -------------------------------------------------------------------------------------------------------------

@@ -71,4 +71,21 @@ def check_collectives(_: None, rank: int, ranks: int, device: str) -> list[str]:
     return wrong
 
 
-TASKS: list[Task] = [(check_collectives, None)]
+def check_compared(_: None, rank: int, ranks: int, device: str) -> list[str]:
+    """Every rank is told which one planned otherwise, and in what; of ranks that agree, how many plans they made."""
+    model, x = ops.Sequential(ops.Linear(64, 64)).to(device), torch.ones(32, 64, device=device)
+    before = opfuse.compare_ranks()
+    for field in ({}, {"rounding": "single" if rank == 1 else "per_op"}):
+        with opfuse.autocast(recipe=opfuse.recipes.MXFP8BlockScaling(**field)):
+            model(x)
+    found = opfuse.compare_ranks()
+    wrong = [] if before.agree else [f"a job that agrees: {before}"]
+    says = "rank 1 disagrees in plan 2 of ops 0..0: most ranks made no such plan: env.recipe.rounding: 'per_op' -> 'single'"
+    if len(found.odd) != 1 or not str(found).startswith(f"{says} (was: default, now: "):
+        wrong.append(f"the rank that disagrees: {found}")
+    if found.plans != tuple(number + (2 if i == 1 else 1) for i, number in enumerate(before.plans)):
+        wrong.append(f"numbers of plans: {before.plans}, {found.plans}")
+    return wrong
+
+
+TASKS: list[Task] = [(check_collectives, None), (check_compared, None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,12 @@ def test_the_rank_that_disagrees_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert code == 1
     assert "rank 1 disagrees in plan 2 of ops 0..1: env.recipe.scale_rule: 'te' -> 'ocp_floor'" in text
     assert odd_ranks([trace for trace in traces if trace.process.rank != 1]) == []
+    fewer = [replace(trace, plans=trace.plans[: 1 + (trace.process.rank == 2)]) for trace in traces]
+    (odd,) = odd_ranks(fewer)
+    text = "rank 2 disagrees in plan 2 of ops 0..1: most ranks made no such plan: env.recipe.rounding: 'per_op' -> 'single'"
+    assert str(odd).startswith(text)
+    (odd,) = odd_ranks([replace(trace, plans=trace.plans[: 2 - (trace.process.rank == 2)]) for trace in traces[::2]])
+    assert str(odd) == "rank 2 disagrees in plan 2 of ops 0..1: it made no such plan"
 
 
 def test_keys_have_the_same_digits_on_every_device_of_a_type() -> None:

@@ -1,0 +1,63 @@
+"""``opfuse.compare_ranks``: whether the ranks of a job plan the same, asked while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
+from opfuse.keys import digest, leaves
+from opfuse.runtime import trace
+
+
+@dataclass(frozen=True)
+class ComparedRanks:
+    """What the ranks of a group planned. plans: of each rank, in its order in the group; odd: what some planned otherwise."""
+
+    plans: tuple[int, ...]
+    odd: tuple[Odd, ...]
+
+    @property
+    def agree(self) -> bool:
+        """Whether all planned the same, in the same order."""
+        return not self.odd
+
+    def __str__(self) -> str:
+        ranks = len(self.plans)
+        same = f"all {ranks} ranks made the same {self.plans[0]} plans" if ranks > 1 else f"one rank made {self.plans[0]} plans"
+        return "\n".join(map(str, self.odd)) or same
+
+
+def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
+    """Compare the keys of all plans over the ranks of ``group`` (default: all), and name the rank that disagrees, and in what.
+
+    A collective operation: every rank of the group calls it, at the same place of the program, and gets the same answer. Ranks
+    that agree send a digest and a number each; keys with their sources travel only where digests differ. What is compared are
+    the latest 256 plans of each pipeline that is alive. Without torch.distributed there is one rank.
+    """
+    pipelines = trace.traced()
+    own = [(each.where, trace.key_id(leaves(found.key))) for each, found in trace.in_order(pipelines)]
+    told = _gathered((digest(tuple(own)), len(own)), group)
+    if len({digits for digits, _ in told}) == 1:
+        return ComparedRanks(tuple(number for _, number in told), ())
+    ranks = _gathered((trace.process(), [trace.made(each, found, None) for each, found in trace.in_order(pipelines)]), group)
+    traces = [_trace(*each) for each in ranks]
+    return ComparedRanks(tuple(number for _, number in told), tuple(odd_ranks(traces)))
+
+
+def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank has, in the order of the group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [what]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, what, group=group)
+    return found
+
+
+def _trace(process: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
+    """What a rank sent, as a trace of it would be read."""
+    found = Process(**process)
+    return Trace(Path(f"rank {found.rank}"), found, tuple(PlanMade(**plan) for plan in plans), None)

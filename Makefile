@@ -8,14 +8,20 @@ GPU_TESTS ?= build/gpu.xml
 GPU_RANKS ?= build/ranks.json
 ANY_DEVICE ?= tests/tensors tests/compiler tests/runtime tests/inspect tests/fusions tests/ops
 BIN = $(VENV)/bin
+# What is imported is compiled at its first import and no more, also in processes that tests start.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test docs check slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
+.PHONY: demo test docs check lint types suite slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
 
 demo: install
 	$(BIN)/opfuse run configs/quickstart.yaml
 
+# mypy takes one core, so it runs beside the tests and not before them.
+test: install lint
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
 # A worker that is done takes half of what another has left: files stay together, and none waits.
-test: install check
+suite: install
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 # The documentation site, in build/site; every warning is an error.
@@ -23,9 +29,13 @@ docs: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/pytest -m docs tests/test_site.py
 
-check: install
+check: lint types
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy
 
 slow: install
@@ -66,7 +76,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,plot]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,plot]'
 	touch $@
 
 clean:

@@ -57,8 +57,11 @@ class OpStep:
 
     @property
     def is_pure(self) -> bool:
-        """Whether nothing is left of the step where nobody reads its results; a draw of random numbers moves a generator."""
-        return not self.op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
+        """Whether nothing is left of the step where nobody reads its results; a draw of random numbers moves a generator.
+
+        An op that gives nothing, as an assertion, is there for what it does.
+        """
+        return bool(self.results) and not self.op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,6 +84,18 @@ def test_random_numbers_are_drawn_anew_at_every_call():
     assert all(torch.equal(program([torch.zeros(3)])[0], each) for each in wanted)
 
 
+def test_an_assertion_is_repeated_though_it_gives_nothing():
+    def halves(x: Tensor, sizes: Tensor) -> list[Tensor]:
+        torch._assert_async(sizes.sum() == len(x), "sizes add up")
+        return [x / 2]
+
+    x = torch.randn(4, 3)
+    program = program_of(halves, x, torch.tensor([1, 3]))
+    assert torch.equal(program([x, torch.tensor([2, 2])])[0], x / 2)
+    with pytest.raises(RuntimeError, match="sizes add up"):
+        program([x, torch.tensor([2, 3])])
+
+
 def test_a_draw_that_nobody_reads_still_moves_the_generator():
     program = program_of(lambda x: (torch.rand(3), x + torch.rand(3))[1:], torch.zeros(3))
     torch.manual_seed(3)

@@ -35,12 +35,12 @@ CORE_SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
     (re.compile(r"[-+]?[0-9]{1,640}"), int),
-    (re.compile(r"0o[0-7]+"), lambda text: int(text, 8)),
-    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text, 16)),
+    (re.compile(r"0o[0-7]{1,700}"), lambda text: int(text, 8)),
+    (re.compile(r"0x[0-9a-fA-F]{1,530}"), lambda text: int(text, 16)),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
-"""What a plain scalar means, first match; anything else is text."""
+"""What a plain scalar means, first match. Anything else is text, also a number of more digits than Python prints."""
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 

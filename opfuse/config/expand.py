@@ -19,17 +19,19 @@ from opfuse.config.document import Document, YamlNode
 from opfuse.config.findings import Span, shown, similar
 from opfuse.config.operations import MAX_OPS
 
-PARAMETERS, FRAGMENTS = "parameters", "fragments"
+PARAMETERS, FRAGMENTS, PIPELINE = "parameters", "fragments", "pipeline"
 USE, WITH, REPEAT, RESIDUAL, OPS = "use", "with", "repeat", "residual", "ops"
 BLOCKS: Mapping[str, tuple[str, ...]] = {USE: (WITH,), REPEAT: (OPS,), RESIDUAL: ()}
 """Entries that stand for several ops, by the key that tells them, and their other keys."""
 
 CHANNELS = ("extra_input", "extra_output")
 _PARAMETER = re.compile(r"\$\{(\w*)\}")
+_MOST = 64 * MAX_OPS
+"""Entries that blocks stand for, and values in place of names: what a file of a few lines could otherwise have without an end."""
 
 
-class _TooMany(Exception):
-    """More ops than a file has."""
+class _TooMuch(Exception):
+    """More than a file stands for."""
 
 
 @dataclass
@@ -38,7 +40,8 @@ class _Expansion:
     parameters: Mapping[str, YamlNode]
     fragments: Mapping[str, YamlNode]
     used: set[tuple[str, str]] = field(default_factory=set)
-    count: int = 0
+    ops_made: int = 0
+    written: int = 0
     numbers: int = 0
 
     # -- values ----------------------------------------------------------------------------------------------------------
@@ -57,7 +60,15 @@ class _Expansion:
             self.report(node.span, "unknown-parameter", f"there is no parameter {shown(name)}", similar(name, given))
             return node
         self.used.add((PARAMETERS, name))
+        self.write(known)
         return replace(known, span=node.span)
+
+    def write(self, node: YamlNode) -> None:
+        """Count a value that is written once more, with all that is in it."""
+        self.count()
+        inside = node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
+        for each in inside:
+            self.write(each)
 
     # -- ops -------------------------------------------------------------------------------------------------------------
 
@@ -70,10 +81,8 @@ class _Expansion:
 
     def entry(self, entry: YamlNode, given: Mapping[str, YamlNode], around: tuple[str, ...]) -> Iterator[YamlNode]:
         kind = next((key for key in BLOCKS if isinstance(entry.value, dict) and key in entry.value), None)
+        self.count(ops={None: 1, RESIDUAL: 2}.get(kind, 0))
         if kind is None:
-            self.count += 1
-            if self.count > MAX_OPS:
-                raise _TooMany
             yield self.value(entry, given)
             return
         for key, span in entry.keys.items():
@@ -105,7 +114,8 @@ class _Expansion:
         elif inside is None:
             self.report(entry.span, "missing-key", "'repeat' needs a key 'ops'", "add `ops: [...]`")
         else:
-            for _ in range(min(times.value, MAX_OPS + 1)):
+            for _ in range(times.value):
+                self.count()
                 yield from self.scoped(self.ops(inside, given, around))
 
     def residual(self, entry: YamlNode, given: Mapping[str, YamlNode], around: tuple[str, ...]) -> Iterator[YamlNode]:
@@ -125,6 +135,13 @@ class _Expansion:
         self.numbers += 1
         names = {name: f"{name} of copy {self.numbers}" for name in own}
         return [_renamed(op, names) for op in ops]
+
+    def count(self, *, ops: int = 0) -> None:
+        """One entry or value more, which is so many ops."""
+        self.written += 1
+        self.ops_made += ops
+        if self.written > _MOST or self.ops_made > MAX_OPS:
+            raise _TooMuch
 
     def report(self, span: Span, code: str, message: str, help: str = "") -> None:
         self.document.report(span, code, message, help)
@@ -158,26 +175,34 @@ def expand(document: Document) -> None:
         return
     sections = {name: _section(document, name) for name in (PARAMETERS, FRAGMENTS)}
     made = _Expansion(document, sections[PARAMETERS], sections[FRAGMENTS])
-    rest = {key: node for key, node in root.value.items() if key not in sections}
-    pipeline = rest.get("pipeline")
-    ops = pipeline.child(OPS) if pipeline is not None else None
-    value = {key: made.value(node, made.parameters) for key, node in rest.items() if key != "pipeline"}
-    if pipeline is not None and isinstance(pipeline.value, dict) and ops is not None and isinstance(ops.value, list):
-        try:
-            found = made.ops(ops, made.parameters)
-        except _TooMany:
-            made.report(ops.span, "bad-value", f"ops wants at most {MAX_OPS} ops, with all that it repeats")
-            return
-        others = {key: made.value(node, made.parameters) for key, node in pipeline.value.items() if key != OPS}
-        value["pipeline"] = replace(pipeline, value={**others, OPS: replace(ops, value=found)})
-    elif pipeline is not None:
-        value["pipeline"] = made.value(pipeline, made.parameters)
+    try:
+        value = {key: _expanded(made, key, node) for key, node in root.value.items() if key not in sections}
+    except _TooMuch:
+        message = f"ops wants at most {MAX_OPS} ops, with all that it repeats, and {_MOST} entries and values on the way"
+        made.report(_place_of_ops(root), "bad-value", message, "repeat less")
+        return
     for name, known in sections.items():
         for each in known:
             if (name, each) not in made.used:
                 span = root.value[name].keys.get(each, root.value[name].span)
                 made.report(span, f"unused-{name[:-1]}", f"nothing uses {name[:-1]} {shown(each)}", "take it out, or use it")
     document.root = replace(root, value=value)
+
+
+def _expanded(made: _Expansion, key: str, node: YamlNode) -> YamlNode:
+    """A section of the file, of which the pipeline's ops are written out."""
+    ops = node.child(OPS) if key == PIPELINE else None
+    if ops is None or not isinstance(ops.value, list):
+        return made.value(node, made.parameters)
+    found = made.ops(ops, made.parameters)
+    others = {name: made.value(each, made.parameters) for name, each in node.value.items() if name != OPS}
+    return replace(node, value={**others, OPS: replace(ops, value=found)})
+
+
+def _place_of_ops(root: YamlNode) -> Span:
+    """Where the pipeline's ops stand, or what there is of them."""
+    pipeline = root.child(PIPELINE) or root
+    return (pipeline.child(OPS) or pipeline).span
 
 
 def _section(document: Document, name: str) -> Mapping[str, YamlNode]:

@@ -52,6 +52,23 @@ def test_r15_mutated_files_10000(tens):
     outcomes(range(1000 + tens * 1000, 2000 + tens * 1000))
 
 
+OPS = "version: 1\nrecipe: {kind: none}\npipeline: {ops: "
+
+
+def nested(inside: str, around: str, times: int) -> str:
+    """The entries of a pipeline, and its end: blocks in blocks."""
+    for _ in range(times):
+        inside = f"[{around.format(inside)}]"
+    return inside + "}"
+
+
+def fragments(first: str, later: str, number: int) -> str:
+    """A file whose fragments use the one before them."""
+    names = [f"f{i}" for i in range(number)]
+    made = [first, *(later.replace("%s", name) for name in names)]
+    return "".join(["fragments:\n", *(f"  {name}: {ops}\n" for name, ops in zip(names, made)), OPS, f"[{{use: {names[-1]}}}]}}"])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -69,6 +86,13 @@ def test_r15_mutated_files_10000(tens):
         "version: " + "9" * 100_000,
         "recipe: {kind: " + "x" * 200_000 + "}",
         "a: &a [x, x, x, x]\n" + "".join(f"b{i}: &b{i} [*a, *a, *a]\n" for i in range(2_000)),
+        OPS + nested("[]", "{{repeat: 200, ops: {}}}", 20),
+        OPS + nested("[{residual: []}]", "{{repeat: 200, ops: {}}}", 20),
+        OPS + "[{repeat: 1000000000000, ops: []}]}",
+        fragments("[]", "[{use: %s}, {use: %s}]", 40),
+        "parameters: {a: 4}\n" + fragments("[{op: gelu}]", "[{use: %s, with: {a: [" + "'${a}', " * 10 + "]}}]", 10),
+        "train: {seed: 0o" + "7" * 6_000 + "}",
+        OPS + "[{op: linear, in_features: 0x" + "f" * 5_000 + ", out_features: 4}]}",
         "",
         "\n\n",
         "# nothing\n",

@@ -1,15 +1,16 @@
 """Grouped linear layers of mixtures of experts: ``python -m benchmarks.grouped``.
 
 One layer of 7168 features in and 2048 out, rows spread evenly over its groups: forward, and forward with backward, without a
-recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host, but
-for "bf16, device splits", where one launch multiplies all groups. Formats that the device only emulates are measured at the
-first size. Of two sizes it is also measured what the host takes, and what a user waits.
+recipe and under each backward override, beside torch's own linear layers in bf16, one a group. Split sizes are on the host and
+each group has a weight, but for "device splits", where the device has the sizes and one tensor the weights. Formats that the
+device only emulates are measured at the first size. Of some layers it is also measured what the host takes, and what a user
+waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ GROUPS = (4, 8)
 IN, OUT = 7168, 2048
 PRODUCTS = {"forward": 1, "forward + backward": 3}
 BF16 = torch.bfloat16
-TORCH = "torch bf16, a linear a group"
+TORCH, GROUPED = "torch bf16, a linear a group", "bf16, device splits"
 Record = dict[str, Any]
 
 
@@ -46,6 +47,12 @@ class Problem(NamedTuple):
         """Operations of all products."""
         return 2.0 * self.rows * self.inputs * self.outputs * PRODUCTS[what]
 
+    @property
+    def label(self) -> str:
+        """What stands in names of figures."""
+        features = "" if (self.inputs, self.outputs) == (IN, OUT) else f", {self.inputs} to {self.outputs}"
+        return f"{self.groups} x {self.rows // self.groups}{features} rows"
+
 
 class Variant(NamedTuple):
     """A name, the recipe, whether the device holds the splits, and whether the op is this package's."""
@@ -60,7 +67,8 @@ def variants() -> Iterator[Variant]:
     """torch first, then the op without a recipe, then every recipe that takes an override."""
     yield Variant(TORCH, torch_alone=True)
     yield Variant("bf16")
-    yield Variant("bf16, device splits", on_device=True)
+    yield Variant(GROUPED, on_device=True)
+    yield Variant("fp8_block, device splits", recipes.Float8BlockScaling(), on_device=True)
     for kind, cls in recipes.RECIPES.items():
         if kind != "custom" and cls.takes_backward_override:
             for override in OVERRIDES:
@@ -115,18 +123,29 @@ def measure(
                 }
 
 
-USED = {(8, 2048): 1.0, (4, 8192): 1.3}
-"""Groups and rows of each for which host and wall time are measured too, and what speed blocks shall have at least there."""
+class Used(NamedTuple):
+    """A layer of which host and wall time are measured too; what speed blocks shall have there at least, beside which variant."""
 
+    problem: Problem
+    least: float
+    beside: str = TORCH
+
+
+USED = (
+    Used(Problem(16384, 8), 1.15),
+    Used(Problem(32768, 4), 1.3),
+    Used(Problem(65536, 8), 1.5),
+    Used(Problem(98304, 4), 1.6),
+    Used(Problem(131072, 128, 2048, 768), 1.1, GROUPED),
+)
 LIMITED = "fp8_block, None"
+SPEEDS = {TORCH: "x torch bf16", GROUPED: "x bf16 grouped"}
+"""Units of a speed, by what it is a multiple of."""
 
 
-def used(
-    problems: Mapping[tuple[int, int], float] = USED, *, sizes: tuple[int, int] = (IN, OUT), device: str = "cuda"
-) -> Iterator[Record]:
-    """A step as a user waits for it, in milliseconds, and its speed as a multiple of torch's; variants take turns."""
-    for (groups, each), least in problems.items():
-        problem = Problem(groups * each, groups, *sizes)
+def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[Record]:
+    """A step as a user waits for it, in milliseconds, and its speed as a multiple of others'; variants take turns."""
+    for problem, least, beside in problems:
         steps = {
             variant.name: calls(variant, problem, device)["forward + backward"]
             for variant in variants()
@@ -135,12 +154,13 @@ def used(
         for what, timed in (("wall", wall_time), ("host", lambda call: host_time(call, calls=2, repeats=1).median)):
             rounds = [{name: timed(step) / 1e3 for name, step in steps.items()} for _ in range(5)]
             for name in steps:
-                full = f"{groups} x {each} rows, {name}, forward + backward by {what} time"
+                full = f"{problem.label}, {name}, forward + backward by {what} time"
                 median = statistics.median(took[name] for took in rounds)
-                speed = statistics.median(took[TORCH] / took[name] for took in rounds)
-                limit = least if what == "wall" and name == LIMITED else None
                 yield {"name": full, "value": median, "unit": "ms", "limit": None, "met": None}
-                yield {"name": full, "value": speed, "unit": "x torch bf16", "limit": limit, "met": limit and speed >= limit}
+                for other, unit in SPEEDS.items():
+                    speed = statistics.median(took[other] / took[name] for took in rounds)
+                    limit = least if (what, name, other) == ("wall", LIMITED, beside) else None
+                    yield {"name": full, "value": speed, "unit": unit, "limit": limit, "met": limit and speed >= limit}
 
 
 def timer(call: Call) -> float:
@@ -151,7 +171,7 @@ def timer(call: Call) -> float:
 def records() -> Iterator[dict[str, Any]]:
     """Figures for the record: milliseconds, and as a multiple of the speed of torch's own layers."""
     for row in measure(timer):
-        name = f"{row['groups']} x {row['rows'] // row['groups']} rows, {row['variant']}, {row['what']}"
+        name = f"{Problem(row['rows'], row['groups']).label}, {row['variant']}, {row['what']}"
         yield {"name": name, "value": row["us"] / 1e3, "unit": "ms", "limit": None, "met": None}
         yield {"name": name, "value": row["ratio"], "unit": "x torch bf16", "limit": None, "met": None}
     yield from used()

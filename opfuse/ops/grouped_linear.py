@@ -21,10 +21,10 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat
-from opfuse.numerics import pointwise
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
-from opfuse.ops.main_grad import added, is_asked_for, main_grad_of
+from opfuse.ops.grouped_main_grad import add_gradients
+from opfuse.ops.main_grad import is_asked_for
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
@@ -329,11 +329,9 @@ class GroupedLinear(BasicOperation):
             return {}
         x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, **ctx.env.product("wgrad")}
         if self.accumulate_into_main_grad:
-            for name, weight in weights.items():
-                main_grad_of(weight, where=f"{self.label} {name}")
-            options["out_dtype"] = pointwise.compute_dtype(ctx.compute_dtype)
             sizes = groups.sizes or read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0], where=self.label)
-            groups = Groups(sizes, groups.splits)
+            known = Groups(sizes, groups.splits)
+            return add_gradients(weights, self.weight_names, dy, x, known, where=self.label, **options)
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()
@@ -349,9 +347,6 @@ class GroupedLinear(BasicOperation):
         if self.single_grouped_weight:
             grads = [grads if isinstance(grads, torch.Tensor) else torch.stack(cast(list[torch.Tensor], grads))]
         made = zip(self.weight_names, cast(Iterable[torch.Tensor], grads))
-        if self.accumulate_into_main_grad:
-            kept = {name: added(weights[name], grad, where=f"{self.label} {name}") for name, grad in made if name in weights}
-            return {name: grad for name, grad in kept.items() if grad is not None}
         return {name: grad.to(weights[name].dtype) for name, grad in made if name in weights}
 
     def backward_dw(self) -> None:

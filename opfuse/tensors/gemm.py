@@ -162,11 +162,15 @@ class PendingProduct(NamedTuple):
 
 def add_product(name: str, left: Operand, right: Operand, out: torch.Tensor, *, fast: bool = False) -> bool:
     """Add the product ``name`` to ``out``, fp32, in one launch; False, and nothing is done, where that saves no time."""
-    planes = _planes(name, left, right)
-    if planes is None or clash(name, *(plane.format for plane in planes)) is not None:
-        return False
-    one, other = planes
-    return accumulate(_stored(one), _stored(other), out, fast=fast)
+    return add_products(name, [left], [right], out, fast=fast)
+
+
+def add_products(
+    name: str, lefts: Sequence[Operand], rights: Sequence[Operand], out: torch.Tensor, *, fast: bool = False
+) -> bool:
+    """:func:`add_product` of groups, whose results lie one below the other in ``out``."""
+    found = _planes_of_groups(name, lefts, rights)
+    return found is not None and accumulate(*found, out, fast=fast)
 
 
 def gemm_of_groups(
@@ -187,12 +191,17 @@ def gemm_of_groups(
     """
     if len(lefts) < 2 or lefts[0].device.type != "cuda":
         return None
+    found = _planes_of_groups(name, lefts, rights)
+    return None if found is None else multiply_groups(*found, lines, out_dtype=out_dtype, fast=fast)
+
+
+def _planes_of_groups(name: str, lefts: Sequence[Operand], rights: Sequence[Operand]) -> tuple[list[Stored], list[Stored]] | None:
+    """The planes of both sides that the products read, if they are of one format on each, and these meet."""
     pairs = [planes for left, right in zip(lefts, rights, strict=True) if (planes := _planes(name, left, right)) is not None]
     formats = {tuple(plane.format for plane in pair) for pair in pairs}
     if len(pairs) < len(lefts) or len(formats) > 1 or clash(name, *formats.pop()) is not None:
         return None
-    stored_left, stored_right = ([_stored(plane) for plane in side] for side in zip(*pairs, strict=True))
-    return multiply_groups(stored_left, stored_right, lines, out_dtype=out_dtype, fast=fast)
+    return [_stored(left) for left, _ in pairs], [_stored(right) for _, right in pairs]
 
 
 def gemm_of_runs(

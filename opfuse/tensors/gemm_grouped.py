@@ -6,14 +6,14 @@ product, where only the device knows their sizes or where that is faster, and in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
-from opfuse.tensors.gemm import Operand, gemm, gemm_of_groups, gemm_of_runs, wgrad_of_runs
+from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
 from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
@@ -110,6 +110,31 @@ def grouped_wgrad(
     products = dict(zip(there, alone if made is None else made.view(-1, *shape)))
     empty = {i: torch.zeros(shape, dtype=out_dtype or dtype, device=dy.device) for i in wanted if i not in products}
     return [products.get(i, empty.get(i)) for i in range(len(pairs))]
+
+
+def add_wgrads(
+    dy: Operand,
+    x: Operand,
+    sizes: Sizes,
+    buffers: Mapping[int, torch.Tensor],
+    *,
+    whole: torch.Tensor | None = None,
+    fast: bool = False,
+) -> set[int]:
+    """Add dW of groups to their buffers, (N, K) in fp32, where the product does that and it saves time; of which it was done.
+
+    In one launch for each, or for all where the buffers are those of all groups and parts of ``whole``, (G, N, K).
+    """
+    if not isinstance(dy, QuantizedStorage) or not isinstance(x, QuantizedStorage):
+        return set()
+    pairs = dict(enumerate(zip(_split(dy, sizes), _split(x, sizes))))
+    there = [i for i in buffers if sizes[i]]
+    idle = set(buffers).difference(there)  # to which nothing is added
+    if whole is not None and whole.is_contiguous() and len(there) == len(pairs):
+        dys, xs = zip(*(pairs[i] for i in there))
+        if add_products("wgrad", dys, xs, whole.flatten(0, 1), fast=fast):
+            return {*there, *idle}
+    return {i for i in there if add_product("wgrad", *pairs[i], buffers[i], fast=fast)} | idle
 
 
 def _quantized(name: str, groups: Sequence[tuple[Operand, Operand, int]], **options: Any) -> torch.Tensor | None:

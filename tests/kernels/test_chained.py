@@ -87,10 +87,10 @@ def test_sums_are_added_to_what_can_hold_them_and_autograd_notices(on_hopper, mo
     left, right = on_hopper("1x128", 2048, 64), on_hopper("1x128", 1792, 64)
     out = torch.zeros(2048, 1792)
     for wrong in (out[:, :-16], out.t(), out[1:], out.bfloat16(), shifted(out, 1), torch.zeros(1792, 2048).t()):
-        assert not native.accumulate(left, right, wrong)
+        assert not native.accumulate([left], [right], wrong)
     assert not made
     version = out._version
-    assert native.accumulate(left, right, out)
+    assert native.accumulate([left], [right], out)
     assert out._version > version
     assert made[0]["out"] is out
     assert made[0]["accumulate"]

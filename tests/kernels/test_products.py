@@ -143,7 +143,7 @@ def test_sums_are_added_in_place_where_that_is_faster():
     assert not is_faster(left, stored("1x128", 1664, 64), fast=False, added=True)
     assert not is_faster(left, stored("128x128", 1792, 64), fast=False, added=True)
     out = torch.zeros(2048, 1792)
-    assert not gemm_native.accumulate(left, right, out)
+    assert not gemm_native.accumulate([left], [right], out)
     assert not out.any()
 
 

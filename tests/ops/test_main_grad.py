@@ -94,6 +94,34 @@ def test_a_product_that_adds_to_the_buffer_itself_does_what_an_addition_does(for
     assert bool(asked) == (form == "added")
 
 
+@pytest.mark.parametrize("form", ["grouped", "single", "single, without empty groups"])
+def test_products_of_groups_that_add_to_their_buffers_do_what_additions_do(form, monkeypatch):
+    """In one launch where all groups have rows and one buffer; else in one for each that is not overwritten."""
+    asked, splits = [], SPLITS if "without" not in form else torch.tensor([32, 32, 32])
+
+    def adding(name, dys, xs, out, *, fast):
+        asked.append(len(dys))
+        out.add_(torch.cat([gemm(name, dy, x, dtype=torch.float32) for dy, x in zip(dys, xs)]))
+        return True
+
+    found, weight_form = [], form.split(",")[0]
+    for add in (lambda *_, **__: False, adding):
+        monkeypatch.setattr("opfuse.tensors.gemm_grouped.add_products", add)
+        monkeypatch.setattr(
+            "opfuse.tensors.gemm_grouped.add_product", lambda n, a, b, out, *, fast, add=add: add(n, [a], [b], out, fast=fast)
+        )
+        torch.manual_seed(0)
+        model = buffered(ops.Sequential(FORMS[weight_form](accumulate_into_main_grad=True, dtype=torch.float32)))
+        *_, last = weights(model).values()
+        last.overwrite_main_grad = form == "grouped"
+        with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+            model(torch.randn(96, 32), splits).square().sum().backward()
+        found.append([weight.main_grad for weight in weights(model).values()])
+        assert all(weight.grad_added_to_main_grad for weight in weights(model).values())
+    assert all(map(torch.equal, *found))
+    assert asked == {"grouped": [1], "single": [1, 1], "single, without empty groups": [3]}[form]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gradient_of_bf16_is_not_rounded_on_its_way(form):
     main, plain = pipelines(form, torch.bfloat16)

@@ -192,12 +192,16 @@ def grouped_product(
     return result
 
 
-def is_faster(left: Stored, right: Stored, *, fast: bool, added: bool = False) -> bool:
-    """Whether a product that both this kernel and the library take is made here, for its speed. added: in place, in fp32."""
+def is_faster(left: Stored, right: Stored, *, fast: bool, added: bool = False, groups: int = 1) -> bool:
+    """Whether products that both this kernel and the library take are made here, for speed. added: in place, in fp32.
+
+    groups: of so many lines and columns each, in one launch.
+    """
     form = form_of(left, right, torch.bfloat16, fast=fast)
     reach = (ADDED if added else FASTER).get((form.scaling, form.fast))
     (lines, length), (columns, _) = left.layout.lines, right.layout.lines
-    return reach is not None and lines >= LEAST_LINES and form.tiles(lines, columns) >= reach.tiles and length <= reach.length
+    tiles = groups * form.tiles(lines, columns)
+    return reach is not None and lines >= LEAST_LINES and tiles >= reach.tiles and length <= reach.length
 
 
 def _launch(launch: Launcher, form: Form, pairs: Sequence[Pair], result: torch.Tensor, done: int, *, accumulate: bool) -> None:

@@ -201,17 +201,21 @@ def multiply(
     return emulation.multiply(*_operands(left, right)).to(out_dtype)
 
 
-def accumulate(left: Stored, right: Stored, out: torch.Tensor, *, fast: bool = False) -> bool:
-    """Add left times right transposed to ``out``, fp32, in one launch; False, and nothing is done, where that is not faster.
+def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Tensor, *, fast: bool = False) -> bool:
+    """Add the products of groups, each left times its right transposed, to ``out``, fp32: one below the other, in one launch.
 
-    The bits are those of the product in fp32 and of an addition.
+    False, and nothing is done, where that is not faster. The bits are those of products in fp32 and of an addition.
     """
-    if not left.data.is_cuda or not runs_kernels(left.data) or own_refusal(left, right, torch.bfloat16):
+    pairs = [*zip(lefts, rights, strict=True)]
+    first, other = pairs[0]
+    if not first.data.is_cuda or not runs_kernels(first.data) or any(own_refusal(*pair, torch.bfloat16) for pair in pairs):
         return False
-    fits = out.dtype == torch.float32 and tuple(out.shape) == (left.layout.lines[0], right.layout.lines[0])
-    if not fits or not out.is_contiguous() or not on_bytes(out, 16) or not is_faster(left, right, fast=fast, added=True):
+    counts, width = [left.layout.lines[0] for left in lefts], other.layout.lines[0]
+    fits = out.dtype == torch.float32 and tuple(out.shape) == (sum(counts), width)
+    faster = is_faster(first, other, fast=fast, added=True, groups=len(pairs))
+    if not fits or not out.is_contiguous() or not on_bytes(out, 16) or not faster:
         return False
-    grouped_product([left], [right], [len(out)], out_dtype=torch.float32, fast=fast, out=out, accumulate=True)
+    grouped_product(lefts, rights, counts, out_dtype=torch.float32, fast=fast, out=out, accumulate=True)
     torch.autograd.graph.increment_version(out)
     return True
 

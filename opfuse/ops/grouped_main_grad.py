@@ -1,0 +1,47 @@
+"""Gradients of the weights of groups that are added to ``main_grad`` (main_grad.py): by the product, where it does that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from opfuse.numerics.pointwise import compute_dtype
+from opfuse.ops.main_grad import main_grad_of, overwrites, stand_in
+from opfuse.tensors.gemm import Operand
+from opfuse.tensors.gemm_grouped import Groups, add_wgrads, grouped_wgrad
+from opfuse.tensors.groups import Sizes
+
+
+def add_gradients(
+    weights: Mapping[str, nn.Parameter],
+    names: tuple[str, ...],
+    dy: Operand,
+    x: Operand,
+    groups: Groups,
+    *,
+    where: str,
+    dtype: torch.dtype,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Add dW to the buffers of ``weights``; what autograd gets in the place of gradients.
+
+    names: of all groups, or of the one parameter (G, N, K) that holds their weights. groups: of sizes that the host knows.
+    """
+    buffers = {name: main_grad_of(weight, where=f"{where} {name}").detach() for name, weight in weights.items()}
+    sizes = cast(Sizes, groups.sizes)
+    single = len(buffers) == 1 and next(iter(buffers.values())).ndim == 3
+    whole = buffers[names[0]] if single else None
+    places = dict(enumerate(names * len(sizes) if single else names))
+    into = {i: buffers[name][i] if single else buffers[name] for i, name in places.items() if name in buffers and i < len(sizes)}
+    new = {i for i in into if overwrites(weights[places[i]])}
+    added = add_wgrads(dy, x, sizes, {i: into[i] for i in into if i not in new}, whole=whole, fast=options.get("fast", False))
+    rest = [i for i in into if i not in added]
+    grads = grouped_wgrad(dy, x, groups, wanted=rest, dtype=dtype, out_dtype=compute_dtype(dtype), **options) if rest else []
+    for i in rest:
+        grad = cast(torch.Tensor, grads[i])
+        into[i].copy_(grad) if i in new else into[i].add_(grad)
+    found = {name: stand_in(weight) for name, weight in weights.items()}
+    return {name: grad for name, grad in found.items() if grad is not None}

@@ -304,7 +304,7 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_no_device")
 def test_experts_are_measured_as_a_user_waits_for_them() -> None:
-    found = [*grouped.used([grouped.Used(grouped.Problem(256, 2, 128, 128), 1.0, grouped.GROUPED)], device="cpu")]
+    found = [*grouped.used([grouped.Used(grouped.Problem(256, 2, 128, 128), 1.0, beside=grouped.GROUPED)], device="cpu")]
     assert {each["unit"] for each in found} == {"ms", *grouped.SPEEDS.values()}
     assert all(each["name"].startswith("2 x 128, 128 to 128 rows, ") for each in found)
     assert all(each["unit"] == "x bf16 grouped" for each in found if each["limit"] is not None)

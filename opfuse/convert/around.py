@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from opfuse.convert.chain import Tracer, kept
+from opfuse.convert.chain import Tracer
+from opfuse.convert.probe import kept
 
 
 class _Called(nn.Module):

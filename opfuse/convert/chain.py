@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from opfuse.convert.probe import activation_of
+from opfuse.convert.probe import activation_of, kept, random_states
 
 MOST_ARGUMENTS = 2
 """A block is a function of its tensors. Forwards with more arguments, or with some that may be left out, route and mask: what
@@ -96,25 +95,17 @@ def chain_of(module: nn.Module) -> TracedChain:
     return one
 
 
-@contextmanager
-def kept(module: nn.Module) -> Iterator[None]:
-    """What is assigned to the module inside the block is taken back."""
-    before = dict(vars(module))
-    try:
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
-
-
 def _traced(module: nn.Module, training: bool) -> fx.Graph:
+    before = random_states()
     try:
-        with kept(module):
-            vars(module)["training"] = training
-            return Tracer().trace(module)
+        with kept(module, training=training), torch.set_grad_enabled(training):
+            graph = Tracer().trace(module)
     except Exception as error:  # whatever a stranger's code raises on symbolic values
         text = str(error).strip().partition("\n")[0]
         raise NoChain(f"{type(error).__name__}: {text}", "a forward that torch.fx can follow") from error
+    if random_states() != before:
+        raise NoChain("random numbers that the forward draws", "a forward that does the same at each call")
+    return graph
 
 
 def _check_arguments(forward: Callable[..., Any]) -> None:

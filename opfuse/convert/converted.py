@@ -6,7 +6,6 @@ without one it is the forward that the module had, bit for bit.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,11 +19,12 @@ import torch
 from torch import nn
 
 from opfuse.convert.in_graph import InGraph
+from opfuse.convert.members import check_place, check_settings, has_hooks, settings_of, warn_of_hooks
 from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import MadeParameters, replica, stand_ins
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, outside, prepared
-from opfuse.errors import ConversionError, OpfuseWarning, describe
+from opfuse.errors import ConversionError, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
@@ -128,7 +128,7 @@ class Converted:
         self.arguments = tuple(arguments)
         self.parts = tuple(parts)
         self.members = members
-        self.settings = {path: settings_of(member) for path, member in members.items()}
+        self.settings = {path: settings_of(each, member=bool(path)) for path, each in {"": module, **members}.items()}
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[PipelineRun | Opaque, ...] = ()
@@ -309,23 +309,16 @@ class Converted:
         return current_recipe()
 
     def check_members(self) -> None:
-        """ConversionError if a submodule was replaced or set anew since; an OpfuseWarning for the first that got hooks."""
+        """ConversionError if a submodule was replaced, or what a forward reads was changed, since; an OpfuseWarning for the first
+        submodule that got hooks.
+        """
+        check_settings(self.module, self.label, self.settings[""])
         for path, member in self.members.items():
-            holder, _, name = path.rpartition(".")
-            found = self.module.get_submodule(holder)._modules.get(name) if holder else self.module._modules.get(name)
-            if found is not member:
-                where, wanted = f"{self.label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
-                cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
-                raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
-            if (now := settings_of(member)) != self.settings[path]:
-                where, wanted = f"{self.label}.{path}", f"what it was when fuse_ ran, {self.settings[path]}"
-                raise ConversionError(describe(where, wanted=wanted, got=now, cure="call opfuse.fuse_ again"))
+            check_place(self.module, path, member, self.label)
+            check_settings(member, f"{self.label}.{path}", self.settings[path])
             if not self.warned and has_hooks(member):
                 self.warned = True
-                where, wanted = f"{self.label}.{path} hooks", "none on a module that runs as a part of another"
-                cure = f"register them on {self.label}, or before opfuse.fuse_"
-                message = describe(where, wanted=wanted, got="hooks that do not run under a recipe", cure=cure)
-                warnings.warn(message, OpfuseWarning, stacklevel=2)
+                warn_of_hooks(f"{self.label}.{path}", self.label)
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -361,24 +354,6 @@ def _call_outside(forward: Converted | InGraph, *args: Any, **kwargs: Any) -> An
 def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:
     """The ops of ``runs`` that cast, by name."""
     return {name: op for run in runs for name, op in zip(run.names, run.ops) if op.quantizer_slots()}
-
-
-SETTINGS = ("p", "eps", "epsilon", "variance_epsilon")
-"""Attributes of modules that ops took over."""
-
-
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)
-    return {name: own[name] for name in SETTINGS if name in own}
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    own = vars(module)
-    return any(own.get(hooks) for hooks in HOOKS)
 
 
 def converted(module: nn.Module) -> Converted | None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opfuse.convert.chain import arguments_of, kept
+from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import GATED
-from opfuse.convert.probe import UNGATED, activation_of_module
+from opfuse.convert.probe import UNGATED, activation_of_module, kept
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.recipes import Recipe

@@ -58,7 +58,7 @@ def fuse_(
     if not isinstance(model, nn.Module):
         cure = "pass the model itself"
         raise ConversionError(describe("fuse_", wanted="an nn.Module", got=type(model).__name__, cure=cure))
-    before = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    before = _converted(model)
     _restore(before)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
@@ -79,13 +79,26 @@ def fuse_(
 
 
 def unfuse_(model: AnyModule) -> AnyModule:
-    """Undo :func:`fuse_`, in place: every module has the forward that it had. ConversionError if none is converted."""
-    found = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    """Undo :func:`fuse_`, in place: every module has the forward that it had. ConversionError if none is converted, or if one
+    has got another forward since.
+    """
+    found = _converted(model)
     if not found:
         got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
         raise ConversionError(describe("unfuse_", wanted="modules that fuse_ has converted", got=got, cure=cure))
     _restore(found)
     return model
+
+
+def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
+    """The modules that are converted. ConversionError if one has another forward by now, which may call that of fuse_."""
+    found = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    for path, module in model.named_modules():
+        if module not in found and States.stands_in(module) and "forward" in vars(module):
+            where, got = f"{path or type(module).__name__}.forward", f"{vars(module)['forward']!r:.80}, put over it"
+            cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
+            raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
+    return found
 
 
 def _install(made: dict[nn.Module, Converted]) -> None:
@@ -109,7 +122,10 @@ def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
 
 
 class _Walk:
-    """Looks at each module once, from the outside in: what one module takes over, those in it are not asked for."""
+    """Looks at each module once, from the outside in: what one module takes over, those in it are not asked for.
+
+    inlined: modules whose own chain is a part of another one. taken: all that chains stand for.
+    """
 
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
@@ -117,6 +133,7 @@ class _Walk:
         self.made: dict[nn.Module, Converted] = {}
         self.seen: set[nn.Module] = set()
         self.inlined: set[nn.Module] = set()
+        self.taken: set[nn.Module] = set()
         self.lone: list[tuple[str, nn.Module]] = []
 
     def visit(self, module: nn.Module, path: str) -> None:
@@ -149,7 +166,8 @@ class _Walk:
             return
         self.made[module] = made
         self.inlined.update(how.inlined)
-        self.seen.update(set(how.members.values()) - self.inlined)
+        self.taken.update(how.members.values())
+        self.seen.update(self.taken - self.inlined)
         weights = sum(_elements(weight) for weight in how.weights)
         self._tell(
             module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights, gain=gain_of(made.recipe)
@@ -177,7 +195,7 @@ class _Walk:
     def _feed(self, module: nn.Module, path: str) -> None:
         """Have the pipelines of submodules begin with the norm that they alone read."""
         for reader, norm, op in fed(module, path, self.made):
-            if not self.policies.allows(norm.module, norm.path):
+            if norm.module in self.taken or not self.policies.allows(norm.module, norm.path):
                 continue
             reader.begin_with(op, norm.path.rpartition(".")[2], norm)
             self.made[norm.module] = norm

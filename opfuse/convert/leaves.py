@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.chain import Tracer
-from opfuse.convert.converted import has_hooks
+from opfuse.convert.members import has_hooks
 from opfuse.convert.probe import UNGATED, activation_of_module, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
@@ -153,16 +153,28 @@ def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | No
     """What keeps a module from being an op, and the cure; None: nothing. called: the module is still called, so its hooks
     run.
     """
+    return next(_obstacles(module, called), None)
+
+
+CALLS = ("__call__", "_call_impl")
+"""Methods by which a module runs its forward."""
+
+
+def _obstacles(module: nn.Module, called: bool) -> Iterator[tuple[str, str]]:
+    kind = type(module)
     if not called and has_hooks(module):
-        return "hooks of the module, which would not run", "register them on the module around it, or after unfuse_"
+        yield "hooks of the module, which would not run", "register them on the module around it, or after unfuse_"
+    if not called and any(getattr(kind, name) is not getattr(nn.Module, name) for name in CALLS):
+        yield "a call of its own around its forward", "write it as a forward, or as a module around this one"
     if "forward" in vars(module):
-        return "a forward of this very object", "convert the model before others replace its forward"
+        yield "a forward of this very object", "convert the model before others replace its forward"
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "a matrix that nn.MultiheadAttention reads without calling the module", "write attention of nn.Linear modules"
+        yield "a matrix that nn.MultiheadAttention reads without calling the module", "write attention of nn.Linear modules"
     if is_parametrized(module):
-        return "a parametrization", "remove it first: torch.nn.utils.parametrize.remove_parametrizations"
-    foreign = [name for name, p in module._parameters.items() if p is not None and is_foreign(p)]
-    if foreign:
-        got = f"{foreign[0]} as a {type(module._parameters[foreign[0]]).__name__}"
-        return got, "convert the model before it is sharded"
-    return None
+        yield "a parametrization", "remove it first: torch.nn.utils.parametrize.remove_parametrizations"
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not module._parameters.get(name):
+            yield f"a {name} that is no parameter", "remove the weight norm, the pruning or the property that makes it"
+    for name, value in module._parameters.items():
+        if value is not None and is_foreign(value):
+            yield f"{name} as a {type(value).__name__}", "convert the model before it is sharded"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, PipelineRun, settings_of
+from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import norm_of, obstacle
 from opfuse.recipes import Recipe
 
@@ -24,16 +24,15 @@ NARROW = 1024
 class LoneNorm(Converted):
     """The forward of a norm that runs as one op on tensors of its weight's dtype, and as it was on others or with another eps."""
 
-    def __init__(self, module: nn.Module, path: str, **fields: Any) -> None:
-        super().__init__(module, path, **fields)
-        self.settings[""] = settings_of(module)
-
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         weight: Any = self.module._parameters["weight"]
-        plain = type(x) is torch.Tensor and type(weight) is nn.Parameter and settings_of(self.module) == self.settings[""]
+        plain = type(x) is torch.Tensor and type(weight) is nn.Parameter and self.settings[""].hold(self.module)
         if plain and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
             return super().compute(x, arguments)
         return self.plain(x)
+
+    def check_members(self) -> None:
+        """What was changed is the module's to compute."""
 
     def get_ready(self) -> None:
         """Nothing is an op in a graph."""

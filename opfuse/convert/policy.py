@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -47,6 +47,10 @@ class Policies:
     """Answers for each module of a model, and remembers which patterns were of use."""
 
     def __init__(self, model: nn.Module, recipe: object, policy: Policy | None, filter_fn: Filter | None) -> None:
+        if filter_fn is not None and not callable(filter_fn):
+            _refuse("filter_fn", "a function of module and path", filter_fn, "filter_fn=lambda module, path: 'mlp' in path")
+        if policy is not None and not isinstance(policy, Mapping) and not callable(policy):
+            _refuse("policy", "a mapping, or a function of module and path", policy, "policy={'lm_head': 'default'}")
         self.recipe = None if recipe is None else as_recipe(recipe)
         self.policy = policy
         self.filter_fn = filter_fn
@@ -95,6 +99,10 @@ class Policies:
                 got = f"{unused[0]!r}{nearest(unused[0], paths)}"
                 cure = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
                 raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+
+
+def _refuse(name: str, wanted: str, got: object, example: str) -> NoReturn:
+    raise ConversionError(describe(f"fuse_ {name}", wanted=wanted, got=repr(got), cure=f"write {example}"))
 
 
 def _recipe(said: object, where: str) -> Recipe:

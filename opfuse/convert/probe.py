@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +21,25 @@ UNGATED: Mapping[str, type[Activation]] = {
     if issubclass(cls, Activation) and not issubclass(cls, GatedActivation) and not cls.math.operands
 }
 """The activations of one tensor, by name."""
+
+
+@contextmanager
+def kept(module: nn.Module, **instead: Any) -> Iterator[None]:
+    """The module with other values in its dictionary; what is assigned to it inside the block is taken back."""
+    before = dict(vars(module))
+    vars(module).update(instead)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Of the generators that a forward may ask on the host: equal as long as nobody asks one."""
+    _, numbers, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest
+
 
 GRID = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
 """Where activations are compared: the forms of GELU differ by 5e-4 there, rounding in fp32 by 1e-6."""
@@ -39,15 +61,15 @@ def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
 
 
 def activation_of_module(module: nn.Module) -> str | None:
-    """Of a module without parameters, buffers and submodules; hooks do not run, and what its forward keeps is taken back."""
+    """Of a module without parameters, buffers and submodules, in training and in evaluation; hooks do not run, and what its
+    forward keeps is taken back.
+    """
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
-    before = dict(vars(module))
-    try:
-        return activation_of(module.forward)
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
+    with kept(module, training=True):
+        found = activation_of(module.forward)
+    with kept(module, training=False):
+        return found if found == activation_of(module.forward) else None
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, bool] | None:

@@ -1,0 +1,146 @@
+"""What a converted module was made from, and whether that is still so: attributes that a forward reads were read when the module
+was converted, and decide nothing afterwards. A change of one is an error, and not another result than the module's own.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from opfuse.errors import ConversionError, OpfuseWarning, describe
+
+SIMPLE = (bool, int, float, str, type(None))
+"""Values that are compared."""
+
+SIZES = ("in_features", "out_features")
+"""Attributes that count where no forward reads them: whoever gives a module other sizes tells them here."""
+
+
+class Settings(NamedTuple):
+    """Attributes by name, and the names of the parameters and the submodules that a module has."""
+
+    attributes: tuple[tuple[str, Any], ...]
+    parameters: tuple[str, ...]
+    submodules: tuple[str, ...]
+
+    def hold(self, module: nn.Module) -> bool:
+        """Whether ``module`` is still so; asked at every call, so without a look at what is the same object."""
+        own = vars(module)
+        for name, before in self.attributes:
+            now = own.get(name)
+            if now is not before and (type(now) is not type(before) or now != before):
+                return False
+        return _there(own["_parameters"]) == self.parameters and tuple(own["_modules"]) == self.submodules
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What a message tells."""
+        return {**dict(self.attributes), "parameters": self.parameters, "submodules": self.submodules}
+
+
+def settings_of(module: nn.Module, *, member: bool) -> Settings:
+    """What decides, beside tensors, what a module computes: the simple attributes that its forward reads, and which parts it
+    has. Its mode is none of them: what depends on that is not converted, or follows it. member: of another module, so that it has
+    no forward of its own.
+    """
+    own, kind = vars(module), type(module)
+    read = {*_read(kind), *SIZES}  # type: ignore[arg-type]
+    names = [name for name in sorted(read) if name in own and isinstance(own[name], SIMPLE)]
+    return _now(module, (*names, *(["forward"] if member else [])))
+
+
+def check_settings(module: nn.Module, where: str, before: Settings) -> None:
+    """ConversionError if they do not hold any more."""
+    if not before.hold(module):
+        one, other = before.named, _now(module, [name for name, _ in before.attributes]).named
+        wanted, got = ({name: each[name] for name in one if one[name] != other[name]} for each in (one, other))
+        cure = "call opfuse.fuse_ again"
+        raise ConversionError(describe(where, wanted=f"what it was when fuse_ ran, {wanted}", got=got, cure=cure))
+
+
+def check_place(module: nn.Module, path: str, member: nn.Module, label: str) -> None:
+    """ConversionError if the submodule at ``path`` is another one."""
+    holder, _, name = path.rpartition(".")
+    found = module.get_submodule(holder)._modules.get(name) if holder else module._modules.get(name)
+    if found is not member:
+        where, wanted = f"{label}.{path}", f"the {type(member).__name__} that was there when fuse_ ran"
+        cure = "call opfuse.unfuse_ before submodules are replaced, and opfuse.fuse_ afterwards"
+        raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
+
+
+def warn_of_hooks(where: str, label: str) -> None:
+    """An OpfuseWarning that those of the module at ``where`` do not run."""
+    wanted, got = "none on a module that runs as a part of another", "hooks that do not run under a recipe"
+    cure = f"register them on {label}, or before opfuse.fuse_"
+    warnings.warn(describe(f"{where} hooks", wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=3)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = vars(module)
+    return any(own.get(hooks) for hooks in HOOKS)
+
+
+def _now(module: nn.Module, names: Sequence[str]) -> Settings:
+    own = vars(module)
+    attributes = tuple((name, _told(own.get(name))) for name in names)
+    return Settings(attributes, _there(own["_parameters"]), tuple(own["_modules"]))
+
+
+def _told(value: Any) -> Any:
+    return value if isinstance(value, SIMPLE) else type(value).__name__
+
+
+def _there(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple([name for name, value in parameters.items() if value is not None])
+
+
+@cache
+def _read(kind: type[nn.Module]) -> frozenset[str]:
+    """Attributes that the forward of a class reads, itself or in methods and properties that it names, and does not write: a
+    count of calls is no setting.
+    """
+    steps = [step for code in _codes(kind) for step in dis.get_instructions(code)]
+    read, written = ({step.argval for step in steps if step.opname in names} for names in (READS, WRITES))
+    return frozenset(name for name in read - written if not name.startswith("_") and name != "training")
+
+
+READS = ("LOAD_ATTR", "LOAD_METHOD")
+WRITES = ("STORE_ATTR",)
+
+
+def _codes(kind: type[nn.Module]) -> set[CodeType]:
+    """Of a class's forward, and of all that it names in the class and its bases."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    waiting, seen = ["forward"], set[CodeType]()
+    while waiting:
+        name = waiting.pop()
+        found = {code for base in bases for code in _nested(_function(vars(base).get(name)))} - seen
+        seen |= found
+        waiting += [each for code in found for each in code.co_names]
+    return seen
+
+
+def _function(value: Any) -> Any:
+    """What a method, a property or a decorated function runs."""
+    return inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+
+
+def _nested(function: Any) -> Iterator[CodeType]:
+    """The code of a function, and what stands inside of it."""
+    waiting = [getattr(function, "__code__", None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            yield code
+            waiting += code.co_consts

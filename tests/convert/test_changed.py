@@ -1,0 +1,240 @@
+"""Modules that compute more than they seem to, and modules that were changed after ``fuse_``: nothing is left out in silence."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import MethodType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import opfuse
+from opfuse.errors import ConversionError
+from tests.convert.blocks import GatedMLP, TransposedMLP
+from tests.convert.test_fuse import EXACT, FP8
+
+X = torch.linspace(-2, 2, 64 * 32).view(64, 32)
+
+
+def block(act=None, **options):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64, **options), act or nn.GELU(), nn.Linear(64, 32))
+
+
+class Switched(nn.Module):
+    """Does what an attribute says, which it reads in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls, self.negate = nn.Linear(32, 64), nn.Linear(64, 32), 0, False
+
+    def act(self, x):
+        return F.gelu(-x if self.negate else x)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.second(self.act(self.first(x)))
+
+
+# -- changed after fuse_ ---------------------------------------------------------------------------------------------------------
+
+
+def negate(model):
+    model.negate = True
+
+
+def lose_a_bias(model):
+    model[1].bias = None
+
+
+def get_a_bias(model):
+    model[1].bias = nn.Parameter(torch.ones(64))
+
+
+def widened(model):
+    """As transformers resizes embeddings: in place, with the sizes that the module tells."""
+    for i, (name, size), dim in ((1, ("out_features", 96), 0), (3, ("in_features", 96), 1)):
+        model[i].weight = nn.Parameter(torch.cat(2 * [model[i].weight.detach()], dim).narrow(dim, 0, size))
+        setattr(model[i], name, size)
+    model[1].bias = nn.Parameter(torch.ones(96))
+
+
+def another_forward(model):
+    model[1].forward = MethodType(lambda self, x: 2 * nn.Linear.forward(self, x), model[1])
+
+
+def replaced(model):
+    model.up_proj = nn.Linear(32, 64, bias=False)
+
+
+def probability(model):
+    model.dropout.p = 0.25
+
+
+CHANGES = {
+    "an attribute of the module": (Switched, negate, r"Switched: wants .*{'negate': False}, got {'negate': True}"),
+    "an attribute of an activation": (block, lambda model: setattr(model[2], "approximate", "tanh"), r"2: .*got {'approximate'"),
+    "eps": (block, lambda model: setattr(model[0], "eps", 0.5), r"Sequential.0: wants what it was .* got {'eps': 0.5}"),
+    "a probability that was 0": (TransposedMLP, probability, r"dropout: wants .*{'p': 0.0}, got {'p': 0.25}"),
+    "a probability": (lambda: TransposedMLP(p=0.5), probability, r"dropout: wants .*{'p': 0.5}, got {'p': 0.25}"),
+    "a bias that is gone": (block, lose_a_bias, r"got {'parameters': \('weight',\)}"),
+    "a bias": (lambda: block(bias=False), get_a_bias, r"got {'parameters': \('weight', 'bias'\)}"),
+    "other sizes": (block, widened, r"Sequential.1: wants .*{'out_features': 64}, got {'out_features': 96}"),
+    "a weight norm": (block, lambda model: parametrizations.weight_norm(model[1]), r"got {.*: \('parametrizations',\)}"),
+    "a forward": (block, another_forward, r"Sequential.1: wants .*{'forward': None}, got {'forward': 'method'}"),
+    "one more step": (block, lambda model: model.append(nn.Tanh()), r"got {'submodules': \('0', '1', '2', '3', '4'\)}"),
+    "one step less": (block, lambda model: model.pop(3), r"got {'submodules': \('0', '1', '2'\)}. Cure: call opfuse.fuse_ again"),
+    "another submodule": (GatedMLP, replaced, r"up_proj: wants the Linear that was there when fuse_ ran, got a Linear"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_after_fuse_is_refused_until_it_is_fused_again(change):
+    make, do, told = CHANGES[change]
+    model = make()
+    opfuse.fuse_(model, EXACT)
+    before = model(X)
+    copies = [copy.deepcopy(model), model]
+    for each in copies:
+        do(each)
+        with pytest.raises(ConversionError, match=told):
+            each(X)
+    with opfuse.autocast(enabled=False):
+        wanted = model(X)
+    opfuse.fuse_(model, EXACT)
+    if "probability" not in change:
+        torch.testing.assert_close(model(X), wanted)
+    assert before.shape == X.shape
+
+
+# -- more than they seem to be ---------------------------------------------------------------------------------------------------
+
+
+def weight_norm(linear):
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(linear)
+
+
+def buffered(linear):
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.register_buffer("weight", weight)
+    return linear
+
+
+class Halved(nn.Linear):
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return value / 2 if name == "weight" and "bias" in self._parameters else value
+
+
+def halved(linear):
+    made = Halved(32, 64)
+    made._parameters.update(linear._parameters)
+    return made
+
+
+class Doubled(nn.Linear):
+    def _call_impl(self, *args):
+        return 2 * super()._call_impl(*args)
+
+
+SEEMING = {
+    "weight norm": (weight_norm, "a weight that is no parameter"),
+    "weight norm by parametrization": (parametrizations.weight_norm, "a parametrization"),
+    "a pruned weight": (lambda linear: prune.l1_unstructured(linear, "weight", 0.5), "a weight that is no parameter"),
+    "a pruned bias": (lambda linear: prune.l1_unstructured(linear, "bias", 0.5), "a bias that is no parameter"),
+    "a buffer": (buffered, "a weight that is no parameter"),
+    "a weight that is read otherwise": (halved, "a weight that is no parameter"),
+    "a call of its own": (lambda _: Doubled(32, 64), ""),
+}
+
+
+@pytest.mark.parametrize("name", SEEMING)
+def test_a_linear_layer_with_something_around_it_keeps_it(name):
+    make, told = SEEMING[name]
+    model = block()
+    model[1] = make(model[1])
+    expected = model(X)
+    report = opfuse.fuse_(model, EXACT)
+    assert report[""].became.startswith(f"LayerNorm → ({type(model[1]).__name__}) → GELUErf")
+    assert told in report["1"].got
+    torch.testing.assert_close(model(X), expected)
+
+
+class Moody(nn.Module):
+    """Another activation in training than in evaluation."""
+
+    def forward(self, x):
+        return F.gelu(x) if self.training else F.relu(x)
+
+
+class Graded(nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if torch.is_grad_enabled() else F.relu(y)
+
+
+DRAWS = {"torch": lambda: torch.rand(()), "random": random.random, "numpy": np.random.random}
+
+
+class Skipping(nn.Sequential):
+    """Stochastic depth, as it is often written."""
+
+    draw = "torch"
+
+    def forward(self, x):
+        return x if self.training and DRAWS[self.draw]() < 0.5 else super().forward(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_does_more_than_one_thing_does_them(training):
+    moody, graded = block(Moody()).train(training), Graded(*block()).train(training)
+    for model, grad in ((moody, True), (graded, True), (graded, False)):
+        for mode in (True, False):
+            model.train(mode)
+            with torch.set_grad_enabled(grad):
+                expected = model(X)
+                opfuse.fuse_(model.train(training), EXACT)
+                torch.testing.assert_close(model.train(mode)(X), expected)
+            opfuse.unfuse_(model)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_forward_that_draws_lots_goes_on_drawing(draw):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model = Skipping(*block())
+    model.draw = draw
+    assert "" not in opfuse.fuse_(model, EXACT).fused
+    assert {torch.equal(model(X), X) for _ in range(32)} == {True, False}
+
+
+# -- fuse_ and unfuse_ -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_over_that_of_fuse_is_told_before_anything_changes():
+    model = nn.ModuleList([block(), GatedMLP()])
+    opfuse.fuse_(model, FP8)
+    own = model[0].forward
+    model[0].forward = lambda x: 2 * own(x)
+    for call in (opfuse.unfuse_, opfuse.fuse_):
+        with pytest.raises(ConversionError, match=r"0.forward: wants the one that fuse_ gave, got <function .*put over it"):
+            call(model)
+    quantized = model[1](X)
+    model[0].forward = own
+    opfuse.unfuse_(model)
+    assert not torch.equal(model[1](X), quantized)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_what_is_no_policy_and_no_filter_is_refused():
+    with pytest.raises(ConversionError, match=r"fuse_ policy: wants a mapping, or a function of module and path, got \['0'\]"):
+        opfuse.fuse_(block(), FP8, policy=["0"])
+    with pytest.raises(ConversionError, match=r"fuse_ filter_fn: wants a function of module and path, got '0'. Cure: write"):
+        opfuse.fuse_(block(), FP8, filter_fn="0")

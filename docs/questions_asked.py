@@ -184,7 +184,7 @@ QUESTIONS = (
         "Did quantization saturate or underflow, in which op, tensor and step?",
         "model, x = ops.Sequential(ops.Linear(32, 32)), torch.ones(32, 32)\nx[0], x[1:9] = 4e3, 1e-4\n",
         "with opfuse.watch(model, every=100), opfuse.autocast(recipe=recipes.DelayedScaling()):\n    model(x)\n",
-        ("0 input in step 1: wants saturated of at most 0.01, got 0.0312",),
+        ("op 0, input, step 1: wants a share saturated of at most 0.01, got 0.0312",),
     ),
     Question(
         NUMBERS,

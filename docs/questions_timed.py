@@ -1,4 +1,4 @@
-"""How long docs/questions.md takes to answer: ``python -m docs.questions_timed``.
+"""How long docs/questions.md takes to answer: ``python -m docs.questions_timed [WORDS]``, all or those with these words.
 
 Each question is asked in a process that has imported torch and nothing else: a command where nothing of opfuse is loaded yet, as from
 a shell, a call where its case was planted. Seconds of the processor tell more than the clock where others compute, too.
@@ -86,6 +86,7 @@ def _commanded(question: Question) -> Took:
     command, *rest = shlex.split(os.path.expandvars(question.ask))[1:]
     start = time.process_time()
     import_module(f"opfuse.cli.{command}")
+    torch.empty(1, device="meta") + 1  # imports sympy, as does whatever has torch compute shapes alone
     if "--localize" in rest:
         import_module("torch._dynamo")  # by the optimizers of torch, as in any training
     imports = time.process_time() - start
@@ -100,12 +101,13 @@ def _clocked(ask: Callable[[], object]) -> Took:
     return Took(0.0, time.process_time() - start, time.perf_counter() - clock)
 
 
-def main() -> None:
-    """Print the seconds of each question, the slowest first."""
+def main(words: str) -> None:
+    """Print the seconds of each question with these words in its title, the slowest first."""
     print("imports  answer   clock")
-    for took, title in sorted(((timed(question), question.title) for question in QUESTIONS), key=lambda pair: -pair[0].answer):
+    asked = [question for question in QUESTIONS if words in question.title]
+    for took, title in sorted(((timed(question), question.title) for question in asked), key=lambda pair: -pair[0].answer):
         print(f"{took.imports:5.2f} s {took.answer:5.2f} s {took.clock:5.2f} s  {title}")
 
 
 if __name__ == "__main__":
-    main()
+    main(" ".join(sys.argv[1:]))

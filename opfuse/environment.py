@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from typing import NamedTuple
 
 from opfuse.errors import OpfuseWarning, describe, nearest
 
@@ -27,20 +28,40 @@ VARIABLES = {
 def variable(name: str) -> str:
     """The text of a variable without spaces around it; empty if it is not set.
 
-    The first call of a process warns of variables that begin like those of opfuse and that nothing reads.
+    The first call of a process warns of variables that begin like those of opfuse and that nothing reads, and of switches
+    that are neither on nor off.
     """
-    _warn_of_unknown()
+    _warn_of_faults()
     return os.environ.get(name, "").strip()
 
 
-def unknown() -> dict[str, str]:
-    """Variables that are set, begin with ``OPFUSE_`` and are read by nothing, each with what to do about it."""
-    found = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
-    return {name: f"unset it, or use one of {', '.join(VARIABLES)}{nearest(name, VARIABLES)}" for name in found}
+SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE")
+"""Those that are 0 or 1."""
+
+
+class MisreadVariable(NamedTuple):
+    """What is wrong with a variable that is set. told: in a few words."""
+
+    told: str
+    cure: str
+
+
+def faults() -> dict[str, MisreadVariable]:
+    """Variables that begin with ``OPFUSE_`` and are read by nothing, and switches that are neither 0 nor 1."""
+    found = {}
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
+        value = os.environ[name].strip()
+        if name not in VARIABLES:
+            found[name] = MisreadVariable(
+                "nothing reads it", f"unset it, or use one of {', '.join(VARIABLES)}{nearest(name, VARIABLES)}"
+            )
+        elif name in SWITCHES and value not in ("", "0", "1"):
+            found[name] = MisreadVariable(f"{value!r} is neither 0 nor 1", f"set it to {VARIABLES[name]}")
+    return found
 
 
 @functools.cache
-def _warn_of_unknown() -> None:
-    for name, cure in unknown().items():
-        text = describe("environment", wanted="variables that opfuse reads", got=f"{name}, which nothing reads", cure=cure)
+def _warn_of_faults() -> None:
+    for name, fault in faults().items():
+        text = describe("environment", wanted="variables that opfuse reads", got=f"{name}: {fault.told}", cure=fault.cure)
         warnings.warn(text, OpfuseWarning, stacklevel=3)

@@ -13,8 +13,8 @@ from opfuse.errors import OpfuseWarning
 @pytest.fixture(autouse=True)
 def fresh():
     """A process that has read no variable yet."""
-    yield environment._warn_of_unknown.cache_clear()
-    environment._warn_of_unknown.cache_clear()
+    yield environment._warn_of_faults.cache_clear()
+    environment._warn_of_faults.cache_clear()
 
 
 def test_every_variable_that_the_package_names_is_in_the_table():
@@ -26,14 +26,23 @@ def test_every_variable_that_the_package_names_is_in_the_table():
 
 def test_a_mistyped_variable_is_told_once_with_the_nearest(monkeypatch):
     monkeypatch.setenv("OPFUSE_BACKWARD_OVERIDE", "dequantized")
-    with pytest.warns(OpfuseWarning, match="got OPFUSE_BACKWARD_OVERIDE, which nothing reads.*mean 'OPFUSE_BACKWARD_OVERRIDE'"):
+    with pytest.warns(OpfuseWarning, match="got OPFUSE_BACKWARD_OVERIDE: nothing reads it.*mean 'OPFUSE_BACKWARD_OVERRIDE'"):
         recipe = opfuse.recipes.MXFP8BlockScaling()
     assert recipe.backward_override is None
     opfuse.recipes.MXFP8BlockScaling()  # where warnings are errors
 
 
+def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch):
+    """Its default holds, as it did silently."""
+    monkeypatch.setenv("OPFUSE_PROGRAMS", "false")
+    with pytest.warns(OpfuseWarning, match=r"got OPFUSE_PROGRAMS: 'false' is neither 0 nor 1.*Cure: set it to 0: "):
+        environment.variable("OPFUSE_TRACE")
+    monkeypatch.setenv("OPFUSE_PROGRAMS", "0")
+    assert environment.faults() == {}
+
+
 def test_known_variables_and_those_of_others_are_not_told(monkeypatch):
     for name in (*environment.VARIABLES, "OTHER_OPFUSE_X", "NVTE_NO_SUCH"):
         monkeypatch.setenv(name, "1")
-    assert environment.unknown() == {}
+    assert environment.faults() == {}
     assert environment.variable("OPFUSE_DEBUG") == "1"

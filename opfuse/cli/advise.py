@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from opfuse.cli.output import echo, echo_json
-from opfuse.config import load
+from opfuse.config import Config, load
+from opfuse.convert.advise import Advice, LayerAdvice
 from opfuse.convert.advise import advise as advise_model
 from opfuse.errors import UnsupportedError, describe
 
 
 def advise(model: Path, *, kind: str, rows: int, as_json: bool) -> None:
     """Print what is advised for a configuration's pipeline, or for a model of transformers by its ``config.json``."""
-    found = advise_model(_model(model), kind=kind, rows=rows)
+    file = model / "config.json" if model.is_dir() else model
+    made = _of_transformers(file) if file.suffix == ".json" else None
+    found = advise_model(made, kind=kind, rows=rows) if made is not None else _of_configuration(load(model), kind, rows)
     echo_json(found.to_dict()) if as_json else echo(str(found))
 
 
-def _model(path: Path) -> nn.Module:
+def _of_configuration(config: Config, kind: str, rows: int) -> Advice:
+    """Advice for a pipeline, by the ops and lines of its file; the last layer of one that trains makes its output."""
+    made = config.build(device="meta")
+    sized = [str(i) for i, op in enumerate(made) if hasattr(op, "out_features")]
+    found = advise_model(made, kind=kind, rows=rows, heads=sized[-1:] if config.data is not None else ())
+
+    def named(layer: LayerAdvice) -> LayerAdvice:
+        entry = config.pipeline[int(layer.path.partition(".")[0])]
+        return replace(layer, path=f"{Path(entry.source.rpartition(':')[0]).name} {entry.op}")
+
+    return replace(found, layers=tuple(map(named, found.layers)))
+
+
+def _of_transformers(file: Path) -> nn.Module:
     """The model without its values."""
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix != ".json":
-        return load(path).build(device="meta")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         cure = "pip install transformers, or name a configuration of opfuse"
-        raise UnsupportedError(describe(str(path), wanted="transformers, to read it", got=str(error), cure=cure)) from None
+        raise UnsupportedError(describe(str(file), wanted="transformers, to read it", got=str(error), cure=cure)) from None
     with torch.device("meta"):
         made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
     return made

@@ -168,7 +168,7 @@ def _kernel(key: str) -> KeptCubin:
     kept = {each.key: each for each in inventory(location())}
     found = [each for name, each in kept.items() if name.startswith(key)]
     if len(found) != 1:
-        got = f"{key!r}, with which {len(found)} begin{nearest(key, kept)}"
+        got = f"{key!r}, with which {len(found) or 'none'} begin{'s' if not found else ''}{nearest(key, kept)}"
         raise TraceError(
             describe("key", wanted="the first digits of one key", got=got, cure="see `opfuse cache ls`, or name a --trace")
         )

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 import opfuse
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show
-from opfuse.environment import VARIABLES, unknown
+from opfuse.environment import VARIABLES, faults
 from opfuse.kernels.engine.cubins import location, private
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
         for field, (_, rule) in settings_of(cls).items():
             for name in rule.environment if rule is not None else ():
                 fields[name] = f"the {field} of recipes that are given none" + ("" if name in fields else f", such as {kind}")
-    mistyped = {name: f"nothing reads it; {cure}" for name, cure in unknown().items()}
+    mistyped = {name: f"{fault.told}; {fault.cure}" for name, fault in faults().items()}
     return {name: text for name, text in {**fields, **VARIABLES, **mistyped}.items() if os.environ.get(name)}
 
 

@@ -50,7 +50,7 @@ fusions:
 # Bytes of a text; {{kind: text, path: book.txt}} reads one of your own.
 data: {{kind: pydoc_topics, context: 16, embedding: 16}}
 train: {{steps: 300, batch_size: 128, learning_rate: 3.0e-3, seed: 0, eval_every: 50}}
-# watch: {{every: 100}}  # what casts do to values: values.jsonl beside the report
+# watch: {{every: 100, alarms: {{sqnr: 12}}}}  # what casts do to values: values.jsonl beside the report
 """
 """What the file says; braces are doubled for ``format``."""
 

@@ -41,12 +41,14 @@ class Finding:
     def __str__(self) -> str:
         span = self.span
         head = f"{self.path}:{span.line}:{span.column}: error[{self.code}]: {self.message}"
+        help = f"\n      = help: {self.help}" if self.help else ""
+        if not self.source.strip():
+            return head + help
         start = max(0, span.column - WINDOW // 2)
         line = printable(self.source[start : start + WINDOW])
         column = span.column - 1 - start
         carets = "^" * max(1, min(span.width, len(line) - column))
-        text = f"{head}\n{span.line:>5} | {line}\n      | {' ' * column}{carets}"
-        return f"{text}\n      = help: {self.help}" if self.help else text
+        return f"{head}\n{span.line:>5} | {line}\n      | {' ' * column}{carets}{help}"
 
     def record(self) -> dict[str, Any]:
         """The same as plain values."""

@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from opfuse.inspect.watch import ALARMS
+
 
 class Section(BaseModel):
     """A mapping with exactly these keys, values of exactly these types, that never changes.
@@ -64,6 +66,18 @@ DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
 """The model of a data section by its kind."""
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Alarms(Section):
+    """Limits beyond which a warning names op, tensor, step, value and cure: shares at most, ``sqnr`` in dB at least."""
+
+    nonfinite: Share = ALARMS["nonfinite"]
+    saturated: Share = ALARMS["saturated"]
+    flushed: Share = ALARMS["flushed"]
+    sqnr: float = ALARMS["sqnr"]
+
+
 class Watching(Section):
     """What casts do to values, looked at in every so many steps of the run under the recipe.
 
@@ -72,6 +86,7 @@ class Watching(Section):
 
     every: AtLeastOne = 100
     to: Literal["jsonl", "tensorboard", "wandb"] = "jsonl"
+    alarms: Alarms = Alarms()
 
 
 class Train(Section):

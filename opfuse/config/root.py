@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
-from opfuse.config.models import DATA, PydocTopics, Section, TextFile, Train, Watching
+from opfuse.config.models import DATA, Alarms, PydocTopics, Section, TextFile, Train, Watching
 from opfuse.config.trial import trial
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -51,6 +51,7 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("fusions",): rules.Fusions,
     ("train",): Train,
     ("watch",): Watching,
+    ("watch", "alarms"): Alarms,
     **{("fusions", "rules", tag, "expect"): rules.Expect for tag in ("use", "name")},
     **{(*place, tag): model for place, models in TAGGED.items() for tag, model in models.items()},
 }

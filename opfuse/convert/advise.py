@@ -6,14 +6,15 @@ rates of large products and of memory (``benchmarks/results/h200.json``); a prod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from opfuse.convert.policy import HEADS
+from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
+from opfuse.domains import SIZE
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 
@@ -81,19 +82,27 @@ class Advice:
         return {"rows": self.rows, "gain": self.gain, "layers": [asdict(layer) for layer in self.layers]}
 
 
-def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192) -> Advice:
+def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192, heads: Collection[str] = ()) -> Advice:
     """For each linear layer of ``model``: the recipe ``kind`` or bf16, with what a training step of it would gain.
 
-    rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing.
-    The model may lie on the meta device. ConversionError for a kind that was not measured.
+    rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing;
+    they are known by name, or by the model's own word. heads: paths of output heads beside these. The model may lie on the
+    meta device. ConversionError for a kind that was not measured, and for what has no linear layer.
     """
     if kind not in RATES:
         got, cure = f"{kind!r}{nearest(kind, RATES)}", f"name one of {', '.join(RATES)}"
         raise ConversionError(describe("advise(kind=)", wanted="a kind of recipe that was measured", got=got, cure=cure))
-    return Advice(rows, tuple(_layer(path, sizes, kind, rows) for path, sizes in _layers(model)))
+    tokens = SIZE.checked("advise(rows=)", rows, ConversionError)
+    layers = list(_layers(model, heads)) if isinstance(model, nn.Module) else []
+    if not layers:
+        got, cure = f"{type(model).__name__}, which has none", "pass a model of nn.Linear, or of opfuse.ops"
+        raise ConversionError(describe("advise", wanted="a module with linear layers", got=got, cure=cure))
+    return Advice(tokens, tuple(_layer(path, sizes, what, kind, tokens) for path, sizes, what in layers))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+def _layers(model: nn.Module, heads: Collection[str]) -> Iterator[tuple[str, tuple[int, int], str | None]]:
+    """The path of each linear layer, its sizes, and what it is that stays in high precision, if it is."""
+    own = dict(heads_of(model))
     inside: set[int] = set()
     for path, module in model.named_modules():
         sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
@@ -101,11 +110,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             continue
         if isinstance(module, (nn.Linear, BasicOperation)) or hasattr(module, "basic_ops"):
             inside |= {id(part) for part in module.modules()}
-            yield path or "model", sizes  # type: ignore[misc]
+            what = OUTPUT_HEAD if path in heads else own.get(id(module)) or HEADS.get(path.rpartition(".")[2])
+            yield path or "model", sizes, what  # type: ignore[misc]
 
 
-def _layer(path: str, sizes: tuple[int, int], kind: str, rows: int) -> LayerAdvice:
-    if (what := HEADS.get(path.rpartition(".")[2])) is not None:
+def _layer(path: str, sizes: tuple[int, int], what: str | None, kind: str, rows: int) -> LayerAdvice:
+    if what is not None:
         return LayerAdvice(
             path, sizes, "bf16", None, f"{what}: its errors are those of {'routing' if 'router' in what else 'the loss'}"
         )

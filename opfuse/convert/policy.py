@@ -28,13 +28,15 @@ class Choice(NamedTuple):
     cure: str = ""
 
 
+OUTPUT_HEAD = "the output head"
+
 HEADS = {
-    "lm_head": "the output head",
-    "embed_out": "the output head",
-    "head": "the output head",
-    "score": "the output head",
-    "classifier": "the output head",
-    "qa_outputs": "the output head",
+    "lm_head": OUTPUT_HEAD,
+    "embed_out": OUTPUT_HEAD,
+    "head": OUTPUT_HEAD,
+    "score": OUTPUT_HEAD,
+    "classifier": OUTPUT_HEAD,
+    "qa_outputs": OUTPUT_HEAD,
     "router": "a router",
     "gate": "a router",
 }
@@ -55,7 +57,7 @@ class Policies:
         self.policy = policy
         self.filter_fn = filter_fn
         self.used: set[str] = set()
-        self.heads = dict(_heads(model))
+        self.heads = dict(heads_of(model))
         patterns = policy if isinstance(policy, Mapping) else ()
         self.patterns = {pattern: tuple(_counted(model, pattern)) for pattern in patterns}
 
@@ -129,12 +131,12 @@ def _counted(model: nn.Module, pattern: str) -> Iterator[str]:
             yield from _counted(model, f"{name}.{names[-int(step)]}{after}".lstrip("."))
 
 
-def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+def heads_of(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Modules that turn features into logits, by what the model says or by a weight that they share with an embedding."""
     asked = getattr(model, "get_output_embeddings", None)
     found = asked() if callable(asked) else None
     if isinstance(found, nn.Module):
-        yield id(found), "the output head"
+        yield id(found), OUTPUT_HEAD
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if not isinstance(module, nn.Embedding) and id(module._parameters.get("weight")) in tied:

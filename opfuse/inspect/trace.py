@@ -149,7 +149,8 @@ def _file(path: Path) -> Trace:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         cure = "name a file that OPFUSE_TRACE or opfuse.dump() wrote, or a directory of them"
-        raise TraceError(describe(str(path), wanted="a trace", got=str(error), cure=cure)) from None
+        got = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        raise TraceError(describe(str(path), wanted="a trace", got=got, cure=cure)) from None
     found = [
         _line(path, number, line) for number, line in enumerate(lines[:-1], 1)
     ]  # what no newline ends was cut while it was written
@@ -165,6 +166,8 @@ def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
         return _LINE.validate_python(json.loads(line))
     except (ValueError, ValidationError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": str(error), "loc": ()}
+        if first.get("type") == "union_tag_not_found":
+            first = {"msg": "a line that is no record of a trace", "loc": ()}
         got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         cure = "read it with the opfuse that wrote it, or write it anew"
         raise TraceError(describe(f"{path}:{number}", wanted="a line of format version 1", got=got, cure=cure)) from None

@@ -12,7 +12,8 @@ from torch import nn
 
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import RunsOps
-from opfuse.errors import OpfuseWarning, PipelineError, describe
+from opfuse.domains import NUMBER
+from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import sink_of
 from opfuse.runtime.observed import GroupRun, Observer, observed
@@ -21,6 +22,14 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0.5, "sqnr": 8.0}
 """What is told: shares above these, and a signal-to-noise ratio, in dB, below this."""
+
+WORDS = {
+    "nonfinite": "a share that is not finite of at most",
+    "saturated": "a share saturated of at most",
+    "flushed": "a share flushed to zero of at most",
+    "sqnr": "a signal-to-noise ratio, in dB, of at least",
+}
+"""What is wanted of each."""
 
 CURES = {
     "nonfinite": "look at the op before it: opfuse.watch tells of every cast, and the first one is the cause",
@@ -144,9 +153,8 @@ class Watch:
             if value is None or place in self._told or (value >= limit if name == "sqnr" else value <= limit):
                 continue
             self._told.add(place)
-            where = f"{record['op']} {record['tensor']} in step {record['step']}"
-            wanted = f"{name} {'of at least' if name == 'sqnr' else 'of at most'} {limit}"
-            text = describe(where, wanted=wanted, got=f"{value:.3g} in {record['format']}", cure=CURES[name])
+            where = f"op {record['op']}, {record['tensor']}, step {record['step']}"
+            text = describe(where, wanted=f"{WORDS[name]} {limit}", got=f"{value:.3g} in {record['format']}", cure=CURES[name])
             warnings.warn(text, OpfuseWarning, stacklevel=2)
 
     def __str__(self) -> str:
@@ -178,9 +186,11 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
     if not isinstance(model, nn.Module) or not _paths(model):
         cure = "pass a model that is made of opfuse.ops, or that fuse_ has converted"
         raise PipelineError(describe("watch", wanted="a module with ops of opfuse", got=type(model).__name__, cure=cure))
-    if unknown := set(alarms) - set(ALARMS):
-        got, cure = ", ".join(sorted(unknown)), f"name some of {', '.join(ALARMS)}"
-        raise PipelineError(describe("watch(alarms=)", wanted="figures that are found", got=got, cure=cure))
+    for name, limit in alarms.items():
+        if name not in ALARMS:
+            got, cure = f"{name!r}{nearest(str(name), ALARMS)}", f"name some of {', '.join(ALARMS)}"
+            raise PipelineError(describe("watch(alarms=)", wanted="figures that are found", got=got, cure=cure))
+        NUMBER.checked(f"watch(alarms=) {name}", limit, PipelineError)
     return Watch(model, every, to, alarms)
 
 

@@ -22,7 +22,7 @@ def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> It
     if watching is None:
         yield tuple
         return
-    with watch(model, every=watching.every, to=_writer(watching.to)) as looking:
+    with watch(model, every=watching.every, to=_writer(watching.to), alarms=watching.alarms.model_dump()) as looking:
         looking.step = step
         yield lambda: tuple(looking.records)
 

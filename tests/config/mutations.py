@@ -55,7 +55,7 @@ pipeline:
   ops:
     - {repeat: "${times}", ops: [{use: mlp, with: {out: 64}}]}
 fusions: {rules: [{use: epilogue, expect: {fused: 2}}]}
-watch: {every: 10}
+watch: {every: 10, alarms: {sqnr: 8, saturated: 0.02}}
 """,
 )
 

@@ -62,9 +62,26 @@ def test_large_layers_gain_small_ones_do_not_heads_and_routers_stay() -> None:
         opfuse.advise(model(), kind="mxfp")
 
 
+def test_heads_are_known_by_the_models_word_and_bad_input_is_refused() -> None:
+    found = opfuse.advise(model(), heads=["large"])
+    assert "the output head" in {layer.path: layer.why for layer in found.layers}["large"]
+    tied = nn.Sequential(nn.Embedding(1024, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1024, bias=False))
+    tied[2].weight = tied[0].weight
+    assert [layer.advice for layer in opfuse.advise(tied).layers] == ["fp8_current", "bf16"]
+    for bad in (3, nn.ReLU()):
+        with pytest.raises(ConversionError, match="a module with linear layers, got"):
+            opfuse.advise(bad)  # type: ignore[arg-type]
+    for rows in (0, "x"):
+        with pytest.raises(ConversionError, match=r"advise\(rows=\): wants a positive integer"):
+            opfuse.advise(model(), rows=rows)  # type: ignore[arg-type]
+
+
 def test_the_command_reads_configurations_and_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "quickstart", "--json"]) == 0
-    assert {layer["advice"] for layer in json.loads(capsys.readouterr().out)["layers"]} == {"bf16"}
+    told = json.loads(capsys.readouterr().out)["layers"]
+    assert {layer["advice"] for layer in told} == {"bf16"}
+    assert [layer["path"] for layer in told] == [f"quickstart.yaml:{line} linear" for line in (8, 12, 14, 17)]
+    assert [layer["why"].partition(":")[0] for layer in told][2:] == [told[0]["why"].partition(":")[0], "the output head"]
     pytest.importorskip("transformers")
     config = {
         "model_type": "llama",

@@ -110,7 +110,7 @@ def test_a_look_at_experts_tells_of_each_operand() -> None:
             model(x, torch.tensor([40, 0, 56])).square().sum().backward()
     told = {(record["tensor"], record["plane"]) for record in watch.records}
     assert len(str(watch).splitlines()) == 1 + len(told)
-    assert sum("wants sqnr" in str(each.message) for each in alarms) == len(told)
+    assert sum("wants a signal-to-noise ratio" in str(each.message) for each in alarms) == len(told)
     both = {(name, plane) for name in ("input", "grad_output") for plane in ("rowwise", "columnwise")}
     assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}
 
@@ -131,7 +131,7 @@ def test_a_scale_that_is_too_small_saturates() -> None:
     assert cast["op"] == "0"
     text = next(str(each.message) for each in told if "saturated" in str(each.message))
     assert text.startswith(
-        "0 input in step 1: wants saturated of at most 0.01, got 0.0469 in fp8_tensor_e4m3. Cure: give the scale room"
+        "op 0, input, step 1: wants a share saturated of at most 0.01, got 0.0469 in fp8_tensor_e4m3. Cure: give the scale room"
     )
 
 
@@ -233,7 +233,8 @@ def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
-    for given, match in (({"every": 0}, "every"), ({"alarms": {"amx": 1.0}}, "amx")):
+    refused = {"every": 0}, {"alarms": {"satrated": 1.0}}, {"alarms": {"sqnr": "high"}}
+    for given, match in zip(refused, ("every", "did you mean 'saturated'", r"watch\(alarms=\) sqnr: wants a finite number")):
         with pytest.raises(PipelineError, match=match):
             opfuse.watch(mlp(), **given)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="ops of opfuse"):
@@ -250,14 +251,19 @@ recipe: {kind: mxfp8}
 pipeline: {ops: [{op: linear, in_features: 64, out_features: 256}]}
 data: {kind: pydoc_topics, context: 4, embedding: 16}
 train: {steps: 3, batch_size: 32, eval_every: 3}
-watch: {every: 2}
+watch: {every: 2, alarms: {sqnr: 900}}
 """
 
 
 def test_a_file_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "mine.yaml", "--out", "out"]) == 0
+    with warnings.catch_warnings(record=True) as alarms:
+        warnings.simplefilter("always")
+        assert main(["run", "mine.yaml", "--out", "out"]) == 0
+    assert [str(each.message).partition(":")[0] for each in alarms] == [
+        f"op pipeline.0, {tensor}, step 1" for tensor in ("input", "weight", "grad_output")
+    ]
     lines = [json.loads(line) for line in (tmp_path / "out" / "values.jsonl").read_text().splitlines()]
     assert [(each["step"], each["tensor"]) for each in lines] == [
         (s, t) for s in (1, 3) for t in ("input", "weight", "grad_output")

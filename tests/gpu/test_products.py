@@ -69,6 +69,23 @@ def test_r5_a_plain_product_has_the_bits_of_the_library(kind, fast, device):
     assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize(
+    ("lines", "length", "columns"), [(2**19 + 260, 4112, 144), (2**20 + 132, 144, 2064)], ids=["left", "result"]
+)
+@pytest.mark.parametrize("kind", ["tensors", "rows", "1x128, 128x128", "1x128, 1x128"])
+def test_r10_products_past_2_31(kind, lines, length, columns, device):
+    """The last lines are what they are alone."""
+    generator = torch.Generator(device).manual_seed(1)
+    (left, right), last = KINDS[kind], slice(lines - 388, lines)
+    left, right = planes(left, lines, length, generator, device), planes(right, columns, length, generator, device)
+    scale = {"tensors": left.scale, "rows": left.scale[last]}.get(
+        kind, left.scale[:, last] if left.scale.ndim == 2 else left.scale
+    )
+    alone = Stored(left.data[last], scale.contiguous(), None, left.layout.replace(shape=(388, length)))
+    got, wanted = (grouped_product([each], [right], [n], out_dtype=BF16, fast=True) for each, n in ((left, lines), (alone, 388)))
+    assert torch.equal(got[last], wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_r11_r12_no_sync_same_bits_and_the_same_in_a_graph(kind, device):
     lefts, rights, lines = operands(kind, "small", device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from opfuse import formats
 from opfuse.kernels.cases.chain_casts import encoding_of
 from opfuse.kernels.cases.chained import BOTH, ChainedCase
 from opfuse.kernels.cases.chains import ChainCase
+from opfuse.kernels.casts.encoding import RowScaled
 from opfuse.kernels.products import chained, native
 from opfuse.kernels.products.chained import slower, why_apart
 from opfuse.kernels.products.hopper import form_of
@@ -68,16 +71,20 @@ def on_hopper(monkeypatch):
 
 
 def test_why_a_device_does_not_make_a_chain_with_its_product(on_hopper):
-    def why(kinds, columns, cast="", ops=("bias",)):
+    def why(kinds, columns, cast="", ops=("bias",), *, encode=None, mine=False):
         left, right = on_hopper(kinds[0], 16, 128), on_hopper(kinds[1], columns, 128)
-        encode = encoding_of(cast, formats.E4M3, ("rowwise",), (16, columns), torch.device("cpu")) if cast else None
+        encode = encoding_of(cast, formats.E4M3, ("rowwise",), (16, columns), torch.device("cpu")) if cast else encode
         _, stages = ChainCase(ops, (16, columns)).stages(torch.device("cpu"), torch.Generator())
+        stages = [replace(stage, math=replace(stage.math, name="mine")) for stage in stages] if mine else stages
         return why_apart(left, right, stages, encode, dtype=BF16, fast=True)
 
     assert why(("row", "row"), 32) == "not measured for this product with this cast"
     assert why(("tensor", "tensor"), 24) == "right lines: wants a positive multiple of 16, got 24"
-    assert why(("tensor", "tensor"), 32, "MX") == "no kernel for this chain with this cast"
-    assert why(("tensor", "tensor"), 32, ops=("swiglu",)) == "no kernel for this chain with this cast"
+    assert why(("tensor", "tensor"), 32, "MX").startswith("no product whose result is cast to it")
+    assert why(("tensor", "tensor"), 32, "128x128").startswith("blocks of columns: ")
+    assert why(("tensor", "tensor"), 32, encode=RowScaled(())).startswith("scales of whole rows: ")
+    assert why(("tensor", "tensor"), 32, ops=("swiglu",)).startswith("gated activations: slower")
+    assert why(("tensor", "tensor"), 32, mine=True).startswith("an op of one's own")
     assert why(("tensor", "tensor"), 32) == "slower: wants 256 to inf lines, got 16"
 
 

@@ -21,7 +21,9 @@ from opfuse.kernels.casts.encoding import (
     EncodedArrays,
     Encoding,
     Measured,
+    Microscaled,
     RecordingScale,
+    RowScaled,
     WithOriginal,
     apart,
     original,
@@ -81,8 +83,26 @@ def why_apart(
     if reason := own_refusal(left, right, dtype):
         return reason
     if _end_of(encode, stages, left, right, dtype=dtype) is None:
-        return "no kernel for this chain with this cast"
+        return _without_end(encode, stages)
     return slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
+
+
+_NO_END: Mapping[type, str] = {
+    RowScaled: "scales of whole rows: the result would be stored before it is cast, as it is apart",
+    Microscaled: "no product whose result is cast to it, where products of that format are emulated",
+    Blocks: "blocks of columns: the chain's own kernel casts both planes",
+}
+"""Why a product with such a cast behind it is not made in one launch."""
+
+
+def _without_end(encode: Encoding | None, stages: Sequence[Stage]) -> str:
+    """Why there is no kernel for a product, this chain and this cast."""
+    if any(stage.math.is_gated for stage in stages):
+        return "gated activations: slower in one launch, whose tile has half as many columns of either half"
+    if not all(_is_known(stage.math) for stage in stages):
+        return "an op of one's own, of which nobody knows how many registers it takes"
+    cast = type(encode and apart(encode)[0])
+    return _NO_END.get(cast, "no kernel for this chain with this cast")
 
 
 def slower(form: Form, encode: Encoding | None, lines: tuple[int, int], columns: int) -> str:

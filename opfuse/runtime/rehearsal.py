@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opfuse.core.context import Value, plain
+from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import with_joined
 from opfuse.kernels.engine.launch import compiled_ahead, noting
@@ -80,6 +81,8 @@ class RehearsedRunner(Runner):
                     self._run(twin, tensors)
             except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
                 _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)
+            if any(cast.is_delayed for cast in self.plan.casts.values()):  # by who owns the region, when its passes are over
+                noted.append(updating())
             return with_joined(noted)
 
     def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """From a variant to a kernel on a device: what is kept, what is loaded, what can be missing. No GPU is needed."""
 
+import ctypes
 import errno
 import os
 import subprocess
@@ -8,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from opfuse.errors import OpfuseWarning, UnsupportedError
-from opfuse.kernels.engine import bindings, compiling, cubins, launch
+from opfuse.errors import KernelError, OpfuseWarning, UnsupportedError
+from opfuse.kernels.engine import bindings, compiling, cubins, launch, nvrtc
 from opfuse.kernels.engine.compiling import Variant
 
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
@@ -69,7 +70,7 @@ def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, mon
         case "flags":
             monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "--extra-device-vectorization"))
         case "compiler":
-            monkeypatch.setattr(bindings.nvrtc(), "getVersion", lambda: (99, 0), raising=False)
+            monkeypatch.setattr(bindings.nvrtc(), "version", (99, 0))
     compiling.cubin(small, arch, cache)
     assert len({path.name[:64] for path in cache.directory.glob("*.cubin")} - {first.name[:64]}) == 1
 
@@ -154,8 +155,8 @@ def test_r14_the_bytes_that_were_compared_are_the_bytes_that_are_loaded(cache, s
 
 @pytest.fixture
 def fresh():
-    """The bindings of CuPy, imported anew."""
-    imports = (bindings.nvrtc, bindings.driver)
+    """The bindings, loaded anew."""
+    imports = (bindings.nvrtc, bindings.driver, bindings.runtime)
     yield [each.cache_clear() for each in imports]
     for each in imports:
         each.cache_clear()
@@ -171,44 +172,53 @@ def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monke
     with pytest.raises(
         UnsupportedError, match=rf"wants CuPy, got No module named .*pip install '{package}>=14.2'.*OPFUSE_REFERENCE=1"
     ):
-        compiling.compile_text(SMALL, "sm_90a")
+        bindings.driver()
 
 
-IMPORT = """
+FIRST_USES = """
 import sys
+import opfuse
+from opfuse.kernels.engine import bindings
 from opfuse.kernels.engine.compiling import compile_text
-sys.stdout.buffer.write(compile_text('extern "C" __global__ void f() {}', "sm_90a").cubin[:4])
+bindings.require_same_cuda()
+bindings.driver()
+cubin = compile_text('extern "C" __global__ void f() {}', "sm_90a").cubin
+print(cubin[:4], sorted({"cupy", "cuda.pathfinder"} & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize("own", ["~/.cache", "/dev/null/cache"])
-def test_a_home_that_nothing_can_be_written_in_is_no_obstacle(own, tmp_path):
-    """CuPy makes a directory when it is imported: that of its caller, of the home, or of our own cache, if any."""
-    own = own.replace("~", str(tmp_path))
-    environment = {**os.environ, "HOME": "/dev/null", "PYTHONPATH": os.pathsep.join(sys.path), cubins.ENVIRONMENT: own}
-    environment.pop("CUPY_CACHE_DIR", None)
-    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, check=True, cwd=tmp_path)
-    assert done.stdout == b"\x7fELF"
-    assert [path.stat().st_mode & 0o777 for path in sorted(tmp_path.rglob("*"))] == ([0o700] * 2 if "null" not in own else [])
+def test_neither_compiling_nor_launching_imports_all_of_cupy_or_writes_a_file(tmp_path):
+    """Which takes longer than a first plan; and which makes a directory, where it can."""
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], env=environment, capture_output=True, check=True, cwd=tmp_path)
+    assert done.stdout.decode() == "b'\\x7fELF' []\n"
+    assert [*tmp_path.iterdir()] == []
 
 
-def test_a_directory_of_cupy_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUPY_CACHE_DIR": "/dev/null/x"}
-    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, check=False)
-    assert "UnsupportedError: import of CuPy: wants a directory that CuPy can make" in done.stderr
-    assert "set CUPY_CACHE_DIR" in done.stderr
-
-
-def test_without_nvrtc_the_error_says_what_to_install(fresh, monkeypatch):
-    def refuse():
-        raise RuntimeError("Failed to find libnvrtc\nand more")
-
-    monkeypatch.setattr(bindings.nvrtc(), "getVersion", refuse, raising=False)
-    bindings.nvrtc.cache_clear()
-    with pytest.raises(
-        UnsupportedError, match=r"wants NVRTC, got Failed to find libnvrtc\. Cure: pip install 'nvidia-cuda-nvrtc"
-    ):
+@pytest.mark.parametrize(("cuda", "package"), [("13.0", r"nvidia-cuda-nvrtc==13\.\*"), ("12.8", "nvidia-cuda-nvrtc-cu12")])
+def test_without_nvrtc_the_error_says_what_to_install(cuda, package, fresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(nvrtc, "_places", lambda major: iter([f"libnone.so.{major}"]))
+    with pytest.raises(UnsupportedError, match=rf"wants NVRTC, got libnone.*No such file.*Cure: pip install '{package}'"):
         compiling.compile_text(SMALL, "sm_90a")
+
+
+def test_nvrtc_is_found_where_the_wheels_of_torch_have_it_or_where_cuda_is_searched(monkeypatch):
+    wheel, *others = nvrtc._places("13")
+    assert wheel.endswith("nvidia/cu13/lib/libnvrtc.so.13")
+    assert others == ["libnvrtc.so.13", wheel]
+    assert [*nvrtc._places("99")] == ["libnvrtc.so.99"]
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    assert [*nvrtc._places("13")] == [wheel, "libnvrtc.so.13"]
+
+
+def test_what_the_compiler_refuses_is_told_in_its_words():
+    with pytest.raises(KernelError, match=r"(?s)bad\.cu for sm_90a does not compile\.\nbad\.cu\(1\): error: .*nonsense"):
+        compiling.compile_text("nonsense", "sm_90a", "bad.cu")
+    with pytest.raises(KernelError, match="invalid value for --gpu-architecture"):
+        compiling.compile_text(SMALL, "sm_1")
+    with pytest.raises(nvrtc.NvrtcError, match="NVRTC_ERROR_INVALID_PROGRAM"):
+        bindings.nvrtc()._read("CUBIN", ctypes.c_void_p())
 
 
 def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 import opfuse
 from opfuse import ops
+from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine import compiling, cubins
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
@@ -74,6 +75,7 @@ def test_a_rehearsal_finds_the_kernels_of_both_passes_and_leaves_no_trace(name, 
     steps(model, recipe, train=False)
     assert 0 < len(found) - both < both  # inference has its own rehearsal, of a forward pass alone
     assert len({variant.source for variant in found}) > 1
+    assert (updating() in found) == (name == "delayed")
 
 
 @pytest.mark.parametrize("what", ["in place", "indices"])
@@ -144,6 +146,11 @@ def test_the_first_variant_is_being_compiled_while_others_are_looked_for(monkeyp
     assert looked_for == [True]
 
 
+def test_the_longest_texts_are_compiled_first():
+    short, long, longest = map(Variant, ("norm_sums.cu", "amax.cu", "product.cu"))
+    assert compiling.longest_first([long, short, longest]) == [longest, long, short]
+
+
 def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
     told: list[list[Variant]] = []
     compiled = {Variant("known.cu")}
@@ -152,6 +159,7 @@ def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
         "require_same_cuda": lambda: None,
         "architecture": lambda device: "sm_90a",
         "is_compiled": lambda variant, *_: variant in compiled,
+        "longest_first": list,
         "compile_together": lambda variants, *_: told.append(list(variants)),
         "cubin": lambda *_: (_ for _ in ()).throw(RuntimeError("no device")),
     }.items():

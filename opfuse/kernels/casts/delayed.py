@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
@@ -28,8 +29,7 @@ def delayed_update(
 ) -> None:
     """One launch for each 100 states; a block each."""
     check_states(histories, scales, left_out, rules)
-    whole, device = parameter_of("delayed.cu", MOST=MOST), histories[0].get_device()
-    variant = variant_of("delayed.cu", whole.layout, MOST=MOST)
+    variant, device = updating(), histories[0].get_device()
     states = [
         _STATE(
             history=history.data_ptr(),
@@ -46,3 +46,8 @@ def delayed_update(
         part = parameter_of("delayed.cu", MOST=len(chunk))  # what lies behind belongs to blocks that this launch does not have
         fields = part(state=chunk)
         launch(variant, "delayed_update", Grid(len(chunk), _THREADS), part.layout, *fields, device=device)
+
+
+def updating() -> Variant:
+    """What is compiled for updates, of however many states."""
+    return variant_of("delayed.cu", parameter_of("delayed.cu", MOST=MOST).layout, MOST=MOST)

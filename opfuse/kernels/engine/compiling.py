@@ -23,6 +23,7 @@ from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.bindings import SOURCES, nvrtc
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.kernels.engine.ladder import rungs
+from opfuse.kernels.engine.nvrtc import NvrtcError
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """What every kernel is compiled for in the tests; a device of another architecture gets its own."""
@@ -36,8 +37,11 @@ FLAGS = (
     "-default-device",
     "--ptxas-options=-v",
 )
-UNCACHED = "--no-cache"
-"""From CUDA 13 on NVRTC keeps results of its own, without their logs; what is kept is ours to decide, and logs are read."""
+SINCE_13 = ("--no-cache", "--minimal")
+"""From CUDA 13 on NVRTC keeps results of its own, without their logs; what is kept is ours to decide, and logs are read.
+
+And it leaves out declarations, of textures and the runtime, that no kernel here uses: a third of what it reads of a short text.
+"""
 
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
 _ENTRY = re.compile(
@@ -127,24 +131,21 @@ def assemble(variant: Variant) -> str:
 
 def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
     """``text`` for ``arch``, such as ``"sm_90a"``; no GPU is needed. KernelError with the compiler's messages if it refuses."""
-    compiler = nvrtc()
-    program = compiler.createProgram(text, name, (), ())
     try:
-        compiler.compileProgram(program, (f"-arch={arch}", *FLAGS, *([UNCACHED] if compiler.getVersion() >= (13, 0) else [])))
-        return Compiled(
-            arch, compiler.getCUBIN(program), compiler.getPTX(program).decode(), compiler.getProgramLog(program), text
-        )
-    except compiler.NVRTCError as error:
-        log = compiler.getProgramLog(program) or str(error)
-        raise KernelError(f"{name} for {arch} does not compile.\n{log}") from None
-    finally:
-        compiler.destroyProgram(program)
+        made = nvrtc().compile(text, name, (f"-arch={arch}", *_flags()))
+    except NvrtcError as error:
+        raise KernelError(f"{name} for {arch} does not compile.\n{error}") from None
+    return Compiled(arch, *made, text)
+
+
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *(SINCE_13 if nvrtc().version >= (13, 0) else ()))
 
 
 def architectures() -> tuple[str, ...]:
     """What this NVRTC compiles for, with the targets of one device (a) and of a family (f); UnsupportedError without NVRTC."""
     oldest = {"": 0, "a": 90, "f": 100}
-    numbers = sorted(nvrtc().getSupportedArchs())
+    numbers = sorted(nvrtc().architectures())
     return tuple(f"sm_{number}{suffix}" for number in numbers for suffix, first in oldest.items() if number >= first)
 
 
@@ -179,6 +180,14 @@ def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) 
                 made.result()
 
 
+def longest_first(variants: Iterable[Variant]) -> list[Variant]:
+    """In the order of their texts' lengths, by which compiling takes longer: what is begun last should be done soon.
+
+    NVRTC reads one text at a time, under a lock of its own; it optimizes several.
+    """
+    return sorted(variants, key=lambda variant: len(assemble(variant)), reverse=True)
+
+
 def _missing(variants: Iterable[Variant], arch: str, cache: CubinCache) -> Iterator[Variant]:
     """Those that the cache does not have, once each."""
     seen = set[Variant]()
@@ -196,7 +205,7 @@ def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resou
 
 def cache_key(*parts: str) -> str:
     """The name in the cache of what is made from ``parts`` by this compiler and these flags."""
-    return hashlib.sha256("\0".join([*parts, *FLAGS, *map(str, nvrtc().getVersion())]).encode()).hexdigest()
+    return hashlib.sha256("\0".join([*parts, *_flags(), *map(str, nvrtc().version)]).encode()).hexdigest()
 
 
 def _key(variant: Variant, arch: str) -> str:

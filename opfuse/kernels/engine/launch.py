@@ -14,7 +14,16 @@ import torch
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.kernels.engine.bindings import driver, require_same_cuda, runtime
-from opfuse.kernels.engine.compiling import Resources, Variant, architecture, compile_together, cubin, is_compiled, resources
+from opfuse.kernels.engine.compiling import (
+    Resources,
+    Variant,
+    architecture,
+    compile_together,
+    cubin,
+    is_compiled,
+    longest_first,
+    resources,
+)
 from opfuse.kernels.engine.cubins import cubin_cache, location
 
 
@@ -76,7 +85,7 @@ def load(variant: Variant, entry: str, device: int) -> int:
 def _one_after_another(variant: Variant, coming: Callable[[], Iterable[Variant]]) -> Iterator[Variant]:
     """``variant``, then those of ``coming``: the compiler loads and begins while these are looked for."""
     yield variant
-    yield from coming()
+    yield from longest_first(coming())
 
 
 def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:

@@ -1,0 +1,115 @@
+"""NVRTC, called by its C interface: CuPy's binding of it imports all of CuPy, which takes longer than a plan."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+_FOLDERS = ("cu{major}/lib", "cuda_nvrtc/lib")
+"""Where NVIDIA's wheels, which torch's depend on, put the library: below the package ``nvidia``, from CUDA 13 on and before."""
+
+
+class NvrtcError(RuntimeError):
+    """What the compiler says of a text that it refuses."""
+
+
+class Made(NamedTuple):
+    """What one text was compiled to, and what the compiler said of it."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+
+
+class Nvrtc:
+    """The functions of the library. Python's lock is free while it compiles."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.version = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def architectures(self) -> list[int]:
+        """Compute capabilities that it compiles for, in tenths."""
+        count = ctypes.c_int()
+        self._call("GetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("GetSupportedArchs", found)
+        return [*found]
+
+    def compile(self, text: str, name: str, options: Sequence[str]) -> Made:
+        """The cubin of ``text``, of which messages speak as ``name``. NvrtcError with the messages if it does not compile."""
+        program = ctypes.c_void_p()
+        self._call("CreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+        try:
+            given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+            status = self._library.nvrtcCompileProgram(program, len(options), given)
+            log = self._told("ProgramLog", program).decode(errors="replace")
+            if status:
+                raise NvrtcError(log or self._reason(status))
+            return Made(self._read("CUBIN", program), self._told("PTX", program).decode(), log)
+        finally:
+            self._call("DestroyProgram", ctypes.byref(program))
+
+    def _told(self, what: str, program: ctypes.c_void_p) -> bytes:
+        """Text without the zero that ends it."""
+        return self._read(what, program).rstrip(b"\0")
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        room = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{what}", program, room)
+        return room.raw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        function: Callable[..., int] = self._library[f"nvrtc{name}"]
+        if status := function(*arguments):
+            raise NvrtcError(self._reason(status))
+
+    def _reason(self, status: int) -> str:
+        text = self._library.nvrtcGetErrorString
+        text.restype = ctypes.c_char_p
+        reason: bytes = text(status)
+        return reason.decode()
+
+
+def find(major: str) -> Nvrtc:
+    """The library for CUDA ``major``: that of NVIDIA's wheels, else as the system or CUDA's own search finds it; else OSError."""
+    reason = OSError(f"no libnvrtc.so.{major}")
+    for path in _places(major):
+        try:
+            for needed in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # which the library looks for by name alone
+                ctypes.CDLL(str(needed))
+            return Nvrtc(ctypes.CDLL(path))
+        except OSError as error:
+            reason = error
+    raise reason
+
+
+def _places(major: str) -> Iterator[str]:
+    name = f"libnvrtc.so.{major}"
+    wheels = find_spec("nvidia")
+    for root in (wheels and wheels.submodule_search_locations) or ():
+        yield from map(str, filter(Path.is_file, (Path(root, folder.format(major=major), name) for folder in _FOLDERS)))
+    yield name
+    if (found := _searched(major)) is not None:
+        yield found
+
+
+def _searched(major: str) -> str | None:
+    """What a search finds that knows conda, CUDA_HOME and more, and takes long to import; CuPy depends on it."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (ImportError, RuntimeError):
+        return None
+    return path if path and f".so.{major}" in path else None

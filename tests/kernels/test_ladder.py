@@ -3,12 +3,17 @@
 import warnings
 
 import pytest
+import torch
 
 from opfuse.errors import OpfuseWarning
+from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, mxfp8
+from opfuse.kernels.casts.tensor import _mx_work
 from opfuse.kernels.engine import compiling, launch
-from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.compiling import Variant, compile_variant
 from opfuse.kernels.engine.cubins import CubinCache
+from opfuse.kernels.engine.joining import joined_variant
 from opfuse.kernels.engine.ladder import rungs
+from opfuse.numerics.layouts import Layout
 
 # Half as many values as `VALUES` are live at once, in blocks of 512 threads.
 HOLDS = """
@@ -88,3 +93,13 @@ def test_what_spills_on_every_rung_spills_least_and_is_told(cache, holds):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         launch.tell_of_spills(holds(32), "sm_90a", compiling.resources(holds(32), "sm_90a", cache))
+
+
+def test_a_joined_cast_of_squares_goes_down_to_one_block_where_two_would_spill():
+    """On sm_80, whose kernels take more registers; on sm_90a, for which it is tuned, two share a multiprocessor."""
+    layouts = tuple(Layout(mxfp8(E4M3), usage, (256, 256), swizzled=True) for usage in (ROWWISE, COLUMNWISE))
+    variant, *_ = _mx_work(layouts, (256, 256), torch.bfloat16, on_vectors=True, block_rows=32)
+    assert "RESIDENT=2" in variant.defines
+    made = compile_variant(joined_variant(variant), "sm_80")
+    assert made.spills == 0
+    assert "#define RESIDENT 1\n" in made.text

@@ -34,6 +34,7 @@ MX_PLANES, _CAST_MX = parameter_of("mx_tile.cuh", "MxPlanes"), parameter_of("cas
 _MX_BLOCK = 32
 _MX_ROWS_BLOCK = 8192  # elements
 _MX_TILES = {False: (32, 256, 128), True: (128, 128, 256)}  # swizzled: rows, columns, threads
+_MX_THREADS = 512  # of a multiprocessor at least
 _MX_BIAS: dict[ScaleRounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
 
 
@@ -149,6 +150,7 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
     tile_rows, tile_columns, threads = _MX_TILES[swizzled]
     tiled = block_rows > 1 or COLUMNWISE in usages or columns % _MX_BLOCK != 0
     entry = "cast_tile" if tiled else "cast_rows"
+    aligned = on_vectors and not (tiled and columns % PACK)
     variant = variant_of(
         "cast_mx.cu",
         _CAST_MX.layout,
@@ -159,7 +161,8 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
         COLUMNWISE=COLUMNWISE in usages,
         SQUARE=block_rows > 1,
         SWIZZLED=swizzled,
-        ALIGNED=on_vectors and not (tiled and columns % PACK),
+        ALIGNED=aligned,
+        RESIDENT=_MX_THREADS // threads if aligned else 1,
     )
     grids = {
         "cast_tile": Grid(ceil_div(rows, tile_rows) * ceil_div(columns, tile_columns), threads),

@@ -7,6 +7,7 @@
 // Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
 //                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
 // JOINED         as joined.cuh has it
+// RESIDENT       blocks of cast_tile that share a multiprocessor
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_mx.
 #include "mx_tile.cuh"
@@ -124,7 +125,7 @@ OPFUSE_FN Codes within(Codes codes, const bool (&there)[8]) {
 }
 
 #if ENTRY_cast_tile
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 512 / TILE_THREADS : 1) cast_tile(const __grid_constant__ Launched launched) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_tile(const __grid_constant__ Launched launched) {
     Own part = own_part(launched);
     const Parameters& parameters = part.parameters;
     const MxPlanes& p = parameters.planes;

@@ -16,7 +16,7 @@ class NvrtcError(RuntimeError):
     """What the compiler says of a text that it refuses."""
 
 
-class Made(NamedTuple):
+class Printout(NamedTuple):
     """What one text was compiled to, and what the compiler said of it."""
 
     cubin: bytes
@@ -44,7 +44,7 @@ class Nvrtc:
         self._call("GetSupportedArchs", found)
         return [*found]
 
-    def compile(self, text: str, name: str, options: Sequence[str]) -> Made:
+    def compile(self, text: str, name: str, options: Sequence[str]) -> Printout:
         """The cubin of ``text``, of which messages speak as ``name``. NvrtcError with the messages if it does not compile."""
         program = ctypes.c_void_p()
         self._call("CreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
@@ -54,7 +54,7 @@ class Nvrtc:
             log = self._told("ProgramLog", program).decode(errors="replace")
             if status:
                 raise NvrtcError(log or self._reason(status))
-            return Made(self._read("CUBIN", program), self._told("PTX", program).decode(), log)
+            return Printout(self._read("CUBIN", program), self._told("PTX", program).decode(), log)
         finally:
             self._call("DestroyProgram", ctypes.byref(program))
 

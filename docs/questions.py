@@ -47,6 +47,7 @@ PLAIN = (
     (re.compile(r" 0x[0-9a-f]+"), " 0x…"),
     (re.compile(r"\b\d+\.\d{6,}"), "N.N"),
     (re.compile(r", [+-]\d\.\d\de[+-]\d\d"), ", N"),
+    (re.compile(r"gradients [\d.]+% off"), "gradients N% off"),
     (re.compile(r"[\d.]+% of elements, by [\d.e+-]+"), "N% of elements, by N"),
     (re.compile(r"rank(\d+)-\d+\.jsonl"), r"rank\1-PID.jsonl"),
     (re.compile(r"plan \d+ of the process"), "plan N of the process"),

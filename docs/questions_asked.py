@@ -218,11 +218,13 @@ QUESTIONS = (
     ),
     Question(
         MEMORY,
-        "How many bytes would each backward override save?",
+        "How many bytes would each backward override save, and what do gradients pay for it?",
         "model, x = mlp(), batch().requires_grad_()\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n"
-        "    for override, totals in opfuse.saved(model, x).by_override.items():\n        print(override, totals)\n",
-        ("dequantized", "high_precision"),
+        "    found = opfuse.saved(model, x, errors=True)\n"
+        "for override, totals in found.by_override.items():\n"
+        "    print(override, totals, f\"gradients {found.errors[f'backward_override={override}']:.1%} off\")\n",
+        ("dequantized", "high_precision", "own=10368) gradients N% off"),
     ),
     Question(
         MACHINE,

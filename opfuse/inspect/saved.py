@@ -11,6 +11,7 @@ from torch import nn
 
 from opfuse.errors import OpfuseError
 from opfuse.inspect.alike import alike, common, counted, starred
+from opfuse.inspect.errors import error_of, gradients_of
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import OVERRIDES
@@ -35,7 +36,8 @@ class Saved:
     likewise under every ``keep`` of the recipe.
     baseline: of the same call, in its own dtypes, without a recipe, or why it cannot run so. dtype: of its parameters, as
     "bfloat16", or "mixed dtypes". kept_bytes: of the casts of weights that :func:`opfuse.kept_weights` keeps around the call,
-    which no total counts.
+    which no total counts. errors: of each setting that can run, as "keep=recompute", how far the gradients of all parameters are
+    from those of the baseline, as a share of these; only where they were asked for.
     """
 
     recipe: str
@@ -46,6 +48,7 @@ class Saved:
     dtype: str
     kept_bytes: int = 0
     by_keep: Mapping[str, Totals | RefusedSetting] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
@@ -60,15 +63,17 @@ class Saved:
             "kept_bytes": self.kept_bytes,
             "by_override": {name: _plain(totals) for name, totals in self.by_override.items()},
             "by_keep": {name: _plain(totals) for name, totals in self.by_keep.items()},
+            "errors": dict(self.errors),
             "baseline": {"dtype": self.dtype, **_plain(self.baseline)},
         }
 
 
-def saved(model: nn.Module, *inputs: Any, **named: Any) -> Saved:
+def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) -> Saved:
     """What ``model(*inputs, **named)`` saves for its backward pass under the active recipe.
 
     Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace. A setting under
-    which the call cannot run is told as refused, and why; only the active recipe as it is may raise. PipelineError for what
+    which the call cannot run is told as refused, and why; only the active recipe as it is may raise. errors: run the
+    backward passes, too, and tell how far gradients are from those without a recipe. PipelineError for what
     is no module or runs no op of opfuse; DtypeError for a first input that is no tensor.
     """
     given = CallInputs(inputs, named)
@@ -78,7 +83,9 @@ def saved(model: nn.Module, *inputs: Any, **named: Any) -> Saved:
     overrides, kept = [totals_under(recipes[0], name, found.totals, model, given) for name in asked] or ({}, {})
     baseline = _attempted(lambda: _baseline(model, given))
     made = " and ".join(map(repr, recipes)) or "none", found.values, found.totals
-    return Saved(*made, overrides, baseline, _dtype(model, given), found.kept[1], kept)
+    comparable = errors and asked and not isinstance(baseline, RefusedSetting)
+    off = _errors(recipes[0], overrides, kept, model, given) if comparable else {}
+    return Saved(*made, overrides, baseline, _dtype(model, given), found.kept[1], kept, off)
 
 
 def recipes_of(found: Observation) -> list[Recipe]:
@@ -92,18 +99,41 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {"backward_override": tuple(OVER
 """The fields of a recipe that decide what is saved, and their values."""
 
 
+SettingTotals = Mapping[str, Totals | RefusedSetting]
+"""What a call keeps under each value of a field, or why it refuses one."""
+
+
 def totals_under(
     recipe: Recipe, name: str, own: Totals, model: nn.Module, arguments: CallInputs
 ) -> dict[str, Totals | RefusedSetting]:
     """What a call keeps under every value of the field ``name``, or why it refuses one. own: under the recipe as it is."""
 
     def under(value: str | None) -> Totals:
-        changed = recipe.replace(**{name: value})
-        with autocast(recipe=changed, amax_reduction_group=current_amax_group()):
+        with _changed(recipe, name, value):
             return observe(model, arguments).totals
 
     given = getattr(recipe, name)
     return {str(value): own if value == given else _attempted(partial(under, value)) for value in CHOICES[name]}
+
+
+def _changed(recipe: Recipe, name: str, value: str | None) -> autocast:
+    """A region of ``recipe`` with another value of one field."""
+    return autocast(recipe=recipe.replace(**{name: value}), amax_reduction_group=current_amax_group())
+
+
+def _errors(
+    recipe: Recipe, overrides: SettingTotals, kept: SettingTotals, model: nn.Module, given: CallInputs
+) -> dict[str, float]:
+    """How far gradients are under each setting that can run, by its name."""
+    with autocast(enabled=False):
+        exact = gradients_of(model, given)
+    found = {}
+    for name, told_of in (("backward_override", overrides), ("keep", kept)):
+        for value in CHOICES[name]:
+            if not isinstance(told_of[str(value)], RefusedSetting):
+                with _changed(recipe, name, value):
+                    found[f"{name}={value}"] = error_of(gradients_of(model, given), exact)
+    return found
 
 
 def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
@@ -169,4 +199,5 @@ def _comparison(found: Saved) -> Iterator[str]:
             yield f"{name:<35}{totals}"
             continue
         part = f", {totals.own / base:.1%} of {dtype}" if base else ""
-        yield f"{name:<35}{totals.bytes:>12} bytes {totals.own:>12} beside the inputs{part}"
+        off = f", gradients {found.errors[name]:.1%} off" if name in found.errors else ""
+        yield f"{name:<35}{totals.bytes:>12} bytes {totals.own:>12} beside the inputs{part}{off}"

@@ -132,6 +132,32 @@ def test_values_are_plain_for_json_and_told_as_text():
     assert "keep=quantized                     refused: Float8CurrentScaling: wants keep='recompute' or None" in text
 
 
+def test_what_gradients_pay_is_told_beside_the_bytes():
+    """Of all parameters together, as a real step has them; what makes the same bits anew pays nothing."""
+    model, x = block(), randn(ROWS, K)
+    dy = torch.randn((ROWS, K), generator=torch.Generator().manual_seed(0)).to(BF16)
+
+    def flat(recipe):
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        return torch.cat([g.double().flatten() for g in torch.autograd.grad(y, [*model.parameters()], dy)])
+
+    recipe = recipes.MXFP8BlockScaling(backward_override="dequantized")
+    with opfuse.autocast(recipe=recipe):
+        found = opfuse.saved(model, x, errors=True)
+    exact = flat(None)
+    for name, error in found.errors.items():
+        field, value = name.split("=")
+        off = flat(recipe.replace(**{field: None if value == "None" else value})) - exact
+        assert error == pytest.approx(float(off.norm() / exact.norm()), rel=1e-6)
+    assert f"gradients {found.errors['keep=None']:.1%} off" in str(found)
+    assert found.errors["backward_override=high_precision"] < found.errors["backward_override=None"]
+    assert json.loads(json.dumps(found.to_dict()))["errors"] == found.errors
+    assert all(p.grad is None for p in model.parameters())
+    assert call(recipe).errors == {}
+    assert opfuse.saved(model, x, errors=True).errors == {}
+
+
 @pytest.mark.row("B31")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 def test_b31_the_baseline_is_the_same_call_in_its_own_dtype(dtype):

@@ -20,6 +20,7 @@ from torch import nn
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_of
+from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 
@@ -108,13 +109,24 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes = [len(part) for part in parts]
+        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, _versions(parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if (now := _versions(ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
+            got, cure = (
+                f"weights written {sum(now) - sum(ctx.versions)} times since",
+                "call backward() before an optimizer's step",
+            )
+            where, wanted = "backward of weights in one memory", "each as the forward pass left it"
+            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         return tuple(grads[0].split(ctx.sizes))
+
+
+def _versions(parts: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if part.is_inference() else part._version for part in parts]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -51,10 +51,10 @@ def arguments_around(module: nn.Module) -> tuple[list[str], list[str]]:
     return [each.name for each in given if each.default is inspect.Parameter.empty], [each.name for each in given]
 
 
-def graph_around(module: nn.Module, names: Sequence[str]) -> fx.Graph | None:
-    """The whole forward, called with ``names``; None where torch.fx cannot follow."""
+def graph_around(module: nn.Module, names: Sequence[str], training: bool) -> fx.Graph | None:
+    """The whole forward, called with ``names`` in a mode; None where torch.fx cannot follow."""
     try:
-        with kept(module):
+        with kept(module, training=training):
             return Tracer().trace(_Called(module, names))
     except Exception:  # of a stranger's code on symbolic values
         return None

@@ -254,14 +254,15 @@ class Converted:
         return x
 
     def _is_awaited(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is what a norm has handed on. ConversionError if that is somewhere, and ``x`` is something else."""
+        """Whether ``x`` is what a norm has handed on. ConversionError if it has, and ``x`` is something else, also where what it
+        handed on is gone: ``x`` may be made of that.
+        """
         awaited = self.awaited.pop(get_ident(), None)
-        handed = None if awaited is None else awaited()
-        if handed is not None:
-            self._check_handed(handed, x)
-        return handed is not None
+        if awaited is not None:
+            self._check_handed(awaited(), x)
+        return awaited is not None
 
-    def _check_handed(self, handed: torch.Tensor, x: Any) -> None:
+    def _check_handed(self, handed: torch.Tensor | None, x: Any) -> None:
         if handed is not x:
             where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
             cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from opfuse.convert.around import arguments_around, graph_around, name_of
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, PipelineRun
+from opfuse.convert.converted import Converted, PipelineRun, converted
 from opfuse.convert.leaves import norm_of, obstacle
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import Recipe, current_recipe, in_region
@@ -25,13 +25,13 @@ from opfuse.recipes import Recipe, current_recipe, in_region
 
 def feeds(module: nn.Module) -> dict[str, str]:
     """Submodules of ``module`` by the submodule whose result they alone read, as their first argument."""
-    found = [_fed(module, names) for names in arguments_around(module)]
+    found = [_fed(module, names, training) for names in arguments_around(module) for training in (True, False)]
     return dict(set.intersection(*(set(each.items()) for each in found)))
 
 
-def _fed(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, str]:
     """Of one trace; nothing where torch.fx cannot follow."""
-    graph = graph_around(module, names)
+    graph = graph_around(module, names, training)
     if graph is None:
         return {}
     calls = [node for node in graph.nodes if node.op == "call_module"]
@@ -53,12 +53,19 @@ def _is_first(module: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
 
 
 class Fed(Converted):
-    """The forward of a norm that the pipeline of another module begins with."""
+    """The forward of a norm that the pipeline of another module begins with.
 
-    def __init__(self, module: nn.Module, path: str, reader: Converted) -> None:
+    holder, name: the module around both, and what it calls the reader.
+    """
+
+    def __init__(self, module: nn.Module, path: str, reader: Converted, holder: nn.Module, name: str) -> None:
         super().__init__(module, path, arguments=arguments_of(module)[:1], parts=(), members={}, recipe=reader.recipe)
         self.region = None  # it runs nothing under its recipe
-        self.reader = reader
+        self.reader, self.holder, self.name = reader, holder, name
+
+    def _is_read(self) -> bool:
+        """Whether the reader is where it was: nobody wrapped it, gave it another forward or took it back since."""
+        return self.holder._modules.get(self.name) is self.reader.module and converted(self.reader.module) is self.reader
 
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
@@ -66,6 +73,8 @@ class Fed(Converted):
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Likewise, in a graph: the op of the reader computes the norm, or has its module compute it."""
         (x,) = [*args, *kwargs.values()]
+        if not self._is_read():
+            return self.plain(x)
         handed: torch.Tensor = x.view_as(x)
         self.reader.followed = handed
         return handed
@@ -75,7 +84,9 @@ class Fed(Converted):
         self.reader.get_ready()
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
-        """The input itself, under another name."""
+        """The input itself, under another name; the norm of it if nobody reads that."""
+        if not self._is_read():
+            return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
         self.reader.awaited[get_ident()] = weakref.ref(handed)
         return handed
@@ -92,7 +103,7 @@ def fed(module: nn.Module, path: str, made: Mapping[nn.Module, Converted]) -> It
             norm, own = candidates[name], readers[reader]
             op = norm_of(norm)
             if op is not None:
-                yield own, Fed(norm, f"{path}.{name}".lstrip("."), own), op
+                yield own, Fed(norm, f"{path}.{name}".lstrip("."), own, module, reader), op
 
 
 def _begins(made: Converted) -> bool:

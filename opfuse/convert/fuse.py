@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone, refusal, unfit
 from opfuse.convert.chain import NoChain
@@ -58,6 +59,10 @@ def fuse_(
     if not isinstance(model, nn.Module):
         cure = "pass the model itself"
         raise ConversionError(describe("fuse_", wanted="an nn.Module", got=type(model).__name__, cure=cure))
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        cure = "call the model once, on what it is made for, and then fuse_"
+        raise ConversionError(describe(f"fuse_ {lazy}", wanted="a shape", got="a parameter without one", cure=cure))
     before = _converted(model)
     _restore(before)
     try:
@@ -138,9 +143,12 @@ class _Walk:
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
-        if module in self.seen or isinstance(module, FusibleOperation):
+        if module in self.seen:
             return
         self.seen.add(module)
+        if isinstance(module, FusibleOperation):
+            self._ours(module, path)
+            return
         weight, experts = weight_of(module), experts_of(module)
         if weight is not None:
             self._alone(weight, path)
@@ -244,6 +252,12 @@ class _Walk:
             self._tell(
                 module, path, "fused", became=names, recipe=_told(made), weights=experts.elements, gain=gain_of(made.recipe)
             )
+
+    def _ours(self, module: FusibleOperation, path: str) -> None:
+        """Tell of an op of opfuse, which a model may have as well."""
+        if elements := sum(p.numel() for p in module.parameters() if p.dim() > 1):
+            got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
+            self._tell(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
 
     def _own(self, module: nn.Module, path: str) -> None:
         """Tell of a module with parameters of its own that no row knows."""

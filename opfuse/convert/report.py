@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from opfuse.convert.gains import RECORD
-from opfuse.errors import describe
+from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
@@ -95,7 +95,11 @@ class Report:
         return sum(entry.weights for entry in multiply) / sum(times) if len(times) == len(multiply) > 0 else None
 
     def __getitem__(self, path: str) -> Conversion:
-        return next(entry for entry in self.entries if entry.path == path)
+        found = next((entry for entry in self.entries if entry.path == path), None)
+        if found is None:
+            got = f"{path!r}{nearest(path, [entry.path for entry in self.entries])}"
+            raise ConversionError(describe("report", wanted="a path that has a line", got=got, cure="see report.entries"))
+        return found
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import opfuse
+from opfuse import ops
 from opfuse.errors import ConversionError
 from tests.convert.blocks import GatedMLP, TransposedMLP
 from tests.convert.test_fuse import EXACT, FP8
@@ -238,3 +239,23 @@ def test_what_is_no_policy_and_no_filter_is_refused():
         opfuse.fuse_(block(), FP8, policy=["0"])
     with pytest.raises(ConversionError, match=r"fuse_ filter_fn: wants a function of module and path, got '0'. Cure: write"):
         opfuse.fuse_(block(), FP8, filter_fn="0")
+
+
+def test_parameters_without_a_shape_are_refused():
+    with pytest.raises(
+        ConversionError, match=r"fuse_ 0.weight: wants a shape, got a parameter without one. Cure: call the model"
+    ):
+        opfuse.fuse_(nn.Sequential(nn.LazyLinear(8)), FP8)
+
+
+def test_ops_of_opfuse_are_told_of():
+    model = nn.ModuleList([ops.Sequential(ops.Linear(32, 32)), nn.Linear(32, 32)])
+    report = opfuse.fuse_(model, FP8)
+    assert report["0.0"].status == "kept"
+    assert report.share == 0.5
+    with pytest.raises(ConversionError, match=r"report: wants a path that has a line, got '00'; did you mean '0.0'"):
+        report["00"]
+    with pytest.raises(
+        ConversionError, match=r"0.0 wants a module of torch, got an op of opfuse already. Cure: run it inside of"
+    ):
+        opfuse.fuse_(model[:1], FP8)

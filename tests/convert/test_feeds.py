@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
@@ -16,7 +18,7 @@ from opfuse.errors import ConversionError
 from opfuse.recipes import DelayedScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import GatedMLP, Layer
-from tests.convert.test_fuse import FP8, called, converted_exactly
+from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
 
 
 def layer(forward):
@@ -120,8 +122,77 @@ def test_a_result_that_goes_astray_is_refused():
         model(x)
     hook.remove()
     model(x)
-    model.second(x)  # and its result is forgotten
+    model.second(x)  # and its result is gone: x may be made of it, as far as one can tell
+    with pytest.raises(ConversionError, match="got another tensor, made of that or not"):
+        model.mlp(x)
     model.mlp(x)
+
+
+class Halving(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x / 2)
+
+
+def wrapped(model):
+    model.mlp = Halving(model.mlp)
+
+
+def checkpointed(model):
+    model.mlp = checkpoint_wrapper(model.mlp)
+
+
+def forward_of_ones_own(model):
+    model.mlp.forward = partial(GatedMLP.forward, model.mlp)
+
+
+MOVES = {
+    "given back": lambda model: opfuse.unfuse_(model.mlp),
+    "converted by itself": lambda model: opfuse.fuse_(model.mlp, EXACT),
+    "replaced": lambda model: setattr(model, "mlp", GatedMLP()),
+    "wrapped": wrapped,
+    "wrapped by a checkpoint": checkpointed,
+    "with a forward of one's own": forward_of_ones_own,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_norm_whose_reader_is_no_more_computes_itself(move):
+    torch.manual_seed(0)
+    model, x = Layer(), [5 * torch.randn(4, 32)]
+    nn.init.uniform_(model.second.weight, 1, 2)
+    opfuse.fuse_(model, EXACT)
+    model(*x)
+    MOVES[move](model)
+    got = called(model, x)
+    if move == "with a forward of one's own":
+        del model.mlp.forward
+    with opfuse.autocast(enabled=False):
+        for one, other in zip(got, called(model, x)):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_norm_that_is_read_in_one_mode_alone_stays():
+    def doubled(self, x, mask=None):
+        y = self.norm(x)
+        return x + self.mlp(y if self.training else 2 * y)
+
+    def flagged(self, x, mask=None):
+        y = self.norm(x)
+        y = y if self.linear.bias is None else 2 * y
+        return x + self.mlp(y)
+
+    assert feeds(layer(doubled)) == {}
+    made, x = layer(flagged), torch.randn(4, 32)
+    bias, made.linear.bias = made.linear.bias, None
+    assert opfuse.fuse_(made, EXACT)["norm"].became == "in mlp"
+    made(x)
+    made.linear.bias = bias
+    with pytest.raises(ConversionError, match="mlp input: wants the very result of the norm before it"):
+        made(x)
 
 
 class Scaled(nn.Module):

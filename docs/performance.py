@@ -119,7 +119,7 @@ def pipelines(record: Mapping[str, Any]) -> str:
         (setting, *(shown(each[what][unit], 2) for what in ("forward", "training") for unit in ("ms", "x products")))
         for setting, each in found.items()
     ]
-    head = ("pipeline, recipe, override", "forward, ms", "x products", "training, ms", "x products (at most)")
+    head = ("pipeline, recipe, override", "forward, ms", "x products (at most)", "training, ms", "x products (at most)")
     return f"{PIPELINES}{table(head, rows)}\n\n{beside_products(record)}\n\n{least_of_b(record)}"
 
 

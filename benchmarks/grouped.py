@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import opfuse
+from benchmarks.calls import KEPT, with_kept_weights
 from benchmarks.timing import Call, device_time, host_time, wall_time
 from opfuse import ops, recipes
 from opfuse.recipes.policy import OVERRIDES
@@ -55,12 +56,13 @@ class Problem(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A name, the recipe, whether the device holds the splits, and whether the op is this package's."""
+    """A name, the recipe, whether the device holds the splits, torch's ops run alone, casts of weights are kept."""
 
     name: str
     recipe: recipes.Recipe | None = None
     on_device: bool = False
     torch_alone: bool = False
+    kept: bool = False
 
 
 def variants() -> Iterator[Variant]:
@@ -96,7 +98,8 @@ def calls(variant: Variant, problem: Problem, device: str) -> dict[str, Call]:
     def both() -> object:
         return torch.autograd.grad(forward(leaf), (leaf, *op.parameters()), dy)
 
-    return {"forward": torch.no_grad()(lambda: forward(x)), "forward + backward": both}
+    made: dict[str, Call] = {"forward": torch.no_grad()(lambda: forward(x)), "forward + backward": both}
+    return with_kept_weights(op, made) if variant.kept else made
 
 
 def measure(
@@ -123,12 +126,16 @@ def measure(
                 }
 
 
+KEPT_BLOCKS = Variant(f"{BLOCKS}, {KEPT}", recipes.Float8BlockScaling(), on_device=True, kept=True)
+"""As over the microbatches of a step."""
+
+
 class Used(NamedTuple):
-    """A layer of which host and wall time are measured too, and the least speed there of a variant, beside another one."""
+    """A layer of which host and wall time are measured too, and the least speed there of some variants, beside another one."""
 
     problem: Problem
     least: float
-    limited: str = "fp8_block, None"
+    limited: tuple[str, ...] = ("fp8_block, None",)
     beside: str = TORCH
 
 
@@ -137,7 +144,7 @@ USED = (
     Used(Problem(32768, 4), 1.3),
     Used(Problem(65536, 8), 1.5),
     Used(Problem(98304, 4), 1.6),
-    Used(Problem(131072, 128, 2048, 768), 1.1, BLOCKS, GROUPED),
+    Used(Problem(131072, 128, 2048, 768), 1.1, (BLOCKS, KEPT_BLOCKS.name), GROUPED),
 )
 SPEEDS = {TORCH: "x torch bf16", GROUPED: "x bf16 grouped"}
 """Units of a speed, by what it is a multiple of."""
@@ -148,7 +155,7 @@ def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[R
     for problem, least, limited, beside in problems:
         steps = {
             variant.name: calls(variant, problem, device)["forward + backward"]
-            for variant in variants()
+            for variant in (*variants(), KEPT_BLOCKS)
             if variant.recipe is None or recipes.support(variant.recipe).status == "native"
         }
         for what, timed in (("wall", wall_time), ("host", lambda call: host_time(call, calls=2, repeats=1).median)):
@@ -159,7 +166,7 @@ def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[R
                 yield {"name": full, "value": median, "unit": "ms", "limit": None, "met": None}
                 for other, unit in SPEEDS.items():
                     speed = statistics.median(took[other] / took[name] for took in rounds)
-                    limit = least if (what, name, other) == ("wall", limited, beside) else None
+                    limit = least if what == "wall" and name in limited and other == beside else None
                     yield {"name": full, "value": speed, "unit": unit, "limit": limit, "met": limit and speed >= limit}
 
 

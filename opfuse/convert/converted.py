@@ -82,16 +82,26 @@ class PipelineRun:
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, with rows of zeros behind it where the recipe wants more of them."""
-        rows, recipe = x.numel() // (x.shape[-1] or 1) if x.dim() else 1, current_recipe()
-        key = recipe, rows % UNITS[-1], torch.is_grad_enabled()
-        if rows % UNITS[-1] and recipe is not None and key not in self.spare:
-            self.spare[key] = spare_rows(self.ops, recipe, rows, trains=key[-1])
-        spare = self.spare.get(key, 0)
+        spare = self.spare_of(x)
         if not spare:
             whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
             return whole
         result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=stand_ins())
-        return result[:rows].view(*x.shape[:-1], -1)
+        return result[: _rows(x)].view(*x.shape[:-1], -1)
+
+    def spare_of(self, x: torch.Tensor) -> int:
+        """How many rows of zeros the recipe wants behind ``x``."""
+        rows, recipe = _rows(x), current_recipe()
+        if not rows % UNITS[-1] or recipe is None:
+            return 0
+        key = recipe, rows % UNITS[-1], torch.is_grad_enabled()
+        if key not in self.spare:
+            self.spare[key] = spare_rows(self.ops, recipe, rows, trains=key[-1])
+        return self.spare[key]
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.numel() // (x.shape[-1] or 1) if x.dim() else 1
 
 
 @dataclass(eq=False)
@@ -274,6 +284,12 @@ class Converted:
         """Have what dynamo follows: the call by itself and, where a norm hands its input on, the call with that."""
         if not self.in_graph:
             self.in_graph = (InGraph(self), *([] if self.norm is None else [InGraph(self, norm=self.norm)]))
+
+    def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
+        """The one pipeline that is all that a call runs, with its norm or without; None where there is more to it."""
+        parts = self.normed if normed else self.parts
+        only = parts[0] if len(parts) == 1 and type(self).compute is Converted.compute else None
+        return only if isinstance(only, PipelineRun) else None
 
     def resembles(self, other: Converted) -> bool:
         """Whether a graph that was made for ``other``, of the same class, may do for this one."""

@@ -7,8 +7,8 @@ inside are called as shallow copies, whose parameters are stand-ins, and autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,8 +18,19 @@ from torch import nn
 from opfuse.convert.weights import replica, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
+from opfuse.core.watched import Tree
 from opfuse.recipes import autocast, current_recipe, in_region
+from opfuse.runtime.held import CallInside
+from opfuse.runtime.ledger import Ledger
 from opfuse.runtime.recompute import CalledPipeline, repeated
+
+
+class OnePipeline(Protocol):
+    """A pipeline of a converted module."""
+
+    def spare_of(self, x: torch.Tensor) -> int: ...
+
+    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
 
 class ForwardInGraph(CalledPipeline, Protocol):
@@ -31,6 +42,8 @@ class ForwardInGraph(CalledPipeline, Protocol):
     normed: Any
 
     def check_members(self) -> None: ...
+
+    def pipeline(self, *, normed: bool, shared: bool) -> OnePipeline | None: ...
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any: ...
 
@@ -61,38 +74,64 @@ class InGraph:
         self.label = owner.label
         self.modules = [each.module for each in (norm, owner, *others) if each is not None]
         self.form = f"{type(owner).__name__} {norm is None} {owner.arguments} {self.modules!r}"
-        self.get_ready()
+        self._find()
 
     def get_ready(self) -> None:
-        """Find the parameters."""
-        self.slots = tuple(
-            (part._parameters, name) for each in self.modules for part in each.modules() for name in part._parameters
-        )
+        """Find the parameters, unless modules and names are those of the last time."""
+        if not all(tree.stands for tree in self._trees):
+            self._find()
+
+    def _find(self) -> None:
+        self._trees = tuple(map(Tree.of, self.modules))
+        self.slots = tuple((slot, name) for tree in self._trees for slot, names in tree.parameters for name in names)
 
     def outline(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
         """Outputs that look as those for ``given``, which may have no values."""
         with autocast(enabled=False):
             return list(self.owner.outline(given)) or [self._plain(*given)]
 
-    def __call__(
-        self, x: torch.Tensor, /, *extras: torch.Tensor, instead: Mapping[int, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        owner, given = self.owner, (x, *extras)
-        with ExitStack() as around:
-            if instead is not None:
-                around.enter_context(_seen_by_autograd())
-                around.enter_context(taking(instead))
-            if owner.region is not None and not in_region():
-                around.enter_context(owner.region)
-            repeat, run = repeated(owner), partial(self._run, *given)
-            result: torch.Tensor = run() if repeat is None else repeat(partial(owner.unrecorded, run))
-        return (result,)
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The call where a graph broke, as an eager one."""
+        return (self._around(partial(self._run, given)),)
 
-    def _run(self, *given: torch.Tensor) -> torch.Tensor:
-        if current_recipe() is None:
-            return self._plain(*given)
+    def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
+        """The call inside of an op."""
+        result: tuple[torch.Tensor, ...] = self._around(partial(self._run_inside, call))
+        return result
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives under the recipe of this call."""
+        owner = self.owner
+        region = nullcontext() if owner.region is None or in_region() else owner.region
+        with region:
+            repeat = repeated(owner)
+            return run() if repeat is None else repeat(partial(owner.unrecorded, run))
+
+    def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
+        """Where one pipeline is all that runs, it writes down what it does; elsewhere autograd does."""
+        pipeline = self.owner.pipeline(normed=self.norm is not None, shared=bool(self.others))
+        if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
+            return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
+        self._check()
+
+        def alone(given: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+            x, *arguments = given
+            return self._over(ledger, partial(pipeline, x, arguments))
+
+        return call.noted(alone)
+
+    def _over(self, instead: Mapping[int, torch.Tensor] | Ledger, run: Callable[[], Any]) -> Any:
+        with taking(instead):
+            return run()
+
+    def _check(self) -> None:
         for each in (self.owner, *self.others):
             each.check_members()
+
+    def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        if current_recipe() is None:
+            return self._plain(*given)
+        self._check()
         x, *arguments = given
         if self.others:
             return self.owner.whole(x)
@@ -108,15 +147,3 @@ class InGraph:
         results = [module(x, *arguments) for module in (first, *rest)]
         result: torch.Tensor = torch.cat(results, dim=-1) if rest else results[0]
         return result
-
-
-_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA")
-
-
-@contextmanager
-def _seen_by_autograd() -> Iterator[None]:
-    """Inside an op, which autograd does not look into, have it record what torch's ops do."""
-    with torch._C._PreserveDispatchKeyGuard():  # type: ignore[attr-defined]
-        for name in _AUTOGRAD:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(getattr(torch._C.DispatchKey, name), False)  # type: ignore[attr-defined]
-        yield

@@ -123,6 +123,10 @@ class Sibling(Converted):
             return found
         return super()._as_op(call, given)
 
+    def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
+        """That of all modules, which runs for them in a graph."""
+        return self.shared.run if shared else None
+
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The columns of all modules, in one tensor."""
         return self.shared.run(x, ())

@@ -20,9 +20,9 @@ from torch import nn
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_of
-from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
+from opfuse.runtime.ledger import Ledger
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 
@@ -78,9 +78,9 @@ class MadeParameters(nn.Module):
     def fill(self) -> None:
         """Make them, as autograd records it."""
         slots: dict[str, Any] = self._parameters
+        ledger = stand_ins()
         for name, sources in self.sources.items():
-            parts = [_read(source) for source in sources]
-            slots[name] = parts[0] if len(parts) == 1 else joined(parts)
+            slots[name] = _noted(ledger, sources) if isinstance(ledger, Ledger) else _made([_read(each) for each in sources])
 
     def drop(self) -> None:
         """Let go of them. A backward pass asks for dtypes and shapes alone."""
@@ -104,29 +104,39 @@ class MadeParameters(nn.Module):
                     value.data = part
 
 
+def _made(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else joined(parts)
+
+
+def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
+    """What is made of parameters, whose gradients ``ledger`` finds in its gradient."""
+    values: list[Any] = [module._parameters[name] for module, name, _ in sources]
+    turned = [transposed for _, _, transposed in sources]
+    with torch.no_grad():
+        parts = [value.t() if turn else value for value, turn in zip(values, turned)]
+        whole = _made(parts).detach()
+    sizes = [len(part) for part in parts]
+
+    def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
+        grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
+        return [grad.t() if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
+
+    ledger.note(values, [whole], backward)
+    return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
+
+
 class _Whole(torch.autograd.Function):
     """Parts that lie one after another in memory, as one tensor over the same memory."""
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, _versions(parts)
+        ctx.sizes = [len(part) for part in parts]
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if (now := _versions(ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
-            got, cure = (
-                f"weights written {sum(now) - sum(ctx.versions)} times since",
-                "call backward() before an optimizer's step",
-            )
-            where, wanted = "backward of weights in one memory", "each as the forward pass left it"
-            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         return tuple(grads[0].split(ctx.sizes))
-
-
-def _versions(parts: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if part.is_inference() else part._version for part in parts]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -154,12 +164,15 @@ def _read(source: Source) -> torch.Tensor:
     return value.t() if transposed else value
 
 
-_instead: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("opfuse_parameters_instead", default=None)
+_instead: ContextVar[Mapping[int, torch.Tensor] | Ledger | None] = ContextVar("opfuse_parameters_instead", default=None)
 
 
 @contextmanager
-def taking(instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, parameters are read as what stands for them, by their ``id()``, and takes their gradients."""
+def taking(instead: Mapping[int, torch.Tensor] | Ledger) -> Iterator[None]:
+    """Inside, parameters are read as what stands for them, by their ``id()``, and takes their gradients.
+
+    A ledger has them read themselves, by pipelines alone, which write down there what takes them.
+    """
     reset = _instead.set(instead)
     try:
         yield
@@ -167,15 +180,15 @@ def taking(instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
         _instead.reset(reset)
 
 
-def stand_ins() -> Mapping[int, torch.Tensor] | None:
-    """What stands for parameters now, by their ``id()``."""
+def stand_ins() -> Mapping[int, torch.Tensor] | Ledger | None:
+    """What stands for parameters now, by their ``id()``, or the ledger of those who read them."""
     return _instead.get()
 
 
 def taken(value: Any) -> Any:
     """What stands for a parameter now; itself outside of :func:`taking`."""
     instead = _instead.get()
-    return value if instead is None else instead.get(id(value), value)
+    return instead.get(id(value), value) if isinstance(instead, Mapping) else value
 
 
 def replica(module: nn.Module, *, plain: bool = False) -> Callable[..., Any]:

@@ -13,20 +13,19 @@ memory of one, and is no parameter, is held as a copy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from operator import is_
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
-from opfuse.recipes.counting import running_pass
-from opfuse.runtime.held import HeldCall, Keeper, SavedTensor, apart, enter, held_by, leave, token_of
+from opfuse.runtime.held import CallInside, apart, held_by, token_of
 from opfuse.runtime.recompute import check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
@@ -50,7 +49,7 @@ class CompiledPipeline(Protocol):
 
     def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]: ...
 
-    def __call__(self, x: torch.Tensor, /, *extras: torch.Tensor, instead: Mapping[int, torch.Tensor] | None = ...) -> Any: ...
+    def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]: ...
 
 
 # -- what dynamo follows -------------------------------------------------------------------------------------------------------
@@ -90,17 +89,13 @@ def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torc
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OWN = frozenset(_PLAIN)
 _KNOWN = (*_PLAIN, QuantizedTensor)
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "opfuse::pipeline",
-    mutates_args=(),
-    schema="(Tensor[] tensors, bool[] wanted, int count, int[] call, ScalarType? autocast) -> Tensor[]",
-)
 def pipeline_op(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
@@ -116,29 +111,17 @@ def pipeline_op(
     check_recomputed_in_graph(pipeline.label)
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
-    tensors = [*given, *parameters]
     writes = [tensor._version for tensor in given]
-    keeper, held, trains = Keeper(given), HeldCall(), any(wanted)
-    with torch.set_grad_enabled(trains), _autocast(given[0], autocast), saved_tensors_hooks(keeper.pack, SavedTensor.unpacked):
-        root = torch.empty((), requires_grad=trains)
-        entries = [enter(root, each) if want else each.detach() for each, want in zip(tensors, wanted)]
-        instead: dict[int, torch.Tensor] = {}
-        for parameter, entry in zip(parameters, entries[count:]):
-            instead.setdefault(id(parameter), entry)
-        result = pipeline(*entries[:count], instead=instead)
-        outputs: tuple[torch.Tensor, ...] = result if isinstance(result, tuple) else (result,)
-        held.ends = [leave(output) if output.requires_grad else None for output in outputs]
-        held.begins = [get_gradient_edge(entry) for entry, want in zip(entries, wanted) if want]
+    inner = CallInside(given, parameters, wanted)
+    with torch.set_grad_enabled(inner.trains), _autocast(given[0], autocast):
+        outputs = pipeline.run_inside(inner)
     _check_result(pipeline, [each._version for each in given] != writes, outputs)
-    results = apart(outputs, [*tensors, *keeper.kept])
-    return [*results, token_of(held)] if trains else results
+    with _BelowAutograd():
+        results = apart(outputs, [*given, *parameters, *inner.kept])
+    inner.close(outputs)
+    return [*results, token_of(inner.held)] if inner.trains else results
 
 
-@torch.library.custom_op(
-    "opfuse::pipeline_backward",
-    mutates_args=(),
-    schema="(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] looks, Device device) -> Tensor[]",
-)
 def backward_op(
     token: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
@@ -159,23 +142,80 @@ def backward_op(
     if torch.is_grad_enabled():
         cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
         raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
-    pairs = [(end, grad) for end, grad in zip(held.ends, grads) if end is not None and grad is not None]
-    found: Sequence[torch.Tensor | None] = [None] * len(held.begins)
-    if pairs:
-        ends, given = zip(*pairs)
-        outer = running_pass()
-        for end in ends:
-            end.grad_fn.outer = outer
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = torch.autograd.grad(ends, held.begins, given, retain_graph=keep, allow_unused=True)
-    empty = backward_fake(token, grads, sizes, looks, device)
-    made = (torch.zeros_like(like) if grad is None else grad for grad, like in zip(found, empty))
-    return apart(made, [grad for grad in grads if grad is not None])
+    found = held.backward(grads, torch._C._autograd._get_current_graph_task_keep_graph())
+    made, at = list[torch.Tensor](), 0
+    for grad, rank, dtype in zip(found, looks[::2], looks[1::2]):
+        made.append(torch.zeros(sizes[at : at + rank], dtype=DTYPES[dtype], device=device) if grad is None else grad)
+        at += rank
+    with _BelowAutograd():
+        return apart(made, [grad for grad in grads if grad is not None])
+
+
+_BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+"""Inside, autograd does not look: what is detached there is no view of what it was."""
+
+
+class _PipelineNode(torch.autograd.Function):
+    """Where autograd meets the op: when a compiler traces it, and where a graph runs as it was traced."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = _run_pipeline(tensors, wanted, count, call, autocast)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(made[-1])
+        ctx.places = [i for i, want in enumerate(wanted) if want]
+        likes = [tensors[i] for i in ctx.places]
+        ctx.sizes = [size for like in likes for size in like.shape]
+        ctx.looks = [number for like in likes for number in (like.ndim, DTYPES.index(like.dtype))]
+        ctx.device, ctx.count = tensors[0].device, len(tensors)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.looks, ctx.device)
+        found = dict(zip(ctx.places, made))
+        return (None, None, None, None, *[found.get(i) for i in range(ctx.count)])
+
+
+def _seen_pipeline(
+    tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The op as autograd meets it."""
+    if torch.is_grad_enabled() and any(wanted):
+        return list(_PipelineNode.apply(wanted, count, call, autocast, *tensors))  # type: ignore[no-untyped-call]
+    return _run_pipeline(tensors, wanted, count, call, autocast)
+
+
+def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    """Run it here and now, or ask those who follow it."""
+    if _is_run(tensors):
+        return pipeline_op(tensors, *rest)
+    with _BelowAutograd():
+        made: list[torch.Tensor] = torch.ops.opfuse.pipeline.default(list(tensors), *rest)
+    return made
+
+
+def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
+    """Likewise."""
+    if _is_run((token, *[grad for grad in grads if grad is not None])):
+        return backward_op(token, grads, *rest)
+    with _BelowAutograd():
+        made: list[torch.Tensor] = torch.ops.opfuse.pipeline_backward.default(token, list(grads), *rest)
+    return made
+
+
+def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody follows the call: no mode of torch's dispatcher, no class of tensors."""
+    return not torch._C._len_torch_dispatch_stack() and _OWN.issuperset(map(type, tensors))
 
 
 def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that the pipeline reads; UnsupportedError unless ``given`` are their memory."""
     own: list[Any] = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
+    if len(own) == len(given) and all(map(is_, own, given)):
+        return own
     places = [(place.data_ptr(), place.shape) for place in map(_memory, own)]
     if places != [(each.data_ptr(), each.shape) for each in given]:
         wanted, got = "the parameters of its ops", "others, as torch.func.functional_call passes them"
@@ -191,9 +231,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _by_memory(op: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     """The op over the memory of parameters that live quantized: torch has seen already whose gradients are wanted."""
     return op([_memory(tensor) for tensor in tensors], *rest)
-
-
-HANDLERS[torch.ops.opfuse.pipeline.default] = _by_memory
 
 
 def _check_result(pipeline: CompiledPipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
@@ -212,13 +249,14 @@ def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextMana
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
+    if dtype == (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None):
+        return nullcontext()
     return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
 
 
 # -- what a compiler asks --------------------------------------------------------------------------------------------------------
 
 
-@pipeline_op.register_fake
 def pipeline_fake(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
@@ -254,7 +292,6 @@ _known_looks: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.Wea
 """How outputs look, by the symbols that sizes are made of: compilers ask several times for each call."""
 
 
-@backward_op.register_fake
 def backward_fake(
     token: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
@@ -267,21 +304,25 @@ def backward_fake(
     return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in zip(looks[::2], looks[1::2])]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    tensors, wanted, *_ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[-1])
-    ctx.places = [i for i, want in enumerate(wanted) if want]
-    likes = [tensors[i] for i in ctx.places]
-    ctx.sizes = [size for like in likes for size in like.shape]
-    ctx.looks = [number for like in likes for number in (like.ndim, DTYPES.index(like.dtype))]
-    ctx.device, ctx.count = tensors[0].device, len(tensors)
+# -- what torch knows of both ----------------------------------------------------------------------------------------------------
 
 
-def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.looks, ctx.device)
-    found = dict(zip(ctx.places, made))
-    return [found.get(i) for i in range(ctx.count)], None, None, None, None
+_SCHEMAS = {
+    "pipeline": "(Tensor[] tensors, bool[] wanted, int count, int[] call, ScalarType? autocast) -> Tensor[]",
+    "pipeline_backward": "(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] looks, Device device) -> Tensor[]",
+}
+_RUNS: dict[str, tuple[Any, Any, Any]] = {
+    "pipeline": (_seen_pipeline, pipeline_op, pipeline_fake),
+    "pipeline_backward": (_run_backward, backward_op, backward_fake),
+}
+"""What runs where autograd meets them, elsewhere, and where a compiler asks how results look."""
 
+# torch.library.custom_op would wrap each of them five times over, which takes the host about as long as the call itself.
+_LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, (_seen, _run, _fake) in _RUNS.items():
+    _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
+    for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
+        _LIBRARY.impl(_name, torch._disable_dynamo(_function), _key)  # where a graph broke, dynamo would look into it
+    torch.library.register_fake(f"opfuse::{_name}", _fake, lib=_LIBRARY)
 
-pipeline_op.register_autograd(_backward, setup_context=_setup)
+HANDLERS[torch.ops.opfuse.pipeline.default] = _by_memory

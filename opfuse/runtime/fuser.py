@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -41,7 +41,9 @@ from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
+from opfuse.runtime.held import CallInside
 from opfuse.runtime.inputs import check_call, check_count, check_tensors
+from opfuse.runtime.ledger import Ledger
 from opfuse.runtime.listed import ListedPlans, current_list, listed_plans
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
@@ -284,11 +286,12 @@ class OperationFuser:
         x: torch.Tensor,
         *extras: torch.Tensor,
         kwargs: Sequence[Mapping[str, Any]] | None = None,
-        instead: Mapping[int, torch.Tensor] | None = None,
+        instead: Mapping[int, torch.Tensor] | Ledger | None = None,
     ) -> Any:
         """The main output, or a tuple of it and the extra outputs that go to the caller.
 
-        instead: what takes the gradients of parameters, by their ``id()``; they themselves otherwise.
+        instead: what takes the gradients of parameters, by their ``id()``, or a ledger of segments, of which autograd then knows
+        nothing; they themselves otherwise.
 
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
         """
@@ -299,8 +302,8 @@ class OperationFuser:
                 return follow(self, x, extras)
             break_graph(why)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
-        if (repeat := repeated(self)) is not None:
-            return repeat(partial(self._repeated, x, *extras, kwargs=kwargs, instead=instead))
+        if not isinstance(instead, Ledger) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
+            return repeat(partial(self._repeated, partial(self, x, *extras, kwargs=kwargs, instead=instead)))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
             check_tensors(self.label, x)
@@ -318,17 +321,24 @@ class OperationFuser:
         outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _repeated(self, x: torch.Tensor, *extras: torch.Tensor, **given: Any) -> Any:
+    def _repeated(self, run: Callable[[], Any]) -> Any:
         """A call inside a checkpoint. Lists of its first run have had what it did when it runs again."""
         if not is_recomputing():
-            return self(x, *extras, **given)
+            return run()
         first = current_list()  # a look at ops one by one has them so again
         with listed_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), listed_saves():
-            return self(x, *extras, **given)
+            return run()
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
 
     get_ready = _look_again
+
+    def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
+        """The call inside of an op: its segments are all that it does."""
+        run = partial(call.noted, lambda given, ledger: self(*given, instead=ledger))
+        repeat = repeated(self)
+        found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(partial(self._repeated, run))
+        return found
 
     def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
         """Outputs that look as those for ``given``, which may have no values. Recipes, fusions and gradients change no look."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from opfuse.errors import SavedTensorError, describe
-from opfuse.recipes.counting import count_in
+from opfuse.kernels.engine.variants import VECTOR
+from opfuse.recipes.counting import count_in, running_pass
+from opfuse.runtime.ledger import Ledger, MaybeGradients
 from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -20,12 +24,10 @@ from opfuse.tensors.tensor import QuantizedTensor
 class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
     """What one call left for its backward pass, and the memory of the tensor that stands for it.
 
-    ends: where the gradient of each output enters, a tensor of one element; None for an output without gradient. begins: where
-    those of arguments leave.
+    backward: the gradients of the arguments that want one, for those of the outputs; and whether it will be asked again.
     """
 
-    ends: list[torch.Tensor | None]
-    begins: list[GradientEdge]
+    backward: Callable[[MaybeGradients, bool], MaybeGradients]
 
 
 _calls: weakref.WeakValueDictionary[int, HeldCall] = weakref.WeakValueDictionary()
@@ -85,16 +87,111 @@ class Keeper:
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    return any(share_memory(tensor, other) for other in others)
+    """Whether ``tensor`` has bytes that one of ``others`` has as well."""
+    for other in others:
+        if share_memory(tensor, other):
+            (start, end), (other_start, other_end) = _extent(tensor), _extent(other)
+            if start < other_end and other_start < end:
+                return True
+    return False
 
 
-def apart(results: Iterable[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``results`` in memory that neither ``others`` nor another of them has, for a compiler may write over each."""
-    made: list[torch.Tensor] = []
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and of that behind its last one."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``results`` in memory that neither ``others`` nor another of them has, for a compiler may write over each.
+
+    Parts of one block may be several of them, as long as each begins where kernels of a compiler may begin to read.
+    """
+    taken, made = [*others], list[torch.Tensor]()
     for result in results:
         whole = result.detach().contiguous()
-        made.append(whole.clone() if _overlaps(whole, [*others, *made]) else whole)
+        if whole.data_ptr() % VECTOR or _overlaps(whole, taken):
+            whole = whole.clone()
+        taken.append(whole)
+        made.append(whole)
     return made
+
+
+# -- a call inside of the op ---------------------------------------------------------------------------------------------------
+
+
+class CallInside:
+    """One call inside of the op: its arguments, and what becomes of it. Its pipeline chooses who writes down what it does.
+
+    given: the inputs. parameters: those of the pipeline. wanted: whose gradients are, of both. trains: whether any is.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
+        self.given, self.parameters, self.wanted = given, parameters, wanted
+        self.trains = any(wanted)
+        self.held = HeldCall()
+        self._ledger: Ledger | None = None
+        self._keeper = Keeper(given)
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """What is saved for the backward pass in memory of its own."""
+        return self._keeper.kept if self._ledger is None else self._ledger.kept
+
+    def close(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The call is over."""
+        if self._ledger is not None:
+            self._ledger.close(outputs)
+
+    def noted(self, run: Callable[[Sequence[torch.Tensor], Ledger], Any]) -> tuple[torch.Tensor, ...]:
+        """What ``run`` gives, which has a ledger for all that gradients pass."""
+        entries = [each.detach() for each in self.given]
+        for entry, want in zip(entries, self.wanted):
+            if want:
+                entry.requires_grad_()
+        ledger = self._ledger = Ledger([*entries, *self.parameters], self.given)
+        places = [i for i, want in enumerate(self.wanted) if want]
+
+        def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
+            found = ledger.gradients(grads, keep=keep)
+            return [found[i] for i in places]
+
+        self.held.backward = backward
+        return _listed(run(entries, ledger))
+
+    def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
+        """What ``run`` gives, which has what stands for parameters, by their ``id()``: autograd writes down what it does."""
+        pack, count = self._keeper.pack, len(self.given)
+        with _seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
+            root = torch.empty((), requires_grad=self.trains)
+            arguments = [*self.given, *self.parameters]
+            entries = [_enter(root, each) if want else each.detach() for each, want in zip(arguments, self.wanted)]
+            instead: dict[int, torch.Tensor] = {}
+            for parameter, entry in zip(self.parameters, entries[count:]):
+                instead.setdefault(id(parameter), entry)
+            outputs = _listed(run(entries[:count], instead))
+            ends = [_leave(output) if output.requires_grad else None for output in outputs]
+            begins = [get_gradient_edge(entry) for entry, want in zip(entries, self.wanted) if want]
+        self.held.backward = partial(_by_autograd, ends, begins)
+        return outputs
+
+
+def _listed(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _by_autograd(
+    ends: Sequence[torch.Tensor | None], begins: Sequence[GradientEdge], grads: MaybeGradients, keep: bool
+) -> MaybeGradients:
+    pairs = [(end, grad) for end, grad in zip(ends, grads) if end is not None and grad is not None]
+    if not pairs:
+        return [None] * len(begins)
+    found, given = zip(*pairs)
+    outer = running_pass()
+    for end in found:
+        end.grad_fn.outer = outer
+    return torch.autograd.grad(found, begins, given, retain_graph=keep, allow_unused=True)
 
 
 class _ArgumentNode(torch.autograd.Function):
@@ -131,5 +228,16 @@ class _ResultNode(torch.autograd.Function):
         return grads[0]
 
 
-enter: Callable[..., torch.Tensor] = _ArgumentNode.apply
-leave: Callable[..., torch.Tensor] = _ResultNode.apply
+_enter: Callable[..., torch.Tensor] = _ArgumentNode.apply
+_leave: Callable[..., torch.Tensor] = _ResultNode.apply
+
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA")
+
+
+@contextmanager
+def _seen_by_autograd() -> Iterator[None]:
+    """Inside an op, which autograd may not look into, have it record what torch's ops do."""
+    with torch._C._PreserveDispatchKeyGuard():
+        for name in _AUTOGRAD:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(getattr(torch._C.DispatchKey, name), False)
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,12 +15,15 @@ from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
-from opfuse.runtime.programs import runner_of
+from opfuse.runtime.ledger import Ledger, SavedTensors
+from opfuse.runtime.programs import Recorder, Repeater, runner_of
 from opfuse.runtime.recompute import check_once
 from opfuse.runtime.run import Kwargs, NamedSave, Runner
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage, share_memory
 from opfuse.tensors.tensor import QuantizedTensor
+
+AnyRunner = Runner | Recorder | Repeater
 
 _saves: ContextVar[list[NamedSave] | None] = ContextVar("opfuse_saves", default=None)
 
@@ -91,8 +95,7 @@ def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     """What was saved, one by one. Unless the graph is kept, who takes them is the only one to hold them."""
     saved = list(reversed(_saved_tensors(ctx)))
     ctx.maybe_clear_saved_tensors()
-    while saved:
-        yield saved.pop()
+    yield from _popped(saved)
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -136,11 +139,42 @@ def _owns_memory(view: torch.Tensor, others: Sequence[torch.Tensor | None]) -> b
     return not any(other is not None and share_memory(view, other) for other in others)
 
 
-def _distinct(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
+def _distinct(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None] = ()) -> Iterator[torch.Tensor]:
+    seen = set(map(id, given))
     for tensor in outputs:
         yield tensor.view_as(tensor) if id(tensor) in seen else tensor
         seen.add(id(tensor))
+
+
+# -- written down --------------------------------------------------------------------------------------------------------------
+
+
+def _noted(ledger: Ledger, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> list[torch.Tensor]:
+    """The outputs of a segment, as those of its node, which stands in ``ledger``."""
+    with torch.no_grad():
+        outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
+    ledger.note(read, outputs, partial(_gradients, runner, ledger.keep(runner.released(_saves.get()))))
+    return outputs
+
+
+def _gradients(
+    runner: AnyRunner, saved: SavedTensors, received: list[torch.Tensor | None], keep: bool
+) -> Sequence[torch.Tensor | None]:
+    if runner.plan.delays:
+        check_once(runner.plan.name)
+    grads = dict(zip(runner.segment.outputs, received))
+    received.clear()
+    tensors = saved.taken(keep)
+    tensors.reverse()
+    return runner.gradients(grads, _popped(tensors))
+
+
+def _popped(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    while tensors:
+        yield tensors.pop()
+
+
+# -- a plan --------------------------------------------------------------------------------------------------------------------
 
 
 def run_plan(
@@ -148,9 +182,13 @@ def run_plan(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
-    instead: Mapping[int, torch.Tensor] | None = None,
+    instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
-    """The pipeline's outputs, main first, for its inputs. instead: what takes the gradients of parameters, by their ``id()``."""
+    """The pipeline's outputs, main first, for its inputs.
+
+    instead: what takes the gradients of parameters, by their ``id()``; or the ledger that segments are written into, in place
+    of nodes of autograd.
+    """
     if not plan.reads_sizes:
         return _run_segments(plan, ops, given, kwargs, instead)
     with sizes_read_once():
@@ -162,7 +200,7 @@ def _run_segments(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
-    instead: Mapping[int, torch.Tensor] | None = None,
+    instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
@@ -174,10 +212,13 @@ def _run_segments(
         runner = runner_of(plan, segment, ops, kwargs, None if observed else [*inputs, *params])
         if segment.requires_grad:
             again = [values[value] for value in segment.again]
-            if instead is not None:
+            if isinstance(instead, Mapping):
                 params = [instead.get(id(p), p) for p in params]
             try:
-                outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
+                if isinstance(instead, Ledger):
+                    outputs = _noted(instead, runner, inputs, [*inputs, *params, *again])
+                else:
+                    outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
             except RuntimeError:
                 _check_inference(plan, inputs, params)
                 raise

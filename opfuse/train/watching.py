@@ -22,36 +22,23 @@ def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> It
     if watching is None:
         yield tuple
         return
-    alarms = watching.alarms.model_dump()
-    with _writer(watching.to) as writer, watch(model, every=watching.every, to=writer, alarms=alarms) as looking:
+    with watch(model, every=watching.every, to=_writer(watching.to), alarms=watching.alarms.model_dump()) as looking:
         looking.step = step
         yield lambda: tuple(looking.records)
 
 
-@contextmanager
-def _writer(to: str) -> Iterator[Any]:
-    """The writer of a package that need not be here, closed at the end; None: records go into a file beside the report."""
-    made, close = _made(to)
-    try:
-        yield made
-    finally:
-        close()
-
-
-def _made(to: str) -> tuple[Any, Callable[[], None]]:
-    """A writer, and what has it write the last of what it was given."""
+def _writer(to: str) -> Any:
+    """The writer of a package that need not be here; None: records go into a file beside the report."""
     if to == "jsonl":
-        return None, lambda: None
+        return None
     try:
         if to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter()  # type: ignore[no-untyped-call]
-            return writer, writer.close
+            return SummaryWriter()  # type: ignore[no-untyped-call]
         import wandb
 
-        run = wandb.init()
-        return run, run.finish
+        return wandb.init()
     except ImportError as error:
         cure = f"pip install {to}, or write `to: jsonl`"
         raise ConfigError(describe("watch.to", wanted=f"an installed {to}", got=str(error), cure=cure)) from None

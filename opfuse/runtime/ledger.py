@@ -1,0 +1,134 @@
+"""Steps of a call that autograd does not look into, written down in order: what each read and made, and its backward pass.
+
+In a graph of torch.compile a call is one op. Where all that it does are segments of one plan, it needs no graph of autograd's own
+inside of that op, and no engine to run it backward: which tensor went into which step is all there is to know. Gradients are
+summed as autograd sums them: what comes from outside first, then the last step's, each in the order in which it read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.errors import SavedTensorError, describe
+from opfuse.tensors.storage import share_memory
+
+MaybeGradients = Sequence[torch.Tensor | None]
+StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
+"""Gradients of what a step read for those of what it made, a list that it may empty; and whether it will be asked again."""
+
+
+class _NotedStep(NamedTuple):
+    """reads: the numbers of what it read, None of what wants no gradient. makes: those of what it made."""
+
+    reads: Sequence[int | None]
+    makes: range
+    backward: StepBackward
+
+
+class Ledger:
+    """The steps of one call.
+
+    arguments: what gradients are for; of one that stands twice, its first place gets all. given: those whose memory a compiler
+    may write over, so that of what is saved of them a copy is kept. kept: all tensors that are saved.
+    """
+
+    def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        self.given = given
+        self.kept: list[torch.Tensor] = []
+        self._count = len(arguments)
+        self._steps: list[_NotedStep] | None = []
+        self._looks: list[tuple[torch.dtype, torch.Size]] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
+        self._copies: dict[Any, torch.Tensor] = {}
+        for each in arguments:
+            self._enter(each)
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        self._numbers.setdefault(id(tensor), len(self._alive))
+        self._alive.append(tensor)
+        self._looks.append((tensor.dtype, tensor.shape))
+
+    def note(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
+        """A step was made: tensors are known again by identity, so ``makes`` are none of those before."""
+        numbers, start = self._numbers, len(self._alive)
+        steps = [] if self._steps is None else self._steps
+        steps.append(_NotedStep([numbers.get(id(each)) for each in reads], range(start, start + len(makes)), backward))
+        for each in makes:
+            self._enter(each)
+
+    def keep(self, saved: list[torch.Tensor]) -> SavedTensors:
+        """``saved`` for the backward pass; of what lies in the memory of ``given`` a copy."""
+        for i, tensor in enumerate(saved):
+            for other in self.given:
+                if share_memory(tensor, other):
+                    saved[i] = self._copy(tensor)
+                    break
+        self.kept += saved
+        return SavedTensors(saved)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if place not in self._copies:
+            self._copies[place] = tensor.detach().clone()
+        return self._copies[place]
+
+    def close(self, results: Sequence[torch.Tensor]) -> None:
+        """The call is over, and gave these."""
+        self._ends = [self._numbers.get(id(each)) for each in results]
+        self._numbers, self._alive, self._copies, self.kept, self.given = {}, [], {}, [], ()
+
+    def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
+        """Of the arguments, for those of the results. keep: there will be another pass."""
+        steps = self._steps
+        if steps is None:
+            where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
+            raise SavedTensorError(describe(where, wanted="one backward pass", got="a second one", cure=cure))
+        if not keep:
+            self._steps = None
+        found: list[torch.Tensor | None] = [None] * len(self._looks)
+        for end, grad in zip(self._ends, given):
+            self._add(found, end, grad)
+        for reads, makes, backward in reversed(steps):
+            received = [found[number] for number in makes]
+            found[makes.start : makes.stop] = [None] * len(makes)
+            if any(each is not None for each in received):
+                for number, grad in zip(reads, backward(received, keep)):
+                    self._add(found, number, grad)
+        return found[: self._count]
+
+    def _add(self, found: list[torch.Tensor | None], number: int | None, grad: torch.Tensor | None) -> None:
+        """As autograd takes a gradient: in the dtype and the shape of what it is for."""
+        if number is None or grad is None:
+            return
+        dtype, shape = self._looks[number]
+        if grad.shape != shape:
+            grad = grad.sum_to_size(shape)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        earlier = found[number]
+        found[number] = grad if earlier is None else earlier + grad
+
+
+class SavedTensors:
+    """Tensors that a step saved, and the counts of their writes."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.versions = [tensor._version for tensor in tensors]
+
+    def taken(self, keep: bool) -> list[torch.Tensor]:
+        """The tensors; unless they are kept, who takes them alone has them. SavedTensorError if one was written since."""
+        tensors = self.tensors
+        for tensor, version in zip(tensors, self.versions):
+            if tensor._version != version:
+                where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
+                cure, got = "change parameters after the backward pass", "one changed in place since"
+                raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
+        if keep:
+            return [*tensors]
+        self.tensors = []
+        return tensors

@@ -4,7 +4,9 @@ Four decoder layers and the last norm, random weights in bf16, one sequence of 4
 "compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
 its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
 instead of the word "causal", and attention takes three times as long. It does so too while a CUDA graph is captured, so none is.
-Variants take turns. AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
+Under one recipe at a time: the model that is called, the one that is compiled and plain bf16 that is compiled take turns. Torch
+forgets before what it has compiled; else layers of all models share one cache, whose entries are tried one after another.
+AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ COMPILED = "torch.compile bf16"
 KINDS = ("delayed", "fp8_current", "fp8_block")
 LEAST = {"delayed compiled": 1.30, "fp8_current compiled": 1.30}
 """Times the speed of torch.compile in bf16: at least."""
+
+WARM = 3
+"""Steps before any is timed: one compiles or is interpreted, one is recorded, one finds what is saved in a block."""
 
 PASSES, STEP = "forward and backward", "with AdamW"
 
@@ -95,24 +100,35 @@ def calls_of(model: nn.Module, stack: Stack, device: str) -> Calls:
     return {PASSES: passes, STEP: step}
 
 
-def variants(stack: Stack, device: str) -> Iterator[tuple[str, Calls]]:
-    """Every model, made one after another."""
-    yield EAGER, calls_of(llama(stack, device), stack, device)
-    yield COMPILED, calls_of(compiled(llama(stack, device)), stack, device)
-    for kind in KINDS:
-        for how, last in {"called": lambda model: model, "compiled": compiled}.items():
-            model = llama(stack, device)
-            opfuse.fuse_(model, recipes.recipe_of(kind, {}), pack=True)
-            yield f"{kind} {how}", calls_of(last(model), stack, device)
+def model_of(kind: str, stack: Stack, device: str) -> nn.Module:
+    """Under the recipe of that kind, or in bf16."""
+    model = llama(stack, device)
+    if kind in KINDS:
+        opfuse.fuse_(model, recipes.recipe_of(kind, {}), pack=True)
+    return model
+
+
+def groups(stack: Stack, device: str) -> Iterator[dict[str, Calls]]:
+    """Models that take turns, by name: :data:`COMPILED` beside those of bf16 that are called, and then of each recipe."""
+    for kind in ("", *KINDS):
+        torch._dynamo.reset()
+        own = {f"{kind} called": lambda model: model, f"{kind} compiled": compiled} if kind else {EAGER: lambda model: model}
+        made = {
+            COMPILED: compiled(llama(stack, device)),
+            **{name: last(model_of(kind, stack, device)) for name, last in own.items()},
+        }
+        yield {name: calls_of(model, stack, device) for name, model in made.items()}
 
 
 def milliseconds(call: Call) -> float:
     return wall_time(call, calls=3) / 1e3
 
 
-def compared(label: str, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:
-    """Medians, and medians of how many times as fast as :data:`COMPILED` in the same round."""
+def compared(label: str, took: Mapping[tuple[str, str], list[float]], *, whole: bool) -> Iterator[Record]:
+    """Medians, and medians of how many times as fast as :data:`COMPILED` in the same round. whole: with those of itself."""
     for (name, what), times in took.items():
+        if name == COMPILED and not whole:
+            continue
         full = f"{label}, {name}, {what}"
         yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
         ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, what]))
@@ -128,10 +144,11 @@ def label_of(stack: Stack) -> str:
 def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     label = label_of(stack)
-    every = dict(variants(stack, device))
-    for calls in every.values():
-        calls[STEP]()  # compiles, one after another
-    yield from compared(label, in_turns(every, milliseconds, rounds))
+    for number, every in enumerate(groups(stack, device)):
+        for calls in every.values():
+            for _ in range(WARM):
+                calls[STEP]()
+        yield from compared(label, in_turns(every, milliseconds, rounds), whole=number == 0)
 
 
 def main() -> None:

@@ -61,22 +61,30 @@ class Shared:
         """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
         one, *others = self.parted(self.run(x, ()))
         thread, waiting = get_ident(), self.waiting
-        waiting[thread] = _Waiting(weakref.ref(x, lambda _: waiting.pop(thread, None)), _state(x), dict(enumerate(others, 1)))
+        waiting[thread] = _Waiting(
+            weakref.ref(x, lambda _: waiting.pop(thread, None)), self._state(x), dict(enumerate(others, 1))
+        )
         return one
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of another module; None where they were not computed, for this tensor as it is now and in this mode."""
         waiting = self.waiting.get(get_ident())
-        if waiting is None or waiting.source() is not x or waiting.state != _state(x):
+        if waiting is None or waiting.source() is not x or waiting.state != self._state(x):
             return None
         found = waiting.left.pop(index, None)
         if not waiting.left:
             self.waiting.pop(get_ident(), None)
         return found
 
+    def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """What columns of ``x`` depend on: the recipe, the mode, and which parameters there are and what was written to them."""
+        own: list[Any] = [each.module._parameters["weight"] for each in self.members]
+        versions = [(id(value), _version(value)) for value in own]
+        return current_recipe(), torch.is_grad_enabled(), _version(x), versions
 
-def _state(x: torch.Tensor) -> tuple[Any, ...]:
-    return current_recipe(), torch.is_grad_enabled(), 0 if x.is_inference() else x._version
+
+def _version(value: torch.Tensor) -> int:
+    return 0 if value.is_inference() else value._version
 
 
 class Sibling(Converted):
@@ -101,6 +109,11 @@ class Sibling(Converted):
             return alone
         (product,) = casting([self.shared.run]).values()
         return alone | {"shared": product}
+
+    def check_members(self) -> None:
+        """The first looks after all, whose parameters its product reads."""
+        for each in [self] if self.index else self.shared.members:
+            Converted.check_members(each)
 
     def get_ready(self) -> None:
         """And the call for all."""

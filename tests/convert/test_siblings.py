@@ -8,11 +8,13 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
+from opfuse.errors import ConversionError
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
@@ -87,6 +89,20 @@ def test_who_is_called_out_of_turn_computes_by_itself():
     assert len(plans) == 4
     assert torch.equal(changed, model.v(x))
     assert torch.equal(alone, model.k(x / 2))
+
+
+def test_columns_of_former_weights_are_not_handed_out():
+    model, x = Attention(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    model.q(x)
+    with torch.no_grad():
+        model.k.weight.mul_(2)
+    model.v.weight = nn.Parameter(3 * model.v.weight.detach())
+    found = [model.k(x), model.v(x)]
+    assert all(map(torch.equal, found, [model.k(x.clone()), model.v(x.clone())]))
+    parametrizations.weight_norm(model.k)
+    with pytest.raises(ConversionError, match=r"k: wants what it was when fuse_ ran, {'parameters': \('weight', 'bias'\)"):
+        model.q(x)
 
 
 def test_nothing_is_kept_longer_than_the_tensor():

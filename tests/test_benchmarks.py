@@ -153,7 +153,9 @@ def test_pairs_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def trained() -> Comparison:
     """Two steps on the CPU of a configuration."""
-    return compare(load(training.CONFIGS / f"{training.NAMES[0]}.yaml"), device="cpu", steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+        return compare(load(training.CONFIGS / f"{training.NAMES[0]}.yaml"), device="cpu", steps=2)
 
 
 def test_each_training_is_compared_on_the_device(trained: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:

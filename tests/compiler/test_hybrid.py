@@ -284,7 +284,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
 @pytest.mark.parametrize("stored", [False, True], ids=["cast", "stored"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_h31_training_follows_the_plain_recipe(name, stored):
-    """Twenty steps of Adam: every loss of the hybrid is that of the plain recipe, and weights in bf16 lower it each time."""
+    """Ten steps of Adam: every loss of the hybrid is that of the plain recipe, and weights in bf16 lower it each time."""
     histories = []
     for recipe in (plain_recipe(name), hybrid_of(plain_recipe(name))):
         torch.manual_seed(0)
@@ -292,7 +292,7 @@ def test_h31_training_follows_the_plain_recipe(name, stored):
             model = ops.Sequential(ops.Linear(64, 128, dtype=BF16), ops.GELU(), ops.Linear(128, 64, dtype=BF16))
         optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
         x, losses = randn(64, 64), []
-        for _ in range(20):
+        for _ in range(10):
             with opfuse.autocast(recipe=recipe):
                 loss = (model(x) - x).float().square().mean()
             optimizer.zero_grad()
@@ -303,7 +303,7 @@ def test_h31_training_follows_the_plain_recipe(name, stored):
     plain, hybrid = histories
     assert hybrid == plain
     if not stored:  # a weight that lives quantized, without a master copy, loses small steps
-        assert plain[-1] < 0.7 * plain[0]
+        assert plain[-1] < 0.8 * plain[0]
         assert all(later < earlier for earlier, later in itertools.pairwise(plain))
 
 

@@ -31,6 +31,7 @@ from opfuse.tensors.quantizers import (
     Quantizer,
 )
 from tests.compiler.harness import CASES, HAS_OVERRIDE, Step, bits, differences, plain, randn, recipe_for, run, same, to, train
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
@@ -85,17 +86,19 @@ def infer(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> tor
 # -- alternating -----------------------------------------------------------------------------------------------------------
 
 
+ALTERNATING = ("train infer train infer", "infer train infer train")
+
+
 @pytest.mark.row("U01", "U13")
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "cast"])
-@pytest.mark.parametrize("stages", [("train", "infer") * 2, ("infer", "train") * 2], ids=["train first", "infer first"])
-@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize(
+    ("name", "override", "stages", "stored", "bias"), in_turn(CASES, ALTERNATING, (True, False), (True, False), of=2)
+)
 def test_u01_u13_training_and_inference_alternate(name, override, stages, stored, bias):
     """The gradients of a training step are those of a model that never saw an inference."""
     recipe, x = recipe_for(name, override), randn(32, 64)
     model, alone = (mlp(recipe if stored else None, bias=bias) for _ in range(2))
     before = weight_planes(model)
-    for step, stage in enumerate(stages):
+    for step, stage in enumerate(stages.split()):
         if stage == "infer":
             assert infer(model, x, recipe).isfinite().all()
             continue

@@ -17,6 +17,7 @@ from opfuse.compiler.cover import Outcome
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
 from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
+from tests.turns import in_turn
 
 ROWS, WIDTH = 64, 64
 DTYPES = (torch.bfloat16, torch.float32)
@@ -94,9 +95,7 @@ def test_r4_every_rule_has_a_place():
 
 
 @pytest.mark.row("B21")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "override"), CASES)
-@pytest.mark.parametrize("rule", RULES.rules, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(("rule", "name", "override", "dtype"), in_turn(RULES.rules, CASES, DTYPES, of=len(DTYPES)))
 def test_r4_fused_equals_unfused(rule, name, override, dtype):
     place = PLACES[rule.name]
     model = to(place.model(), dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from opfuse.fusions import RULES
 from tests.compiler.harness import CASES, UNFUSED, Step, differences, outcome, recipe_for, run
 from tests.compiler.pipelines import BLOCKS, COMPOSED, pipeline
+from tests.turns import in_turn
 
 FIRES = {
     "mlp": {"epilogue"},
@@ -29,15 +28,8 @@ FIRES = {
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def combinations():
-    """At every run one dtype for each pipeline and recipe, in turn, so that a dtype meets every pipeline and every recipe."""
-    for (i, composed), (j, case), (k, dtype) in itertools.product(*map(enumerate, (COMPOSED, CASES, DTYPES))):
-        marks = () if (i + j + k) % len(DTYPES) == 0 else pytest.mark.slow
-        yield pytest.param(composed, *case, dtype, marks=marks)
-
-
 @pytest.mark.row("B21")
-@pytest.mark.parametrize(("composed", "name", "override", "dtype"), [*combinations()])
+@pytest.mark.parametrize(("composed", "name", "override", "dtype"), in_turn(COMPOSED, CASES, DTYPES, of=2 * len(DTYPES)))
 def test_r4_composed_pipelines(composed, name, override, dtype):
     made = COMPOSED[composed]()
     model, tensors, recipe = made.model(dtype), made.tensors(dtype), recipe_for(name, override, dtype=dtype)

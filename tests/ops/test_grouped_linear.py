@@ -23,14 +23,15 @@ from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, randn, recipe_for, same, saved_values
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 K, N = 64, 96
 EVEN, NONE, RAGGED = (64, 0, 32, 32), (0, 0, 0), (1, 31, 0, 96)
 SPLITS = (EVEN, NONE, RAGGED)
 ACTIVE = OVERRIDES[1:]
-FORMS = ({}, {"single_grouped_weight": True, "single_grouped_bias": True})
-every_form = pytest.mark.parametrize("form", FORMS, ids=["apart", "single"])
+FORMS = {"apart": {}, "single": {"single_grouped_weight": True, "single_grouped_bias": True}}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 every_split = pytest.mark.parametrize("splits", SPLITS, ids=str)
 
 
@@ -421,16 +422,17 @@ def stored(recipe: recipes.Recipe, **form: object) -> ops.GroupedLinear:
 
 
 @pytest.mark.row("U04")
-@every_form
-@pytest.mark.parametrize("stages", [["train", "infer"] * 2, ["infer", "train"] * 2], ids=["train first", "infer first"])
-@pytest.mark.parametrize(("name", "override"), [case for case in CASES if case[0] != "none"])
+@pytest.mark.parametrize(
+    ("name", "override", "stages", "form"),
+    in_turn([case for case in CASES if case[0] != "none"], ("train infer train infer", "infer train infer train"), FORMS, of=2),
+)
 def test_u04_training_and_inference_alternate_on_stored_weights(name, override, stages, form):
-    recipe, x = recipe_of(name, override), randn(128, K)
+    recipe, x, form = recipe_of(name, override), randn(128, K), FORMS[form]
     op = stored(recipe, **form)
     assert all(isinstance(op.parameter(weight), QuantizedTensor) for weight in op.weight_names)
     before = [tensor.clone() for weight in op.weight_names for tensor in op.parameter(weight).record.tensors()]
     steps = []
-    for stage in stages:
+    for stage in stages.split():
         if stage == "train":
             steps.append(step(op, x, EVEN, recipe))
         else:
@@ -449,7 +451,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_u04_weights_stored_as_one_compute_as_those_stored_apart(override, name):
     recipe, x = recipe_of(name, override), randn(128, K)
-    single, apart = (step(stored(recipe, **form), x, EVEN, recipe) for form in FORMS[::-1])
+    apart, single = (step(stored(recipe, **form), x, EVEN, recipe) for form in FORMS.values())
     for i in range(4):
         assert same(single["grad of weight"][i], apart[f"grad of weight{i}"])
     assert same(single["output"], apart["output"])
@@ -587,7 +589,7 @@ def test_names_are_those_of_te_ops():
 
 
 def test_a_state_loads_whichever_way_weights_are_held():
-    apart, single = (grouped(3, **form) for form in FORMS)
+    apart, single = (grouped(3, **form) for form in FORMS.values())
     for p in apart.parameters():
         torch.nn.init.normal_(p)
     single.load_state_dict(apart.state_dict())
@@ -599,7 +601,7 @@ def test_a_state_loads_whichever_way_weights_are_held():
 
 
 def test_equal_seeds_draw_equal_weights_whichever_way_they_are_held():
-    apart, single = (grouped(3, **form) for form in FORMS)
+    apart, single = (grouped(3, **form) for form in FORMS.values())
     assert same(single.weight.detach(), torch.stack(weights_of(apart)).detach())
 
 
@@ -661,10 +663,9 @@ def test_arguments_that_do_not_fit_are_refused():
         ops.TokenCombine()(torch.ones(3, 8), torch.tensor([[0], [1]]))
 
 
-@every_form
-@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize(("name", "override", "form"), in_turn(CASES, FORMS, of=2))
 def test_delayed_weight_gradients_are_those_that_were_put_off(name, override, form):
-    recipe, inputs = recipe_of(name, override), [randn(128, K, seed=i) for i in range(2)]
+    recipe, form, inputs = recipe_of(name, override), FORMS[form], [randn(128, K, seed=i) for i in range(2)]
     now, later = grouped(4, **form), grouped(4, delay_wgrad_compute=True, **form)
     for op in (now, later):
         for x in inputs:

@@ -1,7 +1,5 @@
 """Results that the caller changes in place, as after any torch module: what autograd then computes, and what it must refuse."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +8,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from tests.ops.op_cases import ALL, make, tuple_of
+from tests.turns import in_turn
 
 RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "current": recipes.Float8CurrentScaling()}
 RANKS = {1: (), 2: (64,), 3: (2, 32), 4: (2, 1, 32)}
@@ -44,13 +43,7 @@ def equal(results, wanted):
     return all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
-def pipelines():
-    """At every run with and without a bias in turn; each module, rank and recipe has both."""
-    for (i, name), (j, rank), (k, recipe), bias in itertools.product(*map(enumerate, (MODULES, RANKS, RECIPES)), (True, False)):
-        yield pytest.param(name, rank, bias, recipe, marks=() if (i + j + k + bias) % 2 else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "rank", "bias", "recipe"), [*pipelines()])
+@pytest.mark.parametrize(("name", "recipe", "bias", "rank"), in_turn(MODULES, RECIPES, (True, False), RANKS, of=len(RANKS)))
 def test_an_activation_in_place_behind_a_pipeline(name, rank, bias, recipe):
     recipe = RECIPES[recipe]
     if rank == 1 and (recipe is not None or name == "grouped linear"):

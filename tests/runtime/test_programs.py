@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import threading
 
@@ -22,6 +21,7 @@ from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 
@@ -104,17 +104,12 @@ def compared(model, recipe, **options) -> None:
     assert_same(run(model, recipe, **options), wanted)
 
 
-def combinations():
-    """At every run a pipeline meets each recipe once, in training or in inference; a recipe sees both."""
-    for (i, pipeline), (j, case), train in itertools.product(enumerate(PIPELINES), enumerate(CASES), (True, False)):
-        named = "-".join(map(str, (pipeline, *case, "training" if train else "inference")))
-        yield pytest.param(pipeline, *case, train, marks=() if (i + j + train) % 2 else pytest.mark.slow, id=named)
-
-
 @pytest.mark.row("B21")
-@pytest.mark.parametrize(("pipeline", "name", "override", "train"), [*combinations()])
-def test_repeated_segments_equal_interpreted_ones(pipeline, name, override, train):
-    model = model_of(pipeline)
+@pytest.mark.parametrize(
+    ("pipeline", "name", "override", "stage"), in_turn(PIPELINES, CASES, ("training", "inference"), of=len(PIPELINES))
+)
+def test_repeated_segments_equal_interpreted_ones(pipeline, name, override, stage):
+    model, train = model_of(pipeline), stage == "training"
     compared(model, recipe_for(name, override), train=train)
     assert recorded_in(model)
     assert bool(backwards_of(model)) == train

@@ -14,6 +14,7 @@ from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+from tests.turns import in_turn
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
 
@@ -156,8 +157,7 @@ WRITES = {
 
 
 @pytest.mark.row("U12")
-@every_kind
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("kind", "name"), in_turn(QUANTIZERS, WRITES, of=2))
 def test_u12_writes_reach_every_plane(kind, name):
     t, x = make(kind), values(seed=1)
     plain = t.dequantize().clone()

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from opfuse.errors import QuantizedTensorError
 from opfuse.tensors import QuantizedTensor
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
+from tests.turns import in_turn
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
 
@@ -248,9 +249,7 @@ def plain_tensors(state):
             yield value
 
 
-@every_kind
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "foreach", "name"), in_turn(QUANTIZERS, (False, True), OPTIMIZERS, of=2))
 def test_optimizers_move_the_decoded_values_and_keep_plain_state(kind, foreach, name):
     w, target = parameter(kind), values(seed=5).float()
     optimizer = OPTIMIZERS[name]([w], foreach=foreach)

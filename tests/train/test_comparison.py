@@ -71,9 +71,9 @@ def test_the_runs_differ_by_the_recipe_alone(quickstart: Comparison) -> None:
 
 
 @pytest.mark.usefixtures("few_samples")
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_losses_follow_the_seed(name: str) -> None:
-    config = small(QUICKSTART.with_name(f"{name}.yaml"))
+def test_losses_follow_the_seed() -> None:
+    """Under NVFP4, which draws its rounding as well."""
+    config = small(QUICKSTART.with_name("nvfp4.yaml"))
 
     def curves(seed: int) -> tuple[Any, ...]:
         torch.randn(3)  # what the caller drew before does not matter

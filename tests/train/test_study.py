@@ -52,6 +52,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def own_recipe_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the recipes, the configuration's own alone is studied, which takes a fifth of the time."""
+    monkeypatch.setattr("opfuse.train.study.KINDS", ())
+
+
 @pytest.fixture(scope="module")
 def study(tiny: Path) -> Study:
     return study_overrides(load(tiny), points=2)
@@ -203,7 +209,9 @@ def test_b06_dequantized_is_the_exact_gradient_in_training_and_the_others_are_no
 
 @pytest.mark.row("B06", "B25")
 def test_b06_b25_dequantized_is_exact_in_a_mixture_of_experts() -> None:
-    found = study_overrides(load(CONFIGS / "moe.yaml"), steps=1, points=1)
+    config = load(CONFIGS / "moe.yaml")
+    config = replace(config, train=config.train.model_copy(update={"batch_size": 64}))
+    found = study_overrides(config, steps=1, points=1)
     assert found.refusals == ()
     exact = {(one.dtype, one.kind, one.override): one.exact.sqnr for one in found.measurements}
     assert exact["float32", None, None] > 115
@@ -213,6 +221,7 @@ def test_b06_b25_dequantized_is_exact_in_a_mixture_of_experts() -> None:
         assert max(exact["float32", kind, None], exact["float32", kind, "high_precision"]) < 45
 
 
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_the_configuration_s_own_recipe_is_measured_whatever_its_kind(tiny: Path) -> None:
     """NVFP4's rotation takes bf16 only, so fp32 refuses what this factory does backward, and that alone."""
     own = recipes.CustomRecipe(qfactory="mxfp8_fwd_nvfp4_bwd")
@@ -225,6 +234,7 @@ def test_the_configuration_s_own_recipe_is_measured_whatever_its_kind(tiny: Path
     assert exact["bfloat16", "custom", None] < 45
 
 
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_delayed_scaling_is_measured_at_the_scales_of_training_without_overrides(tiny: Path) -> None:
     found = study_overrides(replace(load(tiny), recipe=recipes.DelayedScaling()), steps=2, points=2)
     own = [one for one in found.measurements if one.kind == "delayed"]
@@ -246,6 +256,7 @@ def test_a_gradient_moves_no_delayed_scale() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_what_a_call_refuses_is_told_in_every_output(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """48 samples fill no block of columnwise MXFP8: only the override in use has to run."""
     path = tmp_path / "ragged.yaml"
@@ -280,6 +291,7 @@ def test_every_setting_is_measured_at_every_point(study: Study) -> None:
     assert all(10 < one.plain.sqnr < 45 for one in study.measurements if one.plain is not None)
 
 
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_measuring_leaves_the_run_as_it_is(study: Study, tiny: Path) -> None:
     alone = study_overrides(load(tiny), points=1)
     assert alone.curve.losses == study.curve.losses
@@ -301,10 +313,10 @@ def test_the_configuration_s_recipe_keeps_its_fields(tiny: Path, monkeypatch: py
 
 
 @pytest.mark.row("B35")
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_b35_keep_is_told_with_its_bytes_beside_its_errors(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("opfuse.train.study.KINDS", ())
     assert main(["study", "keep", str(tiny), "--points", "1", "--steps", "1", "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     none, as_ever, remade, kept = found["summary"]
@@ -359,6 +371,7 @@ def test_without_matplotlib_there_is_no_plot(study: Study, tmp_path: Path, monke
     assert [path.name for path in write_study(study, tmp_path)] == ["overrides.json", "overrides.md"]
 
 
+@pytest.mark.usefixtures("own_recipe_alone")
 def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["study", "overrides", str(tiny), "--points", "1", "--steps", "2", "--out", str(tmp_path)]
     assert main(command) == 0

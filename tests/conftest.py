@@ -43,6 +43,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture
+def few_samples(monkeypatch):
+    """Validation takes a moment, of whatever is trained."""
+    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(20260101)

@@ -26,8 +26,7 @@ train: {batch_size: 32, steps: 2}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+def tiny(tmp_path: Path, few_samples: None, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("opfuse.train.report.find_spec", lambda name: None)
     (tmp_path / "tiny.yaml").write_text(TINY)
     return str(tmp_path / "tiny.yaml")

@@ -19,6 +19,8 @@ from opfuse.cli import run as command
 from opfuse.train import comparison
 from opfuse.train.checkpoints import read
 
+pytestmark = pytest.mark.usefixtures("few_samples")
+
 CONFIG = """
 version: 1
 recipe: {kind: %s}
@@ -32,11 +34,6 @@ pipeline:
 data: {kind: text, path: own.txt, context: 4, embedding: 8}
 train: {batch_size: 32, steps: 6, eval_every: 3, checkpoint_every: 2, learning_rate: 1.0e-2}
 """
-
-
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
 
 
 def configured(folder: Path, recipe: str) -> list[str]:

@@ -14,6 +14,8 @@ from opfuse.cli import main
 from opfuse.cli.run import bars, lines
 from opfuse.train import TrainStep
 
+pytestmark = pytest.mark.usefixtures("few_samples")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = """
@@ -30,11 +32,6 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY % "seed: 1")
     return path
-
-
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
 
 
 def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:

@@ -30,11 +30,6 @@ def small(path: Path) -> Config:
     return replace(config, train=config.train.model_copy(update={"batch_size": 32}))
 
 
-@pytest.fixture
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
-
-
 @pytest.fixture(scope="module")
 def quickstart() -> Comparison:
     return compare(loaded(QUICKSTART), steps=20)

@@ -46,12 +46,12 @@ def small(config: Config) -> Config:
 
 
 @every_configuration
-def test_every_configuration_trains(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
+@pytest.mark.usefixtures("few_samples")
+def test_every_configuration_trains(path: Path) -> None:
     config = small(loaded(path))
-    result = compare(config, steps=3)
+    result = compare(config, steps=2)
     found = to_dict(result)
-    assert (found["name"], found["steps"], len(result.run.losses)) == (path.stem, 3, 3)
+    assert (found["name"], found["steps"], len(result.run.losses)) == (path.stem, 2, 2)
     assert found["loss_last"] < found["loss_first"]
     assert found["plan_cache"]["misses"] == found["plan_cache"]["plans"] == 2
     assert found["fusions"] == list(explained(config).fusions)

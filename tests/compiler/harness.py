@@ -202,6 +202,12 @@ def delayed_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def rowwise(recipe: recipes.Recipe, tensor_type: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values that the rowwise cast of ``tensor`` stands for, in its dtype."""
+    quantizer = recipe.quantizer(recipes.QuantizerRole(tensor_type=tensor_type)).wanting(rowwise=True, columnwise=False)
+    return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
+
+
 def differences(left: Mapping[str, torch.Tensor | None], right: Mapping[str, torch.Tensor | None]) -> list[str]:
     """Names whose bits, dtypes or shapes differ, or that only one side has."""
     return sorted(name for name in {*left, *right} if name not in left or name not in right or not same(left[name], right[name]))

@@ -9,7 +9,6 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler.graph import BACKWARD, QUANTIZE
 from opfuse.errors import MissingPlaneError, ShapeError
-from opfuse.recipes import QuantizerRole
 from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -21,6 +20,7 @@ from tests.compiler.harness import (
     plain,
     randn,
     recipe_for,
+    rowwise,
     run,
     same,
     saved_values,
@@ -59,12 +59,6 @@ def results(tensors: dict) -> dict:
 
 def gradients(tensors: dict) -> dict:
     return {name: value for name, value in tensors.items() if name.startswith("grad")}
-
-
-def rowwise(recipe: opfuse.recipes.Recipe, tensor_type: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values that the rowwise cast of ``tensor`` stands for, in its dtype."""
-    quantizer = recipe.quantizer(QuantizerRole(tensor_type=tensor_type)).wanting(rowwise=True, columnwise=False)
-    return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
 
 
 @pytest.mark.row("B05", "B28")

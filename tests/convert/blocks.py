@@ -7,6 +7,15 @@ from torch import nn
 from torch.nn import functional as F
 
 
+class Holder(nn.Module):
+    """One layer of this weight, of whatever size."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.up = nn.Linear(1, 1, bias=False)
+        self.up.weight = nn.Parameter(weight)
+
+
 class GatedMLP(nn.Module):
     """As in Llama, Qwen and Mistral; with GELU in its tanh form, as in Gemma."""
 

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
     from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.convert.blocks import Holder
 from tests.oracles import libraries
 
 BF16 = torch.bfloat16
@@ -118,13 +119,6 @@ def test_a_round_trip_changes_no_bit(layout):
         opfuse.export_weights(Holder(state["up.weight"]), layout).tensors[f"up.{foreign.parts[0].suffix}"].cpu(),
         again[f"up.{foreign.parts[0].suffix}"],
     )
-
-
-class Holder(nn.Module):
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.up = nn.Linear(1, 1, bias=False)
-        self.up.weight = nn.Parameter(weight)
 
 
 @pytest.mark.parametrize("layout", PRESETS)

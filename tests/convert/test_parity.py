@@ -16,6 +16,7 @@ from opfuse.convert.foreign import LAYOUTS
 from opfuse.convert.parity import CAST, EQUAL, compare, load
 from opfuse.errors import ConversionError
 from opfuse.tensors.quantizers import Float8BlockQuantizer, MXFP8Quantizer
+from tests.convert.blocks import Holder
 
 BF16 = torch.bfloat16
 
@@ -115,13 +116,6 @@ def test_rules_that_differ_are_named_with_a_source_and_told_apart_without(model)
     why = by_name(compare(ceil, floor, source={name: weight}))[name].why
     assert re.fullmatch(r"MODEL: rule te or rceil.*; CHECKPOINT: rule ocp_floor \(32x32 tiles\), from bfloat16", why)
     assert by_name(compare(te, ceil))[name].status == "formats differ"
-
-
-class Holder(nn.Module):
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.up = nn.Linear(1, 1, bias=False)
-        self.up.weight = nn.Parameter(weight)
 
 
 def test_plain_tensors_and_names(model):

@@ -22,7 +22,7 @@ from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
-from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, randn, recipe_for, same, saved_values
+from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, differences, randn, recipe_for, rowwise, same, saved_values
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -100,10 +100,6 @@ def layers_of(op: ops.GroupedLinear) -> list[ops.Linear]:
     return layers
 
 
-def different(left, right) -> list[str]:
-    return sorted(name for name in {*left, *right} if name not in left or name not in right or not same(left[name], right[name]))
-
-
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +114,7 @@ def test_b24_b25_every_group_is_a_linear_of_its_own(name, override, splits, form
         with opfuse.autocast(recipe=recipe), pytest.raises(errors.ShapeError, match="pad_splits=True"):
             op(x, torch.tensor(splits))
         return
-    assert different(step(op, x, splits, recipe), linears(op, x, splits, recipe)) == []
+    assert differences(step(op, x, splits, recipe), linears(op, x, splits, recipe)) == []
 
 
 @pytest.mark.cpu  # kernels have the order of their own
@@ -133,9 +129,9 @@ def test_sums_over_the_rows_of_a_group_have_the_definition_of_all_sums(form, mon
 
     monkeypatch.setattr(definition, "_reduced", backwards)
     found = step(op, x, EVEN, None)
-    assert different(found, linears(op, x, EVEN, None)) == []
-    assert all("bias" in name for name in different(found, before))
-    assert different(found, before)
+    assert differences(found, linears(op, x, EVEN, None)) == []
+    assert all("bias" in name for name in differences(found, before))
+    assert differences(found, before)
 
 
 @pytest.mark.row("B24")
@@ -156,13 +152,13 @@ def test_delayed_scaling_keeps_a_state_for_each_tensor_of_each_group():
     for i in range(3):
         for layer in layers:
             layer.zero_grad(set_to_none=True)
-        assert different(step(op, x * (1 + i), EVEN, recipe), linears(op, x * (1 + i), EVEN, recipe, layers)) == []
+        assert differences(step(op, x * (1 + i), EVEN, recipe), linears(op, x * (1 + i), EVEN, recipe, layers)) == []
     assert len(op.quantizer_states) == 3 * 4
     scales, wanted = ([float(v) for each in made for v in _scales(each)] for made in ([op], layers))
     assert sorted(scales) == sorted(wanted)
     other = grouped(4)
     other.load_state_dict(op.state_dict())
-    assert different(step(op, x, EVEN, recipe), step(other, x, EVEN, recipe)) == []
+    assert differences(step(op, x, EVEN, recipe), step(other, x, EVEN, recipe)) == []
 
 
 def _scales(op):
@@ -187,14 +183,9 @@ def test_b25_b05_high_precision_gradients_are_those_without_a_recipe(splits, nam
     op, x = grouped(len(splits), scale_bias=True), randn(sum(splits), K)
     scales = randn(sum(splits), seed=5)
     overridden, plain = (step(op, x, splits, r, scales=scales) for r in (recipe_of(name, "high_precision"), None))
-    assert set(different(overridden, plain)) <= {"output"}
+    assert set(differences(overridden, plain)) <= {"output"}
     if sum(splits):
         assert not same(overridden["output"], plain["output"])
-
-
-def rowwise(recipe, tensor_type: str, tensor: torch.Tensor) -> torch.Tensor:
-    quantizer = recipe.quantizer(QuantizerRole(tensor_type=tensor_type)).wanting(rowwise=True, columnwise=False)
-    return quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
 
 
 @pytest.mark.row("B25", "B24", "B06")
@@ -390,7 +381,7 @@ def test_b24_b28_padded_splits_are_linears_over_padded_rows(name, form):
 def test_padding_changes_nothing_under_an_override(name, override):
     x, recipe = randn(128, K), recipe_of(name, override)
     padded, plain = (step(grouped(4, pad_splits=pad), x, RAGGED, recipe) for pad in (True, False))
-    assert different(padded, plain) == []
+    assert differences(padded, plain) == []
 
 
 @pytest.mark.row("B24", "B27")
@@ -442,7 +433,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
     assert all(same(a, b) for a, b in zip(before, after, strict=True))
     if name != "delayed":  # whose scales move
         fresh = step(stored(recipe, **form), x, EVEN, recipe)
-        assert [different(found, fresh) for found in steps] == [[], []]
+        assert [differences(found, fresh) for found in steps] == [[], []]
 
 
 @pytest.mark.row("U04")
@@ -542,7 +533,7 @@ def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
     x = randn(128, K)
     wanted = step(op, x, EVEN, recipe)
     for each in (other, copy.deepcopy(op)):
-        assert different(step(each, x, EVEN, recipe), wanted) == []
+        assert differences(step(each, x, EVEN, recipe), wanted) == []
     assert type(op.weight[0:2]) is CopiedView
     assert same(op.weight[2].dequantize(), op.weight.dequantize()[2])
     with pytest.raises(errors.QuantizedTensorError, match="members"):
@@ -555,7 +546,7 @@ def test_a_per_tensor_weight_stored_as_one_derives_its_columnwise_plane():
     wanted = step(op, x, EVEN, recipe)
     op.weight.update_usage(columnwise_usage=False)
     op.weight.update_usage(columnwise_usage=True)
-    assert different(step(op, x, EVEN, recipe), wanted) == []
+    assert differences(step(op, x, EVEN, recipe), wanted) == []
 
 
 # -- dtypes, names, keys -------------------------------------------------------------------------------------------------
@@ -572,7 +563,7 @@ def test_h15_casting_after_the_split_is_casting_group_by_group_in_the_compute_dt
         whole = step(grouped(1, torch.float32), x, (128,), recipe)
     assert found["output"].dtype == BF16
     assert found["grad of input"].dtype == torch.float32
-    assert different(found, wanted) == []
+    assert differences(found, wanted) == []
     single = ops.Linear(K, N)
     single.load_state_dict({"weight": op.weight0, "bias": grouped(1, torch.float32).bias0}, strict=False)
     low = torch.autocast(torch.get_default_device().type, torch.bfloat16)
@@ -699,7 +690,7 @@ def test_a_fused_op_of_the_user_casts_groups_as_the_pipeline_does(name, override
     plain = step(grouped(4, scale_bias=True, **form), x, EVEN, recipe, scales=scales)
     fused = step(Block([grouped(4, scale_bias=True, **form)]), x, EVEN, recipe, scales=scales)
     renamed = {key.replace("basic_ops.0.", ""): value for key, value in fused.items()}
-    assert different(renamed, plain) == []
+    assert differences(renamed, plain) == []
 
 
 @pytest.mark.parametrize("name", HAS_OVERRIDE)

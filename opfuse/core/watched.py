@@ -10,6 +10,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 from torch import nn
 
@@ -70,6 +71,7 @@ class WatchedClass(ABCMeta):
         if _MADE_WITH not in vars(cls):  # it is being made
             return
         vars(cls)[_MADE_WITH].setdefault(name, was)
+        _written.add(cls)
         for op in all_enrolled():
             if isinstance(op, cls) and op._is_said(name):
                 op.changed()
@@ -78,10 +80,13 @@ class WatchedClass(ABCMeta):
 _MADE_WITH = "_made_with"
 """Where a class has what it was made with, of all that was written since."""
 
+_written: WeakSet[type] = WeakSet()
+"""Classes that were ever written to, mostly none: plans ask for each op."""
+
 
 def rewritten(cls: type) -> set[str]:
     """The attributes of a class and its bases that are others than those it was made with."""
-    made = ((base, vars(base).get(_MADE_WITH, {})) for base in cls.__mro__)
+    made = ((base, vars(base)[_MADE_WITH]) for base in cls.__mro__ if base in _written) if _written else ()
     return {name for base, those in made for name, was in those.items() if vars(base).get(name) is not was}
 
 

@@ -115,6 +115,7 @@ def test_which_quantizers_cast_row_by_row():
     assert HybridQuantizer(by_row[0], shared[0]).row_local  # the product of the forward pass reads the rowwise plane
     assert not HybridQuantizer(shared[0], by_row[0]).row_local
     assert not GroupedQuantizer((shared[0],) * 2, (1, 1), padded=True).row_local
+    assert not GroupedQuantizer((MXFP8Quantizer(), MXFP8Quantizer(with_2d_quantization=True))).row_local  # of one format
 
 
 def test_sums_in_high_precision_are_in_the_type_that_was_asked_for():

@@ -57,7 +57,7 @@ class GroupedQuantizer(Quantizer):
 
     @property
     def row_local(self) -> bool:
-        return self.quantizers[0].row_local
+        return all(quantizer.row_local for quantizer in self.quantizers)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

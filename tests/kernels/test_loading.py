@@ -3,8 +3,10 @@
 import ctypes
 import errno
 import os
+import shutil
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from opfuse.errors import KernelError, OpfuseWarning, UnsupportedError
 from opfuse.kernels.engine import bindings, compiling, cubins, launch, nvrtc
 from opfuse.kernels.engine.compiling import Variant
 
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 
 
@@ -175,24 +178,55 @@ def test_without_cupy_the_error_says_what_to_install(cuda, package, fresh, monke
         bindings.driver()
 
 
+DRIVER = """
+extern "C" int cuCtxGetCurrent(void** context) { *context = (void*)7; return 0; }
+"""
+"""A driver of one function."""
+
 FIRST_USES = """
 import sys
 import opfuse
 from opfuse.kernels.engine import bindings
 from opfuse.kernels.engine.compiling import compile_text
 bindings.require_same_cuda()
-bindings.driver()
+assert bindings.driver().ctxGetCurrent() == 7
 cubin = compile_text('extern "C" __global__ void f() {}', "sm_90a").cubin
 print(cubin[:4], sorted({"cupy", "cuda.pathfinder"} & sys.modules.keys()))
 """
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_neither_compiling_nor_launching_imports_all_of_cupy_or_writes_a_file(tmp_path):
     """Which takes longer than a first plan; and which makes a directory, where it can."""
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", FIRST_USES], env=environment, capture_output=True, check=True, cwd=tmp_path)
+    home, library = tmp_path / "home", tmp_path / "lib"
+    home.mkdir(), library.mkdir()
+    (library / "driver.cpp").write_text(DRIVER)
+    build = [COMPILER, "-shared", "-fPIC", "-o", str(library / "libcuda.so.1"), str(library / "driver.cpp")]
+    subprocess.run(build, check=True)
+    path = os.pathsep.join(filter(None, (str(library), os.environ.get("LD_LIBRARY_PATH"))))
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), "LD_LIBRARY_PATH": path}
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], env=environment, capture_output=True, check=True, cwd=home)
     assert done.stdout.decode() == "b'\\x7fELF' []\n"
-    assert [*tmp_path.iterdir()] == []
+    assert [*home.iterdir()] == []
+
+
+def test_who_imports_cupy_meanwhile_gets_it(monkeypatch):
+    real = ModuleType("cupy")
+    real.__path__, real.array = [], "array"
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(bindings.importlib, "import_module", lambda name: sys.modules.setdefault(name, real))
+    with bindings._cupy_on_demand():
+        import cupy
+
+        cupy._environment._log("a function is loaded")
+        assert cupy is not real
+        assert cupy.array == "array"
+        assert sys.modules["cupy"] is real
+        assert cupy.array == "array"
+    assert sys.modules.pop("cupy") is real
+    with bindings._cupy_on_demand():
+        assert "cupy" in sys.modules
+    assert "cupy" not in sys.modules
 
 
 @pytest.mark.parametrize(("cuda", "package"), [("13.0", r"nvidia-cuda-nvrtc==13\.\*"), ("12.8", "nvidia-cuda-nvrtc-cu12")])

@@ -5,11 +5,14 @@ No other module imports CuPy, and none all of it: its package ``cupy`` takes lon
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,8 +65,33 @@ def nvrtc() -> Nvrtc:
 
 @functools.cache
 def driver() -> Any:
-    """The driver."""
-    return _import("cupy_backends.cuda.api.driver")
+    """The driver. Its functions are looked up at the first call of any, which is made here."""
+    bound: Any = _import("cupy_backends.cuda.api.driver")
+    with _cupy_on_demand(), contextlib.suppress(RuntimeError):  # what is wrong with it is told to who wants something of it
+        bound.ctxGetCurrent()
+    return bound
+
+
+class _OnDemand(ModuleType):
+    """Stands in for the package ``cupy``, and is it as soon as anything but its log is wanted."""
+
+    _environment = SimpleNamespace(_log=lambda message: None)
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("cupy") is self:
+            del sys.modules["cupy"]
+        return getattr(importlib.import_module("cupy"), name)
+
+
+@contextlib.contextmanager
+def _cupy_on_demand() -> Iterator[None]:
+    """Inside the block, bindings do not import the package ``cupy`` for its log, to which they tell each function they find."""
+    stand_in = None if "cupy" in sys.modules else sys.modules.setdefault("cupy", _OnDemand("cupy"))
+    try:
+        yield
+    finally:
+        if stand_in is not None and sys.modules.get("cupy") is stand_in:
+            del sys.modules["cupy"]
 
 
 @functools.cache

@@ -1,13 +1,11 @@
 """What batch invariance costs a forward pass: ``python -m benchmarks.invariance``.
 
-Pipelines in inference under a recipe with ``batch_invariant=True`` and without it, in turns, at several numbers of tokens: the
-median of ratios within a round, of which every second begins with the other one, since the chip is faster after a pause. Few
+Pipelines in inference under a recipe with ``batch_invariant=True`` and without it, in turns, at several numbers of tokens. Few
 tokens read weights and wait for the host; a limit is set where the products are what takes the time.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 
 import opfuse
 from benchmarks.models import LARGE, PIPELINES, Sizes
-from benchmarks.timing import Call, device_time
+from benchmarks.timing import Call, compared
 from opfuse import recipes
 from opfuse.recipes.recipe import Recipe
 
@@ -26,7 +24,7 @@ RECIPES: Mapping[str, Recipe] = {
 }
 """Those whose products are native on compute capability 9.0."""
 
-TOKENS, LIMIT, ROUNDS = (8192, 512, 1), 1.05, 10
+TOKENS, LIMIT = (8192, 512, 1), 1.05
 
 
 def _forward(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe) -> Call:
@@ -43,14 +41,8 @@ def measure(sizes: Sizes = LARGE, tokens: tuple[int, ...] = TOKENS, device: str 
     for name, recipe in RECIPES.items():
         for count in tokens:
             x = torch.randn(count, sizes.hidden, device=device, dtype=torch.bfloat16)
-            calls = [_forward(model, x, each) for each in (recipe, recipe.replace(batch_invariant=True))]
-            rounds = [_round(calls, order=(1, -1)[i % 2]) for i in range(ROUNDS)]
-            yield name, count, statistics.median(with_it / without for without, with_it in rounds)
-
-
-def _round(calls: list[Call], *, order: int) -> list[float]:
-    """Microseconds of each. order: -1 begins with the last one."""
-    return [device_time([call], launches=4, repeats=1).median for call in calls[::order]][::order]
+            with_it, without = (_forward(model, x, each) for each in (recipe.replace(batch_invariant=True), recipe))
+            yield name, count, compared(with_it, without, launches=4).ratio
 
 
 def records() -> Iterator[dict[str, Any]]:

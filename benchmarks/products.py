@@ -5,12 +5,12 @@ Needs compute capability 9.0. Operands are random codes; scales differ from line
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.timing import Call, device_time
+from benchmarks.timing import Call, compared
 from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
@@ -56,7 +56,7 @@ def operand(fmt: NumberFormat, lines: int, length: int, device: str) -> Stored:
     return Stored(codes, torch.rand(layout.scale_shape, device=device) + 0.5, None, layout)
 
 
-def calls(kind: Kind, count: int, sizes: tuple[int, int, int], device: str) -> Sequence[Call]:
+def calls(kind: Kind, count: int, sizes: tuple[int, int, int], device: str) -> tuple[Call, Call]:
     """The library's products one after another, and one launch for all."""
     lines, length, columns = sizes
     sides = (kind.left, lines), (kind.right, columns)
@@ -69,7 +69,7 @@ def calls(kind: Kind, count: int, sizes: tuple[int, int, int], device: str) -> S
 
 
 def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """One row for each kind and problem: TFLOP/s of both. They take turns three times, since the chip's clock wanders."""
+    """One row for each kind and problem: TFLOP/s of both, which take turns, and the own product's speed in the library's."""
     problems = {"x".join(map(str, sizes)): (1, sizes) for sizes in SIZES}
     problems |= {
         f"{count} groups of {lines}, {FEATURES[0]} to {FEATURES[1]}": (count, (lines, *FEATURES)) for count, lines in GROUPS
@@ -77,10 +77,10 @@ def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
     for name, kind in KINDS.items():
         for problem, (count, sizes) in problems.items():
             both = calls(kind, count, sizes, device)
-            times = [[device_time([call], launches=6, repeats=3).median for call in both] for _ in range(3)]
-            library, own = (sorted(each)[1] for each in zip(*times))
+            library, own, ratio = compared(*both)
             work = 2e-6 * count * sizes[0] * sizes[1] * sizes[2]
-            yield {"kind": name, "problem": problem, "library": work / library, "own": work / own, "least": kind.least}
+            speeds = {"library": work / library, "own": work / own, "ratio": ratio}
+            yield {"kind": name, "problem": problem, **speeds, "least": kind.least}
 
 
 def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
@@ -89,7 +89,7 @@ def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
     for row in measure(device):
         name = f"{row['kind']}: {row['problem']}"
         yield figure(name, row["own"], "TFLOP/s")
-        yield figure(name, row["own"] / row["library"], "x cuBLASLt", row["least"])
+        yield figure(name, row["ratio"], "x cuBLASLt", row["least"])
         if row["kind"] == FORWARD:
             forward[row["problem"]] = row["library"]
         if row["kind"] == WEIGHT_GRADIENT and "groups" not in row["problem"]:
@@ -105,7 +105,7 @@ def main() -> None:
     """Print a table."""
     for row in measure():
         print(f"{row['kind']:20s}{row['problem']:32s}", end="")
-        print(f"{row['own']:6.0f} TFLOP/s {row['own'] / row['library']:6.3f} x cuBLASLt", flush=True)
+        print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x cuBLASLt", flush=True)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,25 @@ MOST_LEAD = 1e6
 """Microseconds."""
 
 
+class Compared(NamedTuple):
+    """Microseconds of two calls, medians over rounds; and the median over rounds of the first in times the second."""
+
+    one: float
+    other: float
+    ratio: float
+
+
+def compared(one: Call, other: Call, *, rounds: int = 10, launches: int = 6) -> Compared:
+    """Of two calls in turns. The chip is faster after a pause, and slower once it is warm: so ratios are those within a round,
+    and every second round begins with the other call.
+    """
+    times = []
+    for order in (1, -1) * (rounds // 2):
+        took = [device_time([call], launches=launches, repeats=1).median for call in (one, other)[::order]]
+        times.append(took[::order])
+    return Compared(*map(statistics.median, zip(*times)), statistics.median(first / second for first, second in times))
+
+
 @functools.cache
 def _cycles() -> float:
     """Cycles of ``torch.cuda._sleep`` in a microsecond."""

@@ -132,6 +132,22 @@ def test_results_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(set(addresses[i : i + 5])) == 5 for i in range(len(addresses) - 4))
 
 
+def test_two_calls_are_compared_within_rounds_of_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is first in a round is faster here by half, on top of a drift that would move ratios of medians."""
+    asked: list[int] = []
+
+    def timed(calls: list[timing.Call], **_: object) -> timing.Timing:
+        asked.append(which := 1 if calls[0] is one else 2)
+        first, drift = len(asked) % 2, (len(asked) + 1) // 2
+        return timing.Timing(*[which * drift * (0.5 if first else 1.0)] * 3)
+
+    one, other = (lambda: None), (lambda: 1)
+    monkeypatch.setattr(timing, "device_time", timed)
+    found = timing.compared(one, other, rounds=4)
+    assert asked == [1, 2, 2, 1] * 2
+    assert found.ratio == pytest.approx((0.25 + 1.0) / 2)
+
+
 def test_pairs_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call once a round; a round in which the clocks were low does not show."""
     order: list[str] = []
@@ -297,8 +313,7 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "SIZES", ((128, 128, 16),))
     monkeypatch.setattr(products, "GROUPS", ((2, 16),))
     monkeypatch.setattr(products, "FEATURES", (128, 16))
-    took = iter([2.0, 1.0] * 100)
-    monkeypatch.setattr(products, "device_time", lambda calls, **_: timing.Timing(*[next(took)] * 3))
+    monkeypatch.setattr(products, "compared", lambda *_: timing.Compared(2.0, 1.0, 2.0))
     found = [*products.records("cpu")]
     assert {each["value"] for each in found if each["limit"]} == {2.0}
     assert len(found) == 2 * 2 * len(products.KINDS) + 1  # a weight's gradient stands beside a forward product as well

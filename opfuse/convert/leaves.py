@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -57,25 +57,59 @@ def weight_of(module: nn.Module) -> Weight | None:
     return Weight(module, weight.shape[0], weight.shape[1], transposed=True)
 
 
-SHAPES = ("size", "view", "reshape", operator.getitem, operator.add, getattr)
-"""What a forward may do with sizes beside its product."""
+VIEWS = ("view", "reshape")
+"""What a forward may do to a tensor beside its product."""
 
 
 def _is_transposed_product(module: nn.Module) -> bool:
-    """Whether the forward is ``addmm(bias, x, weight)`` and changes of shape around it: y = x W + b for W (in, out)."""
+    """Whether the forward is ``addmm(bias, x, weight)``, views around it, and nothing else: y = x W + b for W (in, out)."""
     try:
         nodes = list(Tracer().trace(module).nodes)
-    except Exception:  # of a stranger's code on symbolic values
+        return _is_addmm(nodes) and _keeps_rows(module)
+    except Exception:  # of a stranger's code, on values that are none
         return False
-    products = [node for node in nodes if node.target is torch.addmm]
-    if len(products) != 1 or [str(arg) for arg in products[0].args if _is_parameter(arg)] != ["bias", "weight"]:
-        return False
-    around = [node for node in nodes if node.op in ("call_function", "call_method") and node is not products[0]]
-    return all(node.target in SHAPES for node in around)
 
 
-def _is_parameter(arg: object) -> bool:
-    return isinstance(arg, fx.Node) and arg.op == "get_attr"
+def _is_addmm(nodes: Sequence[fx.Node]) -> bool:
+    *_, output = nodes
+    product = _source(output.args[0])
+    if product.target is not torch.addmm or product.kwargs or [str(arg) for arg in product.args[::2]] != ["bias", "weight"]:
+        return False
+    x, sizes = _source(product.args[1]), set[fx.Node]()
+    for node in nodes:
+        if _is_size(node, x, sizes):
+            sizes.add(node)
+    known = {x, product, *_views(output.args[0]), *_views(product.args[1]), *sizes, output}
+    return x.op == "placeholder" and all(node in known or node.op == "get_attr" for node in nodes)
+
+
+def _is_size(node: fx.Node, x: fx.Node, sizes: Collection[fx.Node]) -> bool:
+    """Whether a node is the size of ``x``, a part of a size, or one beside another."""
+    given = node.all_input_nodes
+    if node.target == "size" or (node.target is getattr and node.args[1] == "shape"):
+        return given == [x]
+    return node.target in (operator.getitem, operator.add) and bool(given) and all(each in sizes for each in given)
+
+
+def _views(value: Any) -> Iterator[fx.Node]:
+    """The views on the way back to what they show."""
+    while value.op == "call_method" and value.target in VIEWS:
+        yield value
+        value = value.args[0]
+
+
+def _source(value: Any) -> Any:
+    *_, last = (value, *(node.args[0] for node in _views(value)))
+    return last
+
+
+def _keeps_rows(module: nn.Module) -> bool:
+    """Whether results have the leading dimensions of what comes in."""
+    parameters = {name: p.to("meta") for name, p in module._parameters.items() if p is not None}
+    weight, leading = parameters["weight"], (3, 5)
+    x = weight.new_empty(*leading, weight.shape[0])
+    result: torch.Tensor = torch.func.functional_call(module, parameters, (x,))
+    return result.shape == (*leading, weight.shape[1])
 
 
 def _layer_norm(module: nn.Module) -> BasicOperation | None:

@@ -41,10 +41,13 @@ def random_states() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest
 
 
-GRID = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
-"""Where activations are compared: the forms of GELU differ by 5e-4 there, rounding in fp32 by 1e-6."""
+_NEAR = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
+_FAR = torch.logspace(1.1, 4.7, 64, dtype=torch.float64, device="cpu")
+GRID = torch.cat((_NEAR, _FAR, -_FAR))
+"""Where activations are compared: the forms of GELU differ by 5e-4 near 0, rounding in fp32 by 1e-6; far out some are cut off."""
 
 CLOSE = 4e-6
+"""Of values up to 1, and of larger ones in parts of them."""
 
 
 def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
@@ -56,8 +59,11 @@ def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
         return None
     if not isinstance(y, torch.Tensor) or y.shape != GRID.shape or not y.is_floating_point():
         return None
-    close = (name for name, cls in UNGATED.items() if (y - cls.math.value(GRID)).abs().max() < CLOSE)
-    return next(close, None)
+    return next((name for name, cls in UNGATED.items() if _is_close(y, cls.math.value(GRID))), None)
+
+
+def _is_close(y: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(((y - wanted).abs() < CLOSE * wanted.abs().clamp(min=1)).all())
 
 
 def activation_of_module(module: nn.Module) -> str | None:

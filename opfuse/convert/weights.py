@@ -20,9 +20,11 @@ from torch import nn
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_of
+from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
-from opfuse.runtime.ledger import Ledger
+from opfuse.runtime.ledger import Ledger, SavedTensors
+from opfuse.tensors.storage import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 
@@ -116,8 +118,10 @@ def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
         parts = [value.t() if turn else value for value, turn in zip(values, turned)]
         whole = _made(parts).detach()
     sizes = [len(part) for part in parts]
+    kept = SavedTensors(values if torch.is_grad_enabled() and share_memory(whole, values[0]) else [])
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
+        kept.taken(keep)  # whose counters the whole does not have
         grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
         return [grad.t() if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
 
@@ -130,13 +134,24 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes = [len(part) for part in parts]
+        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, _versions(parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if (now := _versions(ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
+            got, cure = (
+                f"weights written {sum(now) - sum(ctx.versions)} times since",
+                "call backward() before an optimizer's step",
+            )
+            where, wanted = "backward of weights in one memory", "each as the forward pass left it"
+            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         return tuple(grads[0].split(ctx.sizes))
+
+
+def _versions(parts: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if part.is_inference() else part._version for part in parts]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

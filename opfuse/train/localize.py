@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,8 +80,9 @@ def _asked(path: Path) -> tuple[Config, int | None, int | None, str]:
         return load(path), None, None, "cpu"
     try:
         told = json.loads((path / REPORT).read_text(encoding="utf-8"))
-        return load(path / CONFIGURATION), told["steps"], told["seed"], told["device"]
-    except (OSError, ValueError, KeyError) as error:
+        config = replace(load(path / CONFIGURATION), path=told["config"])  # from whose folder its text counts
+        return config, told["steps"], told["seed"], told["device"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         cure = "name directories of `opfuse run`, or configurations"
         raise TraceError(describe(str(path), wanted="a run that can be made again", got=str(error), cure=cure)) from None
 
@@ -110,5 +112,7 @@ def _difference(step: int, a: SeenValue, b: SeenValue) -> ValueDifference | None
     unlike = ~((a.value == b.value) | (a.value.isnan() & b.value.isnan()))
     if not unlike.any():
         return None
-    largest = a.value.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    return ValueDifference(step, a.side, a.name, float(unlike.float().mean()), float((a.value - b.value).abs().max() / largest))
+    size = a.value[a.value.isfinite()].abs().amax() if a.value.isfinite().any() else torch.zeros(())
+    gap = (a.value - b.value)[unlike].abs().nan_to_num(nan=math.inf).amax()  # NaN beside a number is no small difference
+    largest = float(gap / size.clamp(min=torch.finfo(torch.float32).tiny))
+    return ValueDifference(step, a.side, a.name, float(unlike.float().mean()), largest)

@@ -22,23 +22,36 @@ def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> It
     if watching is None:
         yield tuple
         return
-    with watch(model, every=watching.every, to=_writer(watching.to), alarms=watching.alarms.model_dump()) as looking:
+    alarms = watching.alarms.model_dump()
+    with _writer(watching.to) as writer, watch(model, every=watching.every, to=writer, alarms=alarms) as looking:
         looking.step = step
         yield lambda: tuple(looking.records)
 
 
-def _writer(to: str) -> Any:
-    """The writer of a package that need not be here; None: records go into a file beside the report."""
+@contextmanager
+def _writer(to: str) -> Iterator[Any]:
+    """The writer of a package that need not be here, closed at the end; None: records go into a file beside the report."""
+    made, close = _made(to)
+    try:
+        yield made
+    finally:
+        close()
+
+
+def _made(to: str) -> tuple[Any, Callable[[], None]]:
+    """A writer, and what has it write the last of what it was given."""
     if to == "jsonl":
-        return None
+        return None, lambda: None
     try:
         if to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            return SummaryWriter()  # type: ignore[no-untyped-call]
+            writer = SummaryWriter()  # type: ignore[no-untyped-call]
+            return writer, writer.close
         import wandb
 
-        return wandb.init()
+        run = wandb.init()
+        return run, run.finish
     except ImportError as error:
         cure = f"pip install {to}, or write `to: jsonl`"
         raise ConfigError(describe("watch.to", wanted=f"an installed {to}", got=str(error), cure=cure)) from None

@@ -139,3 +139,43 @@ def test_products_are_known_by_what_they_compute():
     assert weight_of(nn.Embedding(4, 8)) is None
     found = weight_of(Transposed(8, 4))
     assert (found.in_features, found.out_features, found.transposed) == (4, 8, True)
+
+
+def product_of(x, self):
+    return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+
+
+ADDMM = {
+    "views by shape": (lambda self, x: product_of(x, self).view(*x.shape[:-1], 8), False),
+    "sizes that are added": (lambda self, x: product_of(x, self).view(x.size()[:-1] + (8,)), True),
+    "a factor": (lambda self, x: torch.addmm(self.bias, x.view(-1, 8), self.weight, alpha=0.5).view(x.size()), False),
+    "part of the bias": (lambda self, x: torch.addmm(self.bias, x.view(-1, 8), self.weight, beta=0.5).view(x.size()), False),
+    "a number behind it": (lambda self, x: product_of(x, self).view(x.size()) + 1, False),
+    "a number before it": (lambda self, x: product_of(x + 1, self).view(x.size()), False),
+    "a residual": (lambda self, x: product_of(x, self).view(x.size()) + x, False),
+    "a transpose": (lambda self, x: product_of(x, self).view(x.size()).mT, False),
+    "rows that stay together": (lambda self, x: product_of(x, self), False),
+    "the weight first": (lambda self, x: torch.addmm(self.bias, self.weight, x.view(8, 8)), False),
+    "a part of the columns": (lambda self, x: product_of(x, self).view(x.size())[..., :4], False),
+    "a matrix as it is": (lambda self, x: torch.addmm(self.bias, x, self.weight), False),
+}
+
+
+@pytest.mark.parametrize("name", ADDMM)
+def test_a_product_of_ones_own_is_nothing_but_that(name):
+    """What stands beside the product would be lost."""
+    forward, is_product = ADDMM[name]
+    made = type("Made", (Transposed,), {"forward": forward})(8, 8)
+    assert (weight_of(made) is not None) == is_product
+
+
+CUT_OFF = {
+    "ReLU up to 20": lambda x: F.hardtanh(x, 0, 20),
+    "SiLU of at most 16": lambda x: F.silu(x.clamp(max=16)),
+    "GELU from -100": lambda x: F.gelu(x).masked_fill(x < -100, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+def test_an_activation_that_is_cut_off_far_out_is_another(name):
+    assert activation_of(CUT_OFF[name]) is None

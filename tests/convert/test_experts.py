@@ -42,6 +42,14 @@ class Interleaved(Mixture):
         return both[..., ::2], both[..., 1::2]
 
 
+class CutOff(Mixture):
+    """As models that bound what a gate sees: no small value is above it."""
+
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a.clamp(max=50), b.clamp(-50, 50)
+
+
 def routed(dtype=torch.float32):
     """Tokens, their experts, of which one gets none, and the weights."""
     chosen = torch.tensor([[0, 1], [1, 3], [4, 3], [1, 0], [3, 4], [0, 4]])
@@ -58,6 +66,7 @@ def test_experts_are_known_by_what_they_compute():
     assert (found.both, found.down, found.act, found.sizes) == ("up", "down", "silu", (EXPERTS, 32, 64))
     assert experts_of(Mixture().to("meta")) is not None
     assert experts_of(Interleaved()) is None
+    assert experts_of(CutOff()) is None
     assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "refused"
 
 

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.errors import TraceError
 from opfuse.train import compare, write_report
+from opfuse.train.data import pydoc_topics
+from opfuse.train.localize import SeenValue, _difference
 from opfuse.train.runs import differences, divergence, known_run
 
+INF, NAN = float("inf"), float("nan")
 CONFIG = """version: 1
 recipe: {kind: mxfp8}
 pipeline:
@@ -20,7 +24,7 @@ pipeline:
     - {op: linear, in_features: 64, out_features: 64}
     - {op: gelu}
     - {op: linear, in_features: 64, out_features: 256}
-data: {kind: pydoc_topics, context: 4, embedding: 16}
+data: {kind: text, path: text.txt, context: 4, embedding: 16}
 train: {steps: 4, batch_size: 32, eval_every: 4}
 """
 
@@ -29,6 +33,7 @@ train: {steps: 4, batch_size: 32, eval_every: 4}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of one file, and one with another override, which changes gradients and not the first loss."""
     place = tmp_path_factory.mktemp("runs")
+    (place / "text.txt").write_bytes(pydoc_topics())  # its path counts from the file's folder, wherever a copy of the file is
     for name, text in (
         ("one", CONFIG),
         ("two", CONFIG),
@@ -64,6 +69,22 @@ def test_what_changed_is_told_and_localized(runs: Path, capsys: pytest.CaptureFi
     assert "recipe.backward_override: None -> 'dequantized'" in text
     assert f"(default -> {runs}/other.yaml:2:" in text
     assert "losses differ from step 2 on" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "largest"),
+    [
+        ([2.0, 1.0], [2.0, 1.5], 0.25),
+        ([2.0, 1.0], [2.0, NAN], INF),
+        ([2.0, NAN], [2.0, NAN], None),
+        ([INF, 2.0], [INF, 1.0], 0.5),
+        ([NAN, NAN], [1.0, NAN], INF),
+    ],
+    ids=["numbers", "NaN beside a number", "NaN on both sides", "infinity on both sides", "no number"],
+)
+def test_what_is_not_finite_hides_no_difference(old: list[float], new: list[float], largest: float | None) -> None:
+    found = _difference(1, *(SeenValue("forward", "0:gelu", torch.tensor(values)) for values in (old, new)))
+    assert (None if found is None else found.largest) == largest
 
 
 def test_configurations_and_traces_are_compared_too(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

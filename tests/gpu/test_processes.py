@@ -23,13 +23,11 @@ tensors = [*data, scale, *(t for plane in cast.cast_mx(x, layouts(mxfp8)) for t 
 print(hashlib.sha256(b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest())
 """
 
-pytestmark = pytest.mark.slow
 
-
-def start(directory):
+def start(directory, script=SCRIPT):
     environment = {**os.environ, cubins.ENVIRONMENT: str(directory)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -41,6 +39,12 @@ def finish(process):
     return out.strip()
 
 
+def test_kernels_run_without_an_import_of_all_of_cupy(tmp_path):
+    script = SCRIPT + "import sys; print({'cupy', 'cupy_backends'} & sys.modules.keys())"
+    assert finish(start(tmp_path, script)).endswith("{'cupy_backends'}")
+
+
+@pytest.mark.slow
 def test_r11_r14_sixteen_processes_some_killed_and_a_damaged_cache(tmp_path):
     racing = [start(tmp_path) for _ in range(16)]
     time.sleep(4)

@@ -32,11 +32,10 @@ def add_gradients(
     """
     buffers = {name: main_grad_of(weight, where=f"{where} {name}").detach() for name, weight in weights.items()}
     sizes = cast(Sizes, groups.sizes)
-    single = len(buffers) == 1 and next(iter(buffers.values())).ndim == 3
-    whole = buffers[names[0]] if single else None
-    places = dict(enumerate(names * len(sizes) if single else names))
-    into = {i: buffers[name][i] if single else buffers[name] for i, name in places.items() if name in buffers and i < len(sizes)}
-    new = {i for i in into if overwrites(weights[places[i]])}
+    whole = next((buffer for buffer in buffers.values() if buffer.ndim == 3), None)
+    owners = dict(enumerate(names if whole is None else names * len(sizes)))
+    into = {i: buffers[name] if whole is None else whole[i] for i, name in owners.items() if name in buffers}
+    new = {i for i in into if overwrites(weights[owners[i]])}
     added = add_wgrads(dy, x, sizes, {i: into[i] for i in into if i not in new}, whole=whole, fast=options.get("fast", False))
     rest = [i for i in into if i not in added]
     grads = grouped_wgrad(dy, x, groups, wanted=rest, dtype=dtype, out_dtype=compute_dtype(dtype), **options) if rest else []

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
+from opfuse.tensors.exchange import outputs
 
 
 class CopiedView(torch.Tensor):
@@ -64,8 +65,8 @@ def copied_views(result: Any) -> Any:
 
 
 def written(cls: type[torch.Tensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors of ``cls`` that ``func`` writes to, by its schema, each once."""
-    found: dict[int, Any] = {}
+    """The tensors of ``cls`` that ``func`` writes to, by its schema or as a collective, each once."""
+    found = {id(tensor): tensor for tensor in outputs(func, args) if isinstance(tensor, cls)}
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

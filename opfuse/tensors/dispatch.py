@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
+from opfuse.tensors import exchange
 from opfuse.tensors.copied_view import copied_views, written
 from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.pieces import Cut
@@ -48,6 +49,8 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
     """
     targets: list[Quantized] = written(cls, func, args, kwargs)
     for tensor in targets:
+        if "c10d" in func.namespace:
+            exchange.refuse(func, tensor)
         tensor.check_writable(str(func))
     aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
     plain: dict[int, torch.Tensor] = {}
@@ -280,4 +283,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         (aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.resize_.default),
         _refuse,
     ),
+    **({torch.ops.c10d.broadcast_.default: exchange.broadcast} if torch.distributed.is_available() else {}),
 }

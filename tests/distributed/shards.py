@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import OpfuseWarning
+from opfuse.errors import OpfuseWarning, QuantizedTensorError
 from opfuse.tensors import QuantizedTensor, gather, halves, quantizers
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.planes import mirrored
@@ -158,7 +159,32 @@ def check_layer(kind: str, rank: int, ranks: int, device: str, **options: Any) -
     return wrong + ([] if isinstance(model.weight, QuantizedTensor) else ["plain"])
 
 
+def check_broadcast(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """The bytes of one rank come to all; collectives whose values would have to be cast are refused before they begin."""
+    with opfuse.quantized_model_init(recipe=RECIPES[recipe]()):
+        weights = [ops.Linear(128, 128, device=device, dtype=torch.bfloat16).weight.data for _ in range(ranks)]
+        for i, weight in enumerate(weights):
+            weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(i)) * 10**i)
+    mine, count = weights[rank], weights[rank]._version
+    dist.broadcast(mine, ranks - 1)
+    pairs = zip(mine.record.tensors(), weights[-1].record.tensors(), strict=True)
+    wrong = [] if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs) else ["other bytes"]
+    wrong += [] if mine._version > count else ["no write was counted"]
+    values = [torch.empty_like(mine.dequantize()) for _ in range(ranks)]
+    dist.all_gather(values, mine)
+    wrong += [] if all(torch.equal(each, mine.dequantize()) for each in values) else ["other values"]
+    for call in (
+        dist.all_reduce,
+        lambda into: dist.reduce_scatter_tensor(into, torch.cat(values)),
+        lambda into: dist.recv(into, 0),
+    ):
+        with pytest.raises(QuantizedTensorError, match="a plain tensor to write into"):
+            call(mine)
+    return wrong
+
+
 TASKS: list[Task] = [
+    *((check_broadcast, recipe) for recipe in ("current", "nvfp4")),
     *((check_layer, kind) for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4")),
     *((check_offloaded_layer, kind) for kind in ("mxfp8", "current")),
     (check_written_apart, "current"),

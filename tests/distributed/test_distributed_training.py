@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import distributed
-from tests.distributed import checkpoints, collectives, parallel, shards
+from tests.distributed import checkpoints, collectives, parallel, shards, stages
 from tests.distributed.running import spawn
 from tests.distributed.training import FEW, WIRES, check_case, table
 
@@ -23,7 +23,7 @@ BENCHMARK = (check_benchmark, distributed.SMALL)
 @pytest.mark.cpu
 @pytest.mark.row("H20", "H22", "H23", "H27", "H28", "R17")
 def test_r17_training_on_two_ranks_equals_one_process():
-    rooms = (shards, checkpoints, parallel, collectives)
+    rooms = (shards, checkpoints, parallel, collectives, stages)
     tasks = [task for room in rooms for task in room.TASKS]
     spawn(2, "cpu", [*((check_case, case) for case in FEW), *WIRES, *tasks, BENCHMARK])
 

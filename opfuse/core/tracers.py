@@ -56,6 +56,17 @@ def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
             _refuse(label, "plain gradients", "some that a transform (vmap, is_grads_batched=True) wraps", cure)
 
 
+def check_backward(label: str) -> None:
+    """UnsupportedError where compiled autograd runs a backward pass: its graph keeps no order of casts that count amaxes.
+
+    Dynamo would follow the pass op by op, which takes minutes, and no engine runs that knows when it ends.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.in_compiled_autograd_region or torch.compiler.is_compiling()):
+        cure = "call backward() outside of it: torch.compile(model) has a backward pass in its graph without it"
+        _refuse(f"backward of {label}", "a backward pass of autograd's engine", "compiled autograd", cure)
+
+
 def check_proxy(label: str, x: object) -> None:
     """UnsupportedError for what torch.fx traces with."""
     if isinstance(x, torch.fx.Proxy):

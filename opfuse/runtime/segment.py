@@ -13,7 +13,7 @@ import torch
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import check_batched
+from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.ledger import Ledger, SavedTensors
 from opfuse.runtime.programs import Recorder, Repeater, runner_of
@@ -62,6 +62,7 @@ class _SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        check_backward(ctx.runner.plan.name)
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 describe(

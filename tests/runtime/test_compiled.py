@@ -110,6 +110,53 @@ def test_what_torch_autocast_says_in_compiled_code():
     assert same(step(compiled, model, x, None), step(call, model, x, None))
 
 
+REGION = opfuse.autocast(recipe=recipes.Float8CurrentScaling())
+
+
+def test_a_region_inside_of_compiled_code_runs_beside_its_graphs():
+    """torch takes no manager of contexts that it does not know; nothing computes without the recipe."""
+    model, x = small(), torch.randn(32, 32)
+
+    def made_inside(x):
+        with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+            return model(x) + 1
+
+    def entered_inside(x):
+        with REGION:
+            return model(x) + 1
+
+    with REGION:
+        wanted = model(x) + 1
+    for call in (made_inside, entered_inside):
+        assert torch.equal(torch.compile(call, backend="eager")(x), wanted)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, backend="eager", fullgraph=True)(x)
+
+
+def test_sizes_that_are_marked_as_dynamic_and_stances():
+    """One graph from the first call on; and what a stance forbids to compile was compiled."""
+    model = small()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for rows, stance in ((32, "default"), (64, "fail_on_recompile"), (96, "force_eager")):
+        x = torch.randn(rows, 32)
+        torch._dynamo.mark_dynamic(x, 0)
+        with REGION, torch.compiler.set_stance(stance):
+            assert torch.equal(compiled(x), model(x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_autograd_is_refused_and_an_engine_runs_the_pass():
+    model, x = small(), torch.randn(4, 32, requires_grad=True)
+    with raised(UnsupportedError, RuntimeError, "backward of ops", "got compiled autograd"):
+        y = model(x).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward()
+    assert x.grad is None
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
 def test_parameters_that_ops_share_and_frozen_ones():
     model = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32))
     model[2].weight = model[0].weight

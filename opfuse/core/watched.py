@@ -68,7 +68,7 @@ class WatchedClass(ABCMeta):
         """Write an attribute, and have the objects that there are follow."""
         was = vars(cls).get(name)
         write()
-        if _MADE_WITH not in vars(cls):  # it is being made
+        if _MADE_WITH not in vars(cls) or name == _MADE_WITH:  # it is being made, here or in another process
             return
         vars(cls)[_MADE_WITH].setdefault(name, was)
         _written.add(cls)

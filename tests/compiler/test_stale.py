@@ -11,6 +11,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.core.watched import rewritten
 from opfuse.errors import SpecError
 from opfuse.recipes import CustomRecipe
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
@@ -217,6 +218,25 @@ def test_r9_methods_written_into_a_class_run_in_place_of_its_fusions(before, mon
     assert fused() == [True, True]
     after = run()
     assert first is None or all(torch.equal(a, b) for were, are in zip(first, after) for a, b in zip(were, are))
+
+
+def test_r9_a_class_that_is_put_together_in_another_process_is_as_it_was():
+    """Picklers of classes, as cloudpickle, make an empty class and write all of it into that."""
+
+    class Mine(ops.GELU):
+        traits = ops.GELU.traits
+
+        def op_forward(self, ctx, input_, **_):
+            return super().op_forward(ctx, input_)
+
+    twin = type(Mine)("Mine", Mine.__bases__, {})
+    for name, value in vars(Mine).items():
+        setattr(twin, name, value)
+    assert rewritten(twin) == rewritten(Mine)
+    assert twin().known._replace(word="") == Mine().known._replace(word="")
+    twin.op_forward = doubled_forward
+    assert rewritten(twin) - rewritten(Mine) == {"op_forward"}
+    assert twin().known.traits == frozenset()
 
 
 def test_r9_words_written_into_a_class_are_heard(monkeypatch):

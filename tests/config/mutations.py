@@ -54,7 +54,9 @@ fragments:
 pipeline:
   ops:
     - {repeat: "${times}", ops: [{use: mlp, with: {out: 64}}]}
-fusions: {rules: [{use: epilogue, expect: {fused: 2}}]}
+    - {op: linear, in_features: "${hidden}", out_features: 256}
+data: {kind: pydoc_topics, context: 4, embedding: 16}
+fusions: {rules: [{use: epilogue, expect: {fused: 5}}]}
 watch: {every: 10, alarms: {sqnr: 8, saturated: 0.02}}
 """,
 )

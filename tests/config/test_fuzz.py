@@ -5,17 +5,17 @@ from collections import Counter
 
 import pytest
 
-from opfuse.config import Finding, loads
+from opfuse.config import Finding
+from opfuse.config.load import checked
 from opfuse.errors import ConfigError
 from tests.config.mutations import SEEDS, mutated
 
 
 def findings(data: bytes) -> tuple[Finding, ...]:
     try:
-        loads(data, "mutant.yaml")
+        return checked(data, "mutant.yaml")
     except ConfigError as error:
         return error.findings or pytest.fail("an error without findings")
-    return ()
 
 
 def outcome(data: bytes) -> str:

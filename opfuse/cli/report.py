@@ -90,7 +90,7 @@ def _run_tables(run: Path) -> list[PageTable]:
         names = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "plan_cache")
         figures = [(name, told.get(name)) for name in names]
         return [PageTable("The run", ("figure", "value"), figures), value_table(records)]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cure = "write it anew: opfuse run CONFIG"
         raise TraceError(describe(str(run), wanted="a run of opfuse run", got=str(error), cure=cure)) from None
 

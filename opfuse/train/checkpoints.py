@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,10 @@ class Checkpoints:
 def read(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, on the CPU. OutputError if it is none."""
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        return found
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(found, dict) and found.keys() == {"run", *(field.name for field in fields(RunState))}:
+            return found
+        got = "a file of something else"
     except OSError as error:
         got = reason(error)
     except Exception as error:  # what bytes that are no checkpoint raise is torch's business: several types, that of pickle too

@@ -42,6 +42,6 @@ def written(model: ByteModel, config: Config, prompt: bytes, *, length: int, tem
         last = torch.tensor(text[-context:], device=device).expand(config.train.batch_size, -1)
         with torch.no_grad(), region(config.recipe):
             logits = model(last)[0].cpu()
-        chances = (logits / temperature).softmax(-1) if temperature else (logits == logits.max()).float()
+        chances = ((logits - logits.max()) / temperature).softmax(-1) if temperature else (logits == logits.max()).float()
         text.append(int(chances.multinomial(1, generator=draw)))
     return bytes(text[context:])

@@ -16,6 +16,7 @@ import torch
 
 from opfuse.cli import main
 from opfuse.cli import run as command
+from opfuse.errors import OutputError
 from opfuse.train import comparison
 from opfuse.train.checkpoints import read
 
@@ -149,6 +150,14 @@ def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys
     assert "wants a checkpoint of opfuse run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("found", [[1], {"step": 3}, {"run": {}, "other": 1}], ids=["a list", "a part", "another"])
+def test_a_file_of_something_else_is_no_checkpoint(found: object, tmp_path: Path) -> None:
+    path = tmp_path / "found.pt"
+    torch.save(found, path)
+    with pytest.raises(OutputError, match="wants a checkpoint of opfuse run, got a file of something else"):
+        read(path)
+
+
 def test_a_trained_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = configured(tmp_path, "mxfp8"), tmp_path / "out"
     assert main([*run, str(out), "--steps", "40"]) == 0
@@ -161,6 +170,7 @@ def test_a_trained_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixtu
     likeliest = generated("--prompt", "or not", "--temperature", "0")
     assert likeliest["text"].startswith((" to be", ", to be"))
     assert likeliest["step"] == 40
+    assert generated("--prompt", "or not", "--temperature", "1e-40") == likeliest  # no quotient is infinite
     assert generated("--seed", "1") == generated("--seed", "1") != generated("--seed", "2")
     assert main(["generate", str(tmp_path / "nowhere")]) == 1
     assert "wants a run, got no config.yaml in it" in capsys.readouterr().err

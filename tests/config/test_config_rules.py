@@ -13,6 +13,7 @@ from opfuse.compiler.rules import Fusion, Guard
 from opfuse.config import loads
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
+from opfuse.fusions import RULES
 from opfuse.fusions.declared import KINDS, WORDS, declared, extended, misfit
 from opfuse.runtime.fuser import listed_plans
 
@@ -376,14 +377,18 @@ def names(*rules, direction="forward"):
 
 
 def test_a_rule_claims_before_or_after_another():
-    built_in = ["linear_scale_add", "linear_add", "epilogue", "elementwise"]
-    assert names("{use: elementwise, before: epilogue}") == [*built_in[:2], "elementwise", "epilogue"]
+    built_in = [rule.name for rule in RULES.rules if rule.direction == "forward"]
+
+    def put(name, *, before, among=built_in):
+        rest = [each for each in among if each != name]
+        return [*rest[: rest.index(before)], name, *rest[rest.index(before) :]]
+
+    assert names("{use: elementwise, before: epilogue}") == put("elementwise", before="epilogue")
     assert names("{use: linear_scale_add, after: linear_add}")[:2] == ["linear_add", "linear_scale_add"]
-    mine = "name: mine, pattern: [grouped_linear, gelu]"
-    assert names(f"{{{mine}, after: linear_add}}") == [*built_in[:2], "mine", *built_in[2:]]
-    assert names(f"{{{mine}, after: linear_add}}", "{use: linear_add, priority: 2}") == [
-        *("linear_add", "mine", "linear_scale_add", "epilogue", "elementwise")
-    ]
+    mine, behind = "name: mine, pattern: [grouped_linear, gelu]", built_in[built_in.index("linear_add") + 1]
+    assert names(f"{{{mine}, after: linear_add}}") == put("mine", before=behind)
+    first = names(f"{{{mine}, after: linear_add}}", "{use: linear_add, priority: 2}")[:3]
+    assert first == ["linear_add", "mine", "linear_scale_add"]
     later = "{name: later, pattern: [grouped_linear, silu], before: linear_add}"
     assert names(f"{{{mine}, before: later}}", later)[1:4] == ["mine", "later", "linear_add"]
     assert names(later, f"{{{mine}, before: later}}")[1:4] == ["mine", "later", "linear_add"]

@@ -33,6 +33,7 @@ from opfuse.tensors.quantizers import (
 )
 from tests.compiler.harness import Step, delayed_state, differences, randn, recipe_for, run, same, to, train
 from tests.compiler.pipelines import COMPOSED
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 FORMATS: dict[str, Callable[[], Quantizer]] = {
@@ -281,8 +282,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
 
 
 @pytest.mark.row("H31")
-@pytest.mark.parametrize("stored", [False, True], ids=["cast", "stored"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "stored"), in_turn(PLAIN, (False, True), of=2))
 def test_h31_training_follows_the_plain_recipe(name, stored):
     """Ten steps of Adam: every loss of the hybrid is that of the plain recipe, and weights in bf16 lower it each time."""
     histories = []

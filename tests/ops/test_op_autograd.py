@@ -9,6 +9,7 @@ from opfuse import ops, recipes
 from opfuse.errors import OpfuseError
 from opfuse.recipes import RECIPES
 from tests.ops.op_cases import ALL, make, tuple_of
+from tests.turns import in_turn
 
 LEVELS = {"fused": None, "unfused": opfuse.RuleSet(())}
 every_level = pytest.mark.parametrize("rules", list(LEVELS.values()), ids=list(LEVELS))
@@ -299,8 +300,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimizer"), in_turn(NAMES, OPTIMIZERS, of=2))
 def test_quantized_parameters_train(name, optimizer):
     recipe = RECIPES[name]()
     with opfuse.quantized_model_init(recipe=recipe):

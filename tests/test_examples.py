@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import opfuse
+from opfuse.errors import ConversionError
 from tests.processes import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="of the extra `test`")
@@ -57,6 +58,17 @@ def test_accelerate():
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of the Trainer before
     losses = script("accelerate_loop").main(steps=4)
     assert losses[-1] < losses[0]
+    module, x = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()), torch.randn(8, 32)
+    opfuse.fuse_(module, opfuse.recipes.Float8CurrentScaling())  # whose forward is the very one that Accelerate wraps
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = module(x).float()
+    accelerator = importlib.import_module("accelerate").Accelerator()
+    prepared = accelerator.prepare(module)
+    assert torch.equal(prepared(x), wanted)
+    with pytest.raises(ConversionError, match="unwrap_model"):
+        opfuse.unfuse_(module)
+    assert opfuse.unfuse_(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)) is module
+    assert "forward" not in vars(module)
 
 
 @pytest.mark.slow  # the import takes five seconds

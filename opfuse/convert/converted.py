@@ -6,6 +6,7 @@ without one it is the forward that the module had, bit for bit.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -339,17 +340,25 @@ class Converted:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """One function for all modules of a class: of a bound method dynamo guards the function, and whoever asks for its signature
-    (Trainer does, to know the columns of a data set that it takes) gets that of the class's own forward.
+    """One function for all modules of a class: of a bound method dynamo guards the function. Who asks for its signature (Trainer
+    does, to know which columns of a data set it takes) gets that of the class's own forward. Accelerate binds the function to the
+    module under ``mixed_precision``, and unwraps it as long as it wraps another.
     """
     if kind not in _forwards:
 
         @wraps(kind.forward, updated=())
-        def forward(self: Converted, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+        def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = vars(self)[OWN] if isinstance(self, nn.Module) else self
+            return own(*args, **kwargs)
 
+        del forward.__wrapped__
+        vars(forward)["__signature__"] = inspect.signature(kind.forward)
         _forwards[kind] = forward
     return _forwards[kind]
+
+
+OWN = "opfuse_forward"
+"""Where a module has what converts it, beside the method, which others may bind anew."""
 
 
 _forwards: dict[type[nn.Module], Callable[..., Any]] = {}
@@ -375,5 +384,8 @@ def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:
 
 def converted(module: nn.Module) -> Converted | None:
     """The forward that opfuse gave a module, if it has one."""
-    own = getattr(vars(module).get("forward"), "__self__", None)
+    method = vars(module).get("forward")
+    own = getattr(method, "__self__", None)
+    if own is module and getattr(method, "__func__", None) is _forwards.get(type(module)):
+        own = vars(module).get(OWN)
     return own if isinstance(own, Converted) else None

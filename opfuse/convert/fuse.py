@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone, refusal, unfit
 from opfuse.convert.chain import NoChain
-from opfuse.convert.converted import Converted, PipelineRun, converted
+from opfuse.convert.converted import OWN, Converted, PipelineRun, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
@@ -99,7 +99,7 @@ def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
     """The modules that are converted. ConversionError if one has another forward by now, which may call that of fuse_."""
     found = {module: own for module in model.modules() if (own := converted(module)) is not None}
     for path, module in model.named_modules():
-        if module not in found and States.stands_in(module) and "forward" in vars(module):
+        if module not in found and OWN in vars(module) and "forward" in vars(module):
             where, got = f"{path or type(module).__name__}.forward", f"{vars(module)['forward']!r:.80}, put over it"
             cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
             raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
@@ -108,13 +108,14 @@ def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
 
 def _install(made: dict[nn.Module, Converted]) -> None:
     for module, forward in made.items():
-        vars(module)["forward"] = forward.forward
+        vars(module).update({"forward": forward.forward, OWN: forward})
         States(module, forward.products).install()
 
 
 def _restore(made: dict[nn.Module, Converted]) -> None:
     for module in made:
-        del vars(module)["forward"]
+        for name in ("forward", OWN):
+            vars(module).pop(name, None)
         States.remove(module)
 
 

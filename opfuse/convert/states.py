@@ -34,11 +34,6 @@ class States:
         vars(self.module).update(own, _save_to_state_dict=self.save, _load_from_state_dict=self.load)
 
     @staticmethod
-    def stands_in(module: nn.Module) -> bool:
-        """Whether one does, for ``module``."""
-        return isinstance(vars(module).get("delayed_scaling"), States)
-
-    @staticmethod
     def remove(module: nn.Module) -> None:
         """Give the methods back."""
         for name in ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict"):

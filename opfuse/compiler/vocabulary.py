@@ -31,6 +31,10 @@ DERIVED: Mapping[type, tuple[str, ...]] = {Env: ("backward_override", "rounding"
 """What guards may read of a part of the key beside its fields: what follows from these, or from its class."""
 
 
+SEVERAL: Mapping[str, str] = {"linear": "basic_linear bias?"}
+"""What pipelines call one op and patterns several, and how patterns write it."""
+
+
 class NodeKind(NamedTuple):
     """A kind of node: the words that mean it, and the spec its nodes have (NoSpec: its class declares none)."""
 
@@ -83,7 +87,9 @@ def _check_term(rule: Fusion, term: Term, known: Sequence[NodeKind]) -> None:
     words = frozenset().union(*(kind.words for kind in known))
     if unknown := [word for word in term.words if word not in words]:
         where, got = f"fusion {rule.name!r} place {term.name!r}", f"{unknown[0]!r}{nearest(unknown[0], words)}"
+        written = SEVERAL.get(unknown[0])
         cure = "mend the word, or define (import) the class of your op before its rule is registered"
+        cure = f"write {written!r}: it is several ops" if written else cure
         raise FusionError(describe(where, wanted="a kind or a trait of an op", got=got, cure=cure))
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from opfuse.compiler.patterns import Term, is_name, printed, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
 from opfuse.compiler.rules import Fusion, Guard
+from opfuse.compiler.vocabulary import SEVERAL
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
@@ -64,7 +65,8 @@ def _problems(loc: Loc, part: Any) -> Iterator[Problem]:
         yield Problem("bad-value", *sentence(str(error)), loc)
         return
     if (word := unknown_word(term)) is not None:
-        yield Problem("unknown-op", f"pattern has no operation {shown(word)}", similar(word, WORDS), loc)
+        help = f"write {SEVERAL[word]!r}: what pipelines call {word} is several ops" if word in SEVERAL else similar(word, WORDS)
+        yield Problem("unknown-op", f"pattern has no operation {shown(word)}", help, loc)
     if max(term.low, term.high or 0) > MAX_OPS:
         yield Problem("bad-value", f"{str(term)!r} counts beyond the {MAX_OPS} ops that a file has at most", "count less", loc)
     if term.name == "recipe" or not is_name(term.name):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from opfuse.config.expand import RESIDUAL
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
@@ -71,8 +72,8 @@ def _shape(
             inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
             outputs = _rehearse(alone, inputs, recipe, dtype)
         except (OpfuseError, RuntimeError) as error:
-            message, cure = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
-            return Problem("does-not-fit", message, cure, ("pipeline", "ops", i))
+            told = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
+            return Problem("does-not-fit", *(_unequal(entry, inputs) or told), ("pipeline", "ops", i))
         if outputs is None:
             return None
         for output in outputs:
@@ -81,6 +82,16 @@ def _shape(
         shape = outputs[0].shape
         channels |= dict(zip(entry.extra_output, outputs[1:]))
     return shape
+
+
+def _unequal(entry: PipelineEntry, inputs: Sequence[Tensor]) -> tuple[str, str] | None:
+    """What is wrong with a sum of tensors of two widths, and what to do; None for anything else."""
+    widths = [each.shape[-1] for each in inputs if each.shape]
+    if entry.op != "add_extra_input" or len(widths) < 2 or widths[0] == widths[1]:
+        return None
+    what = "what goes into the block" if entry.extra_input[0].startswith(f"{RESIDUAL} ") else repr(entry.extra_input[0])
+    message = f"{what} has {widths[1]} columns, and what it is added to has {widths[0]}"
+    return message, f"have the layers before the sum end with out_features: {widths[1]}"
 
 
 def _too_large(shape: Sequence[int], place: Loc) -> Problem | None:

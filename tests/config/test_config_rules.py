@@ -276,6 +276,14 @@ def test_a_pattern_that_is_none_says_where(pattern, code, under):
     assert (found[0], found[1][: len(under)]) == (code, under)
 
 
+def test_what_pipelines_have_as_one_op_and_patterns_as_several_is_told_how_to_write():
+    with pytest.raises(ConfigError, match=r"help: write 'basic_linear bias\?': what pipelines call linear is several ops"):
+        config("{name: mine, pattern: linear gelu}")
+    rule = replace(declared("mine", ("basic_linear", "gelu")), pattern=terms_of("basic_linear=linear gelu"))
+    with pytest.raises(FusionError, match=r"Cure: write 'basic_linear bias\?': it is several ops"):
+        default_rules().with_rule(rule)
+
+
 def test_an_input_called_x_is_a_place_as_well():
     seen, _ = outcomes(config("{name: mine, pattern: [basic_linear, bias, x=gelu]}"))
     assert ("mine", "fused") in seen

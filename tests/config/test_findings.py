@@ -190,6 +190,15 @@ def test_sizes_that_do_not_meet_are_found_at_the_later_op():
     assert "(128, 32)" in finding.message
 
 
+def test_a_sum_of_two_widths_says_both_and_what_they_are_of():
+    linear = "{op: linear, in_features: 64, out_features: 32}"
+    finding = rehearsed((f"{{residual: [{linear}]}}",))
+    assert finding.message == "what goes into the block has 64 columns, and what it is added to has 32"
+    assert finding.help == "have the layers before the sum end with out_features: 64"
+    ops = "{op: make_extra_output, extra_output: residual}", linear, "{op: add_extra_input, extra_input: residual}"
+    assert rehearsed(ops).message == "'residual' has 64 columns, and what it is added to has 32"
+
+
 def test_data_that_the_first_op_does_not_take_are_named_with_their_columns():
     finding = rehearsed(("{op: rms_norm, size: 96}",), rest="data: {kind: pydoc_topics, context: 8, embedding: 16}")
     assert (finding.code, finding.span.line) == ("does-not-fit", 5)

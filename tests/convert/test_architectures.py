@@ -134,6 +134,57 @@ def test_a_model_is_converted_and_stays_the_model_it_was(architecture, tmp_path)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+OPT = {"ffn_dim": 128, "word_embed_proj_dim": 64}
+DISTILBERT = {"vocab_size": WORDS, "dim": 64, "hidden_dim": 128, "n_layers": LAYERS, "n_heads": 4}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 64,
+    "d_ff": 128,
+    "d_kv": 16,
+    "num_layers": LAYERS,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+MORE = [
+    Architecture("Qwen2", "ForCausalLM", GROUPED, {"RMSNorm → Linear×2 → SwiGLU → Linear": 1}),
+    Architecture("Gemma2", "ForCausalLM", HEADS, {"RMSNorm → Linear×2 → GEGLU → Linear": 1}),
+    Architecture("OPT", "ForCausalLM", {**SIZES, **OPT}, {"LayerNorm → Linear": 1, "Linear": 2}),
+    Architecture("GPTNeoX", "ForCausalLM", SIZES, {"LayerNorm → Linear → GELUErf → Linear": 1}),
+    Architecture("Olmo2", "ForCausalLM", GROUPED, {**QKV, "Linear×2 → SwiGLU → Linear": 1}),
+    Architecture("Cohere", "ForCausalLM", GROUPED, {**QKV, "Linear×2 → SwiGLU → Linear": 1}),
+    Architecture("Granite", "ForCausalLM", GROUPED, GATED),
+    Architecture("DistilBert", "ForMaskedLM", DISTILBERT, {"Linear×3": 1}),
+    Architecture("Electra", "ForMaskedLM", SIZES, {"Linear×3": 1, "Linear → GELUErf": 1}),
+    Architecture("T5", "ForConditionalGeneration", T5, {"Linear×3": 3, "Linear": 7}),
+    Architecture("DeepseekV3", "ForCausalLM", {**SIZES, **SPARSE, **LATENT, "first_k_dense_replace": 1}, {}, {EXPERTS: 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MORE, ids=lambda each: each.name)
+def test_more_models_compute_what_they_did(architecture):
+    model = without_dropout(architecture.make())
+    words = torch.randint(3, WORDS, (2, 16))
+    with torch.no_grad():  # biases that count, and norms that do
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.rand_like(parameter) if parameter.dim() == 1 else 0.0
+    plain = step(model, words)
+    counts = opfuse.fuse_(model, EXACT).counts
+    assert {name: counts[name] for name in architecture.counts} == architecture.counts
+    for one, other in zip(step(model, words), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6 * other.abs().max().clamp(min=1).item())
+
+
 def test_a_model_with_dropouts_trains():
     """Dropouts of a run follow the training flag, and those that draw nothing are left out."""
     architecture = ARCHITECTURES[-3]

@@ -10,7 +10,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -68,10 +68,12 @@ class WatchedClass(ABCMeta):
         """Write an attribute, and have the objects that there are follow."""
         was = vars(cls).get(name)
         write()
-        if _MADE_WITH not in vars(cls) or name == _MADE_WITH:  # it is being made, here or in another process
+        made = None if name == _MADE_WITH else vars(cls).get(_MADE_WITH)
+        if made is not None:
+            made.setdefault(name, was)
+        _rewritten.clear()
+        if made is None:  # it is being made, here or in another process
             return
-        vars(cls)[_MADE_WITH].setdefault(name, was)
-        _written.add(cls)
         for op in all_enrolled():
             if isinstance(op, cls) and op._is_said(name):
                 op.changed()
@@ -80,14 +82,18 @@ class WatchedClass(ABCMeta):
 _MADE_WITH = "_made_with"
 """Where a class has what it was made with, of all that was written since."""
 
-_written: WeakSet[type] = WeakSet()
-"""Classes that were ever written to, mostly none: plans ask for each op."""
+_rewritten: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+"""What was found of classes since one was written to: plans ask for each op."""
 
 
-def rewritten(cls: type) -> set[str]:
+def rewritten(cls: type) -> frozenset[str]:
     """The attributes of a class and its bases that are others than those it was made with."""
-    made = ((base, vars(base)[_MADE_WITH]) for base in cls.__mro__ if base in _written) if _written else ()
-    return {name for base, those in made for name, was in those.items() if vars(base).get(name) is not was}
+    found = _rewritten.get(cls)
+    if found is None:
+        made = ((base, vars(base).get(_MADE_WITH, {})) for base in cls.__mro__)
+        changed = (name for base, those in made for name, was in those.items() if vars(base).get(name) is not was)
+        found = _rewritten[cls] = frozenset(changed)
+    return found
 
 
 class WatchedModule(Enrolled):

@@ -12,6 +12,7 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, Format
+from tests.compiler.harness import differences
 
 HYBRID = DelayedScaling(amax_history_len=4)
 E4M3 = HYBRID.replace(fp8_format=Format.E4M3)
@@ -45,10 +46,6 @@ def tensors(model: ops.Linear) -> dict[str, torch.Tensor]:
     }
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.row("U10")
 @pytest.mark.parametrize(("before", "after"), [(HYBRID, E4M3), (E4M3, HYBRID)])
 def test_u10_a_change_of_format_converts_the_scale_of_gradients(before, after):
@@ -59,7 +56,7 @@ def test_u10_a_change_of_format_converts_the_scale_of_gradients(before, after):
         step(other, after, seed=seed)
     assert error(step(model, after)) < 0.06
     step(other, after)
-    assert same(tensors(model), tensors(other))
+    assert differences(tensors(model), tensors(other)) == []
 
 
 @pytest.mark.row("U10")
@@ -81,7 +78,7 @@ def test_u10_validation_under_another_recipe_changes_no_training(change):
     before, held = tensors(model), [(state.scale, state.amax_history) for state in model.quantizer_states]
     with torch.no_grad(), opfuse.autocast(recipe=HYBRID.replace(**change)):
         model(100 * torch.randn(32, 64))
-    assert same(tensors(model), before)
+    assert differences(tensors(model), before) == []
     assert all(s.scale is scale and s.amax_history is history for s, (scale, history) in zip(model.quantizer_states, held))
 
 
@@ -136,7 +133,7 @@ def test_a_forward_pass_that_fails_leaves_no_amax():
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert same(tensors(model), tensors(wanted))
+    assert differences(tensors(model), tensors(wanted)) == []
     step(model, HYBRID)
     step(wanted, HYBRID)
-    assert same(tensors(model), tensors(wanted))
+    assert differences(tensors(model), tensors(wanted)) == []

@@ -16,6 +16,7 @@ from opfuse import ops
 from opfuse.errors import QuantizerError, RecipeError
 from opfuse.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest, Float8CurrentScaling, Format
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from tests.compiler.harness import differences
 
 RECIPE = DelayedScaling(amax_history_len=4)
 STATE = "0.delayed_scaling."
@@ -44,10 +45,6 @@ def train(module: ops.Sequential, recipe: opfuse.Recipe | None = RECIPE, steps: 
 
 def shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in module.state_dict().items()}
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def states_of(module: ops.Sequential) -> dict[str, torch.Tensor]:
@@ -115,7 +112,7 @@ def test_names_of_ops_may_hold_dots():
     other = model()
     other[0].name = "layers.0%2E"
     other.load_state_dict(trained.state_dict())
-    assert equal(other.state_dict(), trained.state_dict())
+    assert differences(other.state_dict(), trained.state_dict()) == []
 
 
 @pytest.mark.row("R17")
@@ -127,7 +124,7 @@ def test_a_distributed_checkpoint_restores_states_of_a_model_that_has_not_run(ma
     held = {"model": fresh.state_dict()}
     dcp.load(held, checkpoint_id=tmp_path)
     fresh.load_state_dict(held["model"])
-    assert equal(fresh.state_dict(), trained.state_dict())
+    assert differences(fresh.state_dict(), trained.state_dict()) == []
     assert fresh[0].delayed_scaling.input.made_for.tolist() == [448.0, 0.0, 4.0]
     outputs = []
     for each in (trained, fresh):
@@ -153,10 +150,10 @@ def test_a_model_that_was_not_used_is_restored_as_such():
 def test_a_copy_of_a_trained_model_has_states_of_its_own(copied):
     trained = train(model())
     other, before = copied(trained), copy.deepcopy(trained.state_dict())
-    assert equal(other.state_dict(), before)
+    assert differences(other.state_dict(), before) == []
     train(other)
-    assert equal(trained.state_dict(), before)
-    assert not equal(other.state_dict(), before)
+    assert differences(trained.state_dict(), before) == []
+    assert differences(other.state_dict(), before)
 
 
 def test_what_a_state_was_made_for_travels():
@@ -194,7 +191,7 @@ def test_one_entry_an_op_loads_as_earlier_versions_wrote_it():
     saved = old(trained.state_dict())
     assert saved.keys() == {*dict(model().named_parameters()), OLD, "2._extra_state", "3._extra_state"}
     other.load_state_dict(saved)
-    assert equal(other.state_dict(), trained.state_dict())
+    assert differences(other.state_dict(), trained.state_dict()) == []
 
 
 def test_a_model_on_the_meta_device_takes_the_values_over():
@@ -202,7 +199,7 @@ def test_a_model_on_the_meta_device_takes_the_values_over():
     with torch.device("meta"):
         other = model()
     other.load_state_dict(trained.state_dict(), assign=True)
-    assert equal(other.state_dict(), trained.state_dict())
+    assert differences(other.state_dict(), trained.state_dict()) == []
 
 
 HUGE = torch.zeros(1).expand(2**33)
@@ -250,7 +247,7 @@ def test_what_is_no_state_is_refused_and_nothing_is_loaded(kind):
         before, number = copy.deepcopy(each.state_dict()), len(each[0].quantizer_states)
         with pytest.raises(QuantizerError, match=r"(_extra_state|delayed_scaling).*: wants .*[.?] Cure: "):
             each.load_state_dict(file, strict=False)
-        assert equal(each.state_dict(), before)
+        assert differences(each.state_dict(), before) == []
         assert len(each[0].quantizer_states) == number
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from opfuse.errors import SavedTensorError, describe
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
-from opfuse.runtime.ledger import Ledger, MaybeGradients
+from opfuse.runtime.ledger import Copies, Ledger, MaybeGradients
 from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -70,20 +70,14 @@ class Keeper:
     """Keeps what a call saves: of what lies in the memory of ``given`` a copy."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self.given = given
         self.kept: list[torch.Tensor] = []
-        self._copies: dict[Any, torch.Tensor] = {}
+        self._copies = Copies(given)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Autograd's hook."""
-        if _overlaps(tensor, self.given):
-            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            if place not in self._copies:
-                self._copies[place] = tensor.detach().clone()
-            tensor = self._copies[place]
-        else:
-            self.kept.append(tensor)
-        return SavedTensor(tensor, tensor._version)
+        own = self._copies.own(tensor)
+        self.kept.append(own)
+        return SavedTensor(own, own._version)
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

@@ -28,6 +28,24 @@ class _NotedStep(NamedTuple):
     backward: StepBackward
 
 
+class Copies:
+    """Copies of tensors in the memory of ``given``, one of each."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.given = given
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its copy if it lies in that memory."""
+        for other in self.given:
+            if share_memory(tensor, other):
+                place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                if place not in self._made:
+                    self._made[place] = tensor.detach().clone()
+                return self._made[place]
+        return tensor
+
+
 class Ledger:
     """The steps of one call.
 
@@ -36,14 +54,13 @@ class Ledger:
     """
 
     def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        self.given = given
         self.kept: list[torch.Tensor] = []
         self._count = len(arguments)
         self._steps: list[_NotedStep] | None = []
         self._looks: list[tuple[torch.dtype, torch.Size]] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
-        self._copies: dict[Any, torch.Tensor] = {}
+        self._copies = Copies(given)
         for each in arguments:
             self._enter(each)
 
@@ -60,26 +77,16 @@ class Ledger:
         for each in makes:
             self._enter(each)
 
-    def keep(self, saved: list[torch.Tensor]) -> SavedTensors:
+    def keep(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
         """``saved`` for the backward pass; of what lies in the memory of ``given`` a copy."""
-        for i, tensor in enumerate(saved):
-            for other in self.given:
-                if share_memory(tensor, other):
-                    saved[i] = self._copy(tensor)
-                    break
-        self.kept += saved
-        return SavedTensors(saved)
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        if place not in self._copies:
-            self._copies[place] = tensor.detach().clone()
-        return self._copies[place]
+        own = [self._copies.own(tensor) for tensor in saved]
+        self.kept += own
+        return SavedTensors(own)
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over, and gave these."""
         self._ends = [self._numbers.get(id(each)) for each in results]
-        self._numbers, self._alive, self._copies, self.kept, self.given = {}, [], {}, [], ()
+        self._numbers, self._alive, self._copies, self.kept = {}, [], Copies(()), []
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
         """Of the arguments, for those of the results. keep: there will be another pass."""

@@ -57,9 +57,9 @@ def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
 
 
 def check_backward(label: str) -> None:
-    """UnsupportedError where compiled autograd runs a backward pass: its graph keeps no order of casts that count amaxes.
+    """UnsupportedError where compiled autograd runs a backward pass: it does not say when the pass ends, and delayed scales move.
 
-    Dynamo would follow the pass op by op, which takes minutes, and no engine runs that knows when it ends.
+    Dynamo would follow the pass of an eager call op by op, which takes minutes.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (compiled.in_compiled_autograd_region or torch.compiler.is_compiling()):

@@ -172,7 +172,7 @@ def table(result: Comparison) -> Table:
     """Losses and seconds of both runs, and by how much the losses of the recipe differ."""
     found = to_dict(result)
     prefixes = [""] if result.baseline is None else ["", "baseline_"]
-    drawn = Table("nats per byte", box=None, pad_edge=False)
+    drawn = Table(f"nats per {result.corpus.unit}", box=None, pad_edge=False)
     for label in (*result.labels, "difference")[: 3 if result.baseline else 1]:
         drawn.add_column(label, justify="right")
     for text, key in ROWS:
@@ -189,7 +189,8 @@ def notes(result: Comparison) -> Iterator[str]:
     for label, curve in zip(result.labels, filter(None, (result.run, result.baseline))):
         if curve.last > curve.losses[0]:
             yield f"diverged {label}: its loss rose from {curve.losses[0]:.3f} to {curve.last:.3f}; lower train.learning_rate"
-    yield f"text     {corpus.name}, {len(corpus.train)} bytes; byte frequencies alone give {corpus.unigram_entropy:.2f}"
+    unit, entropy = corpus.unit, corpus.unigram_entropy
+    yield f"text     {corpus.name}, {len(corpus.train)} {unit}s; {unit} frequencies alone give {entropy:.2f}"
     yield f"backend  {result.backend}"
     for direction in ("forward", "backward", "joint"):
         if found := [f"{rule} ×{count}" for rule, side, count in fused(result.run) if side == direction]:

@@ -36,12 +36,15 @@ class Text(Section):
     validation_fraction: part of the text, its end, that is kept for validation.
     """
 
-    classes: ClassVar[int] = 256
-
     kind: str
     context: AtLeastOne = 16
     embedding: AtLeastOne = 16
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
+
+    @property
+    def classes(self) -> int:
+        """What comes next is one of so many."""
+        return 256
 
     @property
     def columns(self) -> int:
@@ -55,14 +58,33 @@ class PydocTopics(Text):
     kind: Literal["pydoc_topics"]
 
 
-class TextFile(Text):
-    """A file of one's own, read as bytes. path: where it is; from the folder of the configuration, if it is not absolute."""
+class OwnFile(Text):
+    """A file of one's own. path: where it is; from the folder of the configuration, if it is not absolute."""
 
-    kind: Literal["text"]
     path: Annotated[str, Field(min_length=1)]
 
 
-DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile}
+class TextFile(OwnFile):
+    """A text of one's own, read as bytes."""
+
+    kind: Literal["text"]
+
+
+class TokenFile(OwnFile):
+    """Tokens of one's own: 16-bit numbers, little-endian and without a header, as nanoGPT's ``train.bin`` has them.
+
+    vocabulary: how many tokens there are; each number is below. A token stands where otherwise a byte does.
+    """
+
+    kind: Literal["tokens"]
+    vocabulary: Annotated[int, Field(ge=2, le=2**16)]
+
+    @property
+    def classes(self) -> int:
+        return self.vocabulary
+
+
+DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile, "tokens": TokenFile}
 """The model of a data section by its kind."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
-from opfuse.config.models import DATA, Alarms, PydocTopics, Section, TextFile, Train, Watching
+from opfuse.config.models import DATA, Alarms, PydocTopics, Section, TextFile, TokenFile, Train, Watching
 from opfuse.config.trial import trial
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -25,7 +25,7 @@ class Root(Section):
     recipe: recipes.RecipeSection
     pipeline: operations.Pipeline
     fusions: rules.Fusions = rules.Fusions()
-    data: Annotated[PydocTopics | TextFile, Field(discriminator="kind")] | None = None
+    data: Annotated[PydocTopics | TextFile | TokenFile, Field(discriminator="kind")] | None = None
     train: Train = Train()
     watch: Watching | None = None
 

@@ -134,7 +134,7 @@ def initial_model(config: Config, data: Text, seed: int, device: torch.device) -
     """The model before its first step. Drawn on the CPU, so that it is the same on every device."""
     with torch.device("cpu"), torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        return ByteModel(config.build(), embedding=data.embedding, dtype=config.dtype).to(device)
+        return ByteModel(config.build(), embedding=data.embedding, dtype=config.dtype, classes=data.classes).to(device)
 
 
 def overridden(settings: Train, **given: int | None) -> Train:

@@ -10,9 +10,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from opfuse.config import Text, TextFile
+from opfuse.config import OwnFile, Text, TokenFile
 from opfuse.errors import ConfigError, ShapeError, describe
 from opfuse.train.files import reason
 
@@ -53,14 +54,14 @@ def read(path: Path) -> bytes:
 
 def text_of(data: Text, folder: Path) -> tuple[str, bytes]:
     """The name and the bytes of what a configuration in ``folder`` trains on."""
-    if isinstance(data, TextFile):
+    if isinstance(data, OwnFile):
         return data.path, read(folder / data.path)
     return data.kind, pydoc_topics()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts, uint8 (length,) each: ``validation`` is the end of it and is never trained on."""
+    """A text in two parts, uint8 (length,) each, or int32 of tokens: ``validation`` is the end of it and is never trained on."""
 
     name: str
     train: torch.Tensor
@@ -68,18 +69,38 @@ class Corpus:
     sha256: str
 
     @property
+    def unit(self) -> str:
+        """What is predicted."""
+        return "byte" if self.train.dtype == torch.uint8 else "token"
+
+    @property
     def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only how frequent each byte is: entropy of the whole text's frequencies."""
-        counts = torch.cat((self.train, self.validation)).bincount(minlength=BYTES).double()
+        """Nats per unit of a model that knows only how frequent each is: entropy of the whole text's frequencies."""
+        counts = torch.cat((self.train, self.validation)).bincount().double()
         return float(torch.special.entr(counts / counts.sum()).sum())
 
 
 def corpus(data: Text, folder: str | Path = ".") -> Corpus:
     """The text that a configuration in ``folder`` names, split. ConfigError if it cannot be read."""
     name, text = text_of(data, Path(folder))
-    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    cut = len(text) - round(len(text) * data.validation_fraction)
+    values = _tokens(name, text, data) if isinstance(data, TokenFile) else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    cut = len(values) - round(len(values) * data.validation_fraction)
     return Corpus(name, values[:cut], values[cut:], hashlib.sha256(text).hexdigest())
+
+
+def _tokens(name: str, data: bytes, file: TokenFile) -> torch.Tensor:
+    """The numbers of a file of tokens, int32. ConfigError for half a number, and for one that the vocabulary has not."""
+    whole = len(data) % 2 == 0
+    found = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(np.int32)) if whole else torch.empty(0, dtype=torch.int32)
+    most = int(found.max()) if whole else -1
+    if not whole or most >= file.vocabulary:
+        wanted = f"16-bit numbers below its vocabulary, {file.vocabulary}"
+        got, cure = (
+            f"{most}" if whole else f"{len(data)} bytes",
+            "write numpy's uint16 with tofile, and data.vocabulary as the tokenizer has it",
+        )
+        raise ConfigError(describe(f"data {name}", wanted=wanted, got=got, cure=cure))
+    return found
 
 
 def windows(text: torch.Tensor, context: int) -> torch.Tensor:

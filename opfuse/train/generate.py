@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from opfuse.config import Config, load
-from opfuse.errors import OutputError, describe
+from opfuse.config import Config, TokenFile, load
+from opfuse.errors import OutputError, UnsupportedError, describe
 from opfuse.train.checkpoints import CONFIGURATION, Checkpoints, read
 from opfuse.train.comparison import data_of, initial_model, labels
 from opfuse.train.loop import region
@@ -35,6 +35,12 @@ def written(model: ByteModel, config: Config, prompt: bytes, *, length: int, tem
 
     Formats with blocks of rows want many rows: they are all the same one, as many as a batch has.
     """
+    if isinstance(config.data, TokenFile):
+        got, cure = (
+            "one of tokens, which the file does not spell",
+            "call the model on tokens, and decode them by the tokenizer that made them",
+        )
+        raise UnsupportedError(describe(config.path, wanted="a model of bytes", got=got, cure=cure))
     context, device = data_of(config).context, model.embedding.weight.device
     text = list((FILLER * context + prompt)[-context:])
     draw = torch.Generator().manual_seed(seed)

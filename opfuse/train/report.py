@@ -144,8 +144,10 @@ def _plot(result: Comparison) -> bytes:
         style: dict[str, Any] = {"color": f"C{number}", "linestyle": ("-", "--")[number]}
         for (name, marker), series in zip((("training, running mean", ""), ("validation", "os"[number])), _series(curve)):
             above.plot(*series, marker=marker, markersize=4, label=f"{name}, {label}", **style)
-    above.axhline(result.corpus.unigram_entropy, color="gray", linewidth=0.8, linestyle=":", label="byte frequencies alone")
-    above.set(ylabel="nats per byte", title=f"{result.name}: {result.backend.status} on {result.device}")
+    above.axhline(
+        result.corpus.unigram_entropy, color="gray", linewidth=0.8, linestyle=":", label=f"{result.corpus.unit} frequencies alone"
+    )
+    above.set(ylabel=f"nats per {result.corpus.unit}", title=f"{result.name}: {result.backend.status} on {result.device}")
     above.legend()
     if result.baseline is not None:
         for (steps, losses), (_, others), marker in zip(_series(result.run), _series(result.baseline), ("", "o")):

@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from opfuse.cli.app import main
 from opfuse.config import PydocTopics, load
 from opfuse.config.load import check
 from opfuse.errors import ConfigError, ShapeError
@@ -114,3 +115,31 @@ def test_a_text_that_nothing_knows_is_a_finding(tmp_path: Path) -> None:
     (finding,) = check(path)
     assert str(finding).startswith(f"{path}:4:14: error[unknown-text]: there is no text 'txt'")
     assert finding.help == "did you mean 'text'?"
+
+
+def test_a_file_of_tokens_stands_in_for_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As nanoGPT writes them; numbers that the vocabulary has not are refused, as is half of one."""
+    path, tokens = tmp_path / "own.yaml", tmp_path / "train.bin"
+    numbers = torch.arange(1200).mul(7).remainder(300)
+    numbers.numpy().astype("<u2").tofile(tokens)
+    lines = "recipe: {kind: none}\npipeline: {dtype: float32, ops: [{op: linear, in_features: 8, out_features: 300}]}\n"
+    data = "data: {kind: tokens, path: train.bin, vocabulary: 300, context: 2, embedding: 4}\n"
+    path.write_text(f"version: 1\n{lines}{data}train: {{steps: 2, batch_size: 8}}\n")
+    assert check(path) == ()
+    config = load(path)
+    assert config.data is not None
+    found = corpus(config.data, config.folder)
+    assert torch.equal(torch.cat((found.train, found.validation)).long(), numbers)
+    assert found.unit == "token"
+    assert main(["run", str(path), "--out", str(tmp_path / "run")]) == 0
+    assert "nats per token" in capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "run")]) == 3
+    assert "wants a model of bytes, got one of tokens" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("vocabulary: 300", "vocabulary: 299"))
+    assert [finding.code for finding in check(path)] == ["does-not-fit"]
+    for wrong in (tokens.read_bytes()[:-1], (300).to_bytes(2, "little")):
+        tokens.write_bytes(wrong)
+        with pytest.raises(
+            ConfigError, match=r"data train\.bin: wants 16-bit numbers below its vocabulary, 300, got (300|2399 bytes)"
+        ):
+            corpus(config.data, config.folder)

@@ -178,7 +178,8 @@ struct Consumer {
 };
 
 DEVICE_FN void release(u32 empty, const Consumer& own) {
-    if (own.lane == 0) arrive(empty);  // what the unit reads, a warp waits for as one
+    if (SCALING == LINES) __syncwarp();  // each lane has read scales of the block before, whose slot the loader may have next
+    if (own.lane == 0) arrive(empty);    // what the unit reads, a warp waits for as one
 }
 
 // 64 lines of the stage's left, the i-th of the consumer's two, by its right.

@@ -196,8 +196,11 @@ CONVERTED = {
     "eager bf16": "bf16",
     "torch.compile bf16": "the same, `torch.compile`",
     "fp8_block called": "`fuse_` with `Float8BlockScaling`",
+    "fp8_block compiled": "`fuse_` with `Float8BlockScaling`, then `torch.compile`",
     "fp8_current called": "`fuse_` with `Float8CurrentScaling`",
+    "fp8_current compiled": "`fuse_` with `Float8CurrentScaling`, then `torch.compile`",
     "delayed called": "`fuse_` with `DelayedScaling`",
+    "delayed compiled": "`fuse_` with `DelayedScaling`, then `torch.compile`",
 }
 OF_LLAMA = "Four layers of Llama 3 8B as transformers has them (4096 tokens), both passes and AdamW:"
 

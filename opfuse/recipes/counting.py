@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opfuse.errors import RecipeError, describe
+from opfuse.errors import RecipeError, UnsupportedError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.recipes.passes import is_recomputing
+from opfuse.recipes.passes import in_compiled_autograd, is_recomputing
 from opfuse.recipes.pending import LastUse, Pending, UsesByState
 
 if TYPE_CHECKING:
@@ -78,7 +78,14 @@ def touch_backward(
 
 
 def count_backward(uses: UsesByState) -> None:
-    """Have states be updated once after the running backward pass. RecipeError outside of one."""
+    """Have states be updated once after the running backward pass.
+
+    RecipeError outside of one; UnsupportedError where compiled autograd runs it.
+    """
+    if in_compiled_autograd():
+        cure = "call backward() outside of it, or take a recipe without state: torch.compile(model) does without it"
+        got = "compiled autograd, which does not say when a pass is over"
+        raise UnsupportedError(describe("delayed scaling", wanted="a backward pass of autograd's engine", got=got, cure=cure))
     _pending().add(uses)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -155,6 +157,23 @@ def test_compiled_autograd_is_refused_and_an_engine_runs_the_pass():
     assert x.grad is None
     model(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), DELAYED], ids=lambda recipe: recipe.kind)
+def test_compiled_autograd_around_a_compiled_pipeline_loses_no_scale(recipe):
+    """It never says that a pass is over, whereupon scales of gradients would move."""
+    model, x = small(), torch.randn(32, 32)
+    with opfuse.autocast(recipe=recipe):
+        want = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
+        y = torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum()
+    refused = raised(UnsupportedError, RuntimeError, "delayed scaling: wants a backward pass of autograd's engine")
+    with refused if recipe is DELAYED else nullcontext():
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward()
+        assert torch.equal(model[0].weight.grad, want)
+    del y, refused
+    torch._dynamo.reset()
+    gc.collect()  # compiled autograd keeps what it was called with last
 
 
 def test_parameters_that_ops_share_and_frozen_ones():

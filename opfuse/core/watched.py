@@ -52,7 +52,11 @@ class WatchedClass(ABCMeta):
 
     The class remembers what it was made with, so that code which was written into it later, by hand or by
     ``unittest.mock``, is known for code that it says nothing of; what is put back is as it was.
+
+    rewritten: what was found of classes since one was written to, since plans ask for each op.
     """
+
+    rewritten: ClassVar[WeakKeyDictionary[type, frozenset[str]]] = WeakKeyDictionary()
 
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +75,7 @@ class WatchedClass(ABCMeta):
         made = None if name == _MADE_WITH else vars(cls).get(_MADE_WITH)
         if made is not None:
             made.setdefault(name, was)
-        _rewritten.clear()
+        WatchedClass.rewritten = WeakKeyDictionary()  # another one, for what a thread finds meanwhile may be of before
         if made is None:  # it is being made, here or in another process
             return
         for op in all_enrolled():
@@ -82,17 +86,15 @@ class WatchedClass(ABCMeta):
 _MADE_WITH = "_made_with"
 """Where a class has what it was made with, of all that was written since."""
 
-_rewritten: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-"""What was found of classes since one was written to: plans ask for each op."""
-
 
 def rewritten(cls: type) -> frozenset[str]:
     """The attributes of a class and its bases that are others than those it was made with."""
-    found = _rewritten.get(cls)
+    known = WatchedClass.rewritten
+    found = known.get(cls)
     if found is None:
         made = ((base, vars(base).get(_MADE_WITH, {})) for base in cls.__mro__)
         changed = (name for base, those in made for name, was in those.items() if vars(base).get(name) is not was)
-        found = _rewritten[cls] = frozenset(changed)
+        found = known[cls] = frozenset(changed)
     return found
 
 

@@ -14,7 +14,7 @@ from opfuse.inspect.observe import CallInputs, copied_call
 def gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | None]:
     """The gradients of all trained parameters under the active recipe, for a gradient of each output drawn anew from one seed.
 
-    They go nowhere: the call runs on copies, and no ``.grad`` is written.
+    They go nowhere: the call runs on copies, and neither ``.grad`` nor ``main_grad`` of the caller is written.
     """
     generator = torch.Generator().manual_seed(0)
     with copied_call(model, given) as call:
@@ -23,7 +23,8 @@ def gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | Non
         if not (outputs and wanted):
             return []
         drawn = [torch.randn(each.shape, generator=generator).to(each) for each in outputs]
-        return list(torch.autograd.grad(outputs, wanted, drawn, allow_unused=True))
+        grads = torch.autograd.grad(outputs, wanted, drawn, allow_unused=True)
+        return [getattr(p, "main_grad", None) if grad is None else grad for p, grad in zip(wanted, grads)]
 
 
 def error_of(found: list[torch.Tensor | None], exact: list[torch.Tensor | None]) -> float:

@@ -135,12 +135,33 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
 
 @contextmanager
 def copied_call(model: nn.Module, given: CallInputs) -> Iterator[Callable[[], Any]]:
-    """A call of ``model`` on copies, as :func:`observe` makes it; its backward pass belongs into the block, too."""
+    """A call of ``model`` on copies, as :func:`observe` makes it; its backward pass belongs into the block, too.
+
+    Inside, the ``main_grad`` of each parameter is another buffer, of zeros.
+    """
     _check(model, given)
     call = given.copied()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with _undone(model):
+    with _undone(model), _other_main_grads(model):
         yield lambda: torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
+
+
+@contextmanager
+def _other_main_grads(model: nn.Module) -> Iterator[None]:
+    """Afterwards the caller's buffers and flags are those that there were."""
+    kept = [(p, {name: vars(p)[name] for name in _OF_MAIN_GRAD if name in vars(p)}) for p in model.parameters()]
+    for parameter, had in kept:
+        if "main_grad" in had:
+            vars(parameter)["main_grad"] = torch.zeros_like(had["main_grad"])
+        vars(parameter).pop("grad_added_to_main_grad", None)  # so that autograd gets nothing that stands for the gradient
+    try:
+        yield
+    finally:
+        for parameter, had in kept:
+            vars(parameter).update(had)
+
+
+_OF_MAIN_GRAD = ("main_grad", "grad_added_to_main_grad")
 
 
 def _check(model: object, given: CallInputs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class ComparedRanks:
 
     @property
     def agree(self) -> bool:
-        """Whether all planned the same, in the same order."""
+        """Whether all planned the same for each pipeline."""
         return not self.odd
 
     def __str__(self) -> str:
@@ -36,14 +37,15 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
 
     A collective operation: every rank of the group calls it, at the same place of the program, and gets the same answer. Ranks
     that agree send a digest and a number each; keys with their sources travel only where digests differ. What is compared are
-    the latest 256 plans of each pipeline that is alive. Without torch.distributed there is one rank.
+    the latest 256 plans of each pipeline that is in use. Without torch.distributed there is one rank.
     """
-    pipelines = trace.traced()
-    own = [(each.where, trace.key_id(leaves(found.key))) for each, found in trace.in_order(pipelines)]
+    gc.collect()  # what nobody holds lives until the collector runs, on each rank at another time
+    plans = trace.in_order(trace.traced())
+    own = [(each.where, trace.key_id(leaves(found.key))) for each, found in plans]
     told = _gathered((digest(tuple(own)), len(own)), group)
     if len({digits for digits, _ in told}) == 1:
         return ComparedRanks(tuple(number for _, number in told), ())
-    ranks = _gathered((trace.process(), [trace.made(each, found, None) for each, found in trace.in_order(pipelines)]), group)
+    ranks = _gathered((trace.process(), [trace.made(each, found, None) for each, found in plans]), group)
     traces = [_trace(*each) for each in ranks]
     return ComparedRanks(tuple(number for _, number in told), tuple(odd_ranks(traces)))
 
@@ -57,7 +59,7 @@ def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
-def _trace(process: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
+def _trace(told: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
     """What a rank sent, as a trace of it would be read."""
-    found = Process(**process)
+    found = Process(**told)
     return Trace(Path(f"rank {found.rank}"), found, tuple(PlanMade(**plan) for plan in plans), None)

@@ -161,7 +161,7 @@ def traced() -> list[TracedPipeline]:
 
 def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, Made]]:
     """The plans that each remembers, as they were made."""
-    found = [(each, one) for each in pipelines for one in each.history]
+    found = [(each, one) for each in pipelines for one in list(each.history)]  # another thread may plan
     return sorted(found, key=lambda pair: pair[1].number)
 
 

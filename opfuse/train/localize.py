@@ -57,9 +57,12 @@ class _Seen:
 
 def values_at(path: Path, step: int) -> list[SeenValue]:
     """The values of step ``step``, from 1, of a run that is made again: a directory of ``opfuse run``, or a configuration."""
-    config, steps, seed, device = _asked(path)
+    config, steps, seed, device, sha256 = _asked(path)
     settings, data = overridden(config.train, steps=steps, seed=seed), data_of(config)
     text = corpus(data, config.folder)
+    if sha256 not in (None, text.sha256):
+        got, cure = f"another one in {config.folder}", "put it back, or call from the folder in which the run was started"
+        raise TraceError(describe(str(path), wanted="the text that the run had", got=got, cure=cure))
     model = initial_model(config, data, settings.seed, usable(device))
     batches = random_batches(text.train, context=data.context, batch_size=settings.batch_size, seed=settings.seed)
     seen = _Seen()
@@ -74,14 +77,14 @@ def values_at(path: Path, step: int) -> list[SeenValue]:
     return seen.values
 
 
-def _asked(path: Path) -> tuple[Config, int | None, int | None, str]:
-    """The configuration of a run, and the steps, the seed and the device that it had."""
+def _asked(path: Path) -> tuple[Config, int | None, int | None, str, str | None]:
+    """The configuration of a run, and the steps, the seed, the device and the text's sha256 that it had."""
     if not path.is_dir():
-        return load(path), None, None, "cpu"
+        return load(path), None, None, "cpu", None
     try:
         told = json.loads((path / REPORT).read_text(encoding="utf-8"))
         config = replace(load(path / CONFIGURATION), path=told["config"])  # from whose folder its text counts
-        return config, told["steps"], told["seed"], told["device"]
+        return config, told["steps"], told["seed"], told["device"], told["data"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = "name directories of `opfuse run`, or configurations"
         raise TraceError(describe(str(path), wanted="a run that can be made again", got=str(error), cure=cure)) from None

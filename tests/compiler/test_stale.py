@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.core.watched import rewritten
+from opfuse.core.watched import WatchedClass, rewritten
 from opfuse.errors import SpecError
 from opfuse.recipes import CustomRecipe
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
@@ -394,3 +395,16 @@ def test_helpers_that_fusions_pass_over_run_where_one_object_has_its_own(recipe)
     assert torch.equal(called(), model[1].bias.float().expand(32, 32) * 0.5)
     del scale.compute_dtype, norm.produce
     assert torch.equal(called(), before)
+
+
+def test_what_a_thread_finds_while_a_class_is_written_to_is_soon_forgotten(monkeypatch):
+    """It found the class as it was before, and keeps that after the write."""
+
+    class Slow(WeakKeyDictionary):
+        def __setitem__(self, kind, found):
+            monkeypatch.setattr(ops.GELU, "op_forward", lambda self, ctx, x: x * 0)
+            super().__setitem__(kind, found)
+
+    monkeypatch.setattr(WatchedClass, "rewritten", Slow())
+    assert "op_forward" not in rewritten(ops.GELU)
+    assert "op_forward" in rewritten(ops.GELU)

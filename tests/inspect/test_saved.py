@@ -158,6 +158,25 @@ def test_what_gradients_pay_is_told_beside_the_bytes():
     assert opfuse.saved(model, x, errors=True).errors == {}
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_the_callers_main_grad_is_left_alone_and_its_gradient_counts(told):
+    """What looks at a training call adds to a buffer of its own."""
+    plain, model = (ops.Sequential(ops.Linear(K, K, bias=False, accumulate_into_main_grad=main)) for main in (False, True))
+    model.load_state_dict(plain.state_dict())
+    x, (weight,) = randn(ROWS, K), model.parameters()
+    buffer = weight.main_grad = torch.full((K, K), 3.0)
+    if told:
+        weight.grad_added_to_main_grad = False
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        want, found = (opfuse.saved(each, x, errors=True).errors for each in (plain, model))
+        opfuse.host_times(model, x, calls=1)
+    assert found == pytest.approx(want, rel=1e-6)
+    assert found["keep=None"] > 0
+    assert weight.main_grad is buffer
+    assert (buffer == 3).all()
+    assert getattr(weight, "grad_added_to_main_grad", None) == (False if told else None)
+
+
 @pytest.mark.row("B31")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 def test_b31_the_baseline_is_the_same_call_in_its_own_dtype(dtype):

@@ -263,3 +263,9 @@ def test_another_cuda_than_that_of_torch_is_refused(monkeypatch):
         bindings.require_same_cuda()
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     bindings.require_same_cuda()
+
+
+def test_another_library_of_that_name_is_none(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_places", lambda major: ["libm.so.6"])
+    with pytest.raises(OSError, match="nvrtc"):
+        nvrtc.find("13")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from opfuse.config import load
 from opfuse.errors import TraceError
 from opfuse.train import compare, write_report
 from opfuse.train.data import pydoc_topics
-from opfuse.train.localize import SeenValue, _difference
-from opfuse.train.runs import differences, divergence, known_run
+from opfuse.train.localize import SeenValue, _difference, first_difference
+from opfuse.train.runs import REPORT, differences, divergence, known_run
 
 INF, NAN = float("inf"), float("nan")
 CONFIG = """version: 1
@@ -55,6 +56,17 @@ def test_equal_runs_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert "4 losses are equal bit for bit" in text
     assert "no value differs" in text
+
+
+def test_another_text_of_that_name_is_no_text_of_the_run(runs: Path, tmp_path: Path) -> None:
+    """It counts from the folder in which the run was started, and another one may lie where it is asked about."""
+    copy = shutil.copytree(runs, tmp_path / "runs")
+    for name in ("one", "two"):
+        told = json.loads((copy / name / REPORT).read_text())
+        (copy / name / REPORT).write_text(json.dumps({**told, "config": str(copy / f"{name}.yaml")}))
+    (copy / "text.txt").write_bytes(pydoc_topics()[::-1])
+    with pytest.raises(TraceError, match="wants the text that the run had"):
+        first_difference(copy / "one", copy / "two", 1)
 
 
 def test_what_changed_is_told_and_localized(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ class _OnDemand(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get("cupy") is self:
-            del sys.modules["cupy"]
+            sys.modules.pop("cupy", None)  # another thread may have
         return getattr(importlib.import_module("cupy"), name)
 
 
@@ -91,7 +91,7 @@ def _cupy_on_demand() -> Iterator[None]:
         yield
     finally:
         if stand_in is not None and sys.modules.get("cupy") is stand_in:
-            del sys.modules["cupy"]
+            sys.modules.pop("cupy", None)
 
 
 @functools.cache

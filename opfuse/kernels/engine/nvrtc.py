@@ -86,11 +86,12 @@ def find(major: str) -> Nvrtc:
     reason = OSError(f"no libnvrtc.so.{major}")
     for path in _places(major):
         try:
-            for needed in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # which the library looks for by name alone
-                ctypes.CDLL(str(needed))
+            if Path(path).is_absolute():
+                for needed in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # which the library looks for by name alone
+                    ctypes.CDLL(str(needed))
             return Nvrtc(ctypes.CDLL(path))
-        except OSError as error:
-            reason = error
+        except (OSError, AttributeError, NvrtcError) as error:  # not there, not this library, or one that cannot say its version
+            reason = OSError(str(error))
     raise reason
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, PipelineRun
 from opfuse.convert.leaves import GATED
-from opfuse.convert.probe import UNGATED, activation_of_module, kept
+from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, kept
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.recipes import Recipe
@@ -62,7 +63,7 @@ def experts_of(module: nn.Module) -> Experts | None:
         found = Experts(module, both, down, acts[0])
         experts, width, inner = found.sizes
         shape = module._parameters[both].shape  # type: ignore[union-attr]
-        if tuple(shape) == (experts, 2 * inner, width) and _computes(found):
+        if tuple(shape) == (experts, 2 * inner, width) and found_in_both_modes(module, partial(_computes, found)):
             return found
     return None
 

@@ -125,8 +125,9 @@ class InGraph:
             return run()
 
     def _check(self) -> None:
-        for each in (self.owner, *self.others):
-            each.check_members()
+        for each in (self.norm, self.owner, *self.others):
+            if each is not None:
+                each.check_members()
 
     def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         if current_recipe() is None:

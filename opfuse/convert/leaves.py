@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.chain import Tracer
 from opfuse.convert.members import has_hooks
-from opfuse.convert.probe import UNGATED, activation_of_module, rms_norm_of
+from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
@@ -52,7 +52,7 @@ def weight_of(module: nn.Module) -> Weight | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
         return None
-    if not _is_transposed_product(module):
+    if not found_in_both_modes(module, lambda: _is_transposed_product(module)):
         return None
     return Weight(module, weight.shape[0], weight.shape[1], transposed=True)
 

@@ -9,15 +9,19 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 
-SIMPLE = (bool, int, float, str, type(None))
-"""Values that are compared."""
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+"""Values that are compared, also where the class has them."""
+
+SIMPLE = (*CONSTANTS, FunctionType, BuiltinFunctionType)
+"""Values of a module itself that are compared."""
 
 SIZES = ("in_features", "out_features")
 """Attributes that count where no forward reads them: whoever gives a module other sizes tells them here."""
@@ -32,9 +36,9 @@ class Settings(NamedTuple):
 
     def hold(self, module: nn.Module) -> bool:
         """Whether ``module`` is still so; asked at every call, so without a look at what is the same object."""
-        own = vars(module)
+        own, kind = vars(module), type(module)
         for name, before in self.attributes:
-            now = own.get(name)
+            now = own[name] if name in own else _default(kind, name)
             if now is not before and (type(now) is not type(before) or now != before):
                 return False
         return _there(own["_parameters"]) == self.parameters and tuple(own["_modules"]) == self.submodules
@@ -51,8 +55,9 @@ def settings_of(module: nn.Module, *, member: bool) -> Settings:
     no forward of its own.
     """
     own, kind = vars(module), type(module)
+    theirs = {name for base in _bases(kind) for name in vars(base)}
     read = {*_read(kind), *SIZES}  # type: ignore[arg-type]
-    names = [name for name in sorted(read) if name in own and isinstance(own[name], SIMPLE)]
+    names = [name for name in sorted(read) if (isinstance(own[name], SIMPLE) if name in own else name in theirs)]
     return _now(module, (*names, *(["forward"] if member else [])))
 
 
@@ -92,9 +97,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _now(module: nn.Module, names: Sequence[str]) -> Settings:
-    own = vars(module)
-    attributes = tuple((name, _told(own.get(name))) for name in names)
+    own, kind = vars(module), type(module)
+    attributes = tuple((name, _told(own[name]) if name in own else _default(kind, name)) for name in names)
     return Settings(attributes, _there(own["_parameters"]), tuple(own["_modules"]))
+
+
+def _default(kind: type[nn.Module], name: str) -> Any:
+    """What a class has where a module has nothing of its own; None for a method, over which nothing may stand."""
+    value = getattr(kind, name, None)
+    return value if isinstance(value, CONSTANTS) else None
 
 
 def _told(value: Any) -> Any:
@@ -112,7 +123,11 @@ def _read(kind: type[nn.Module]) -> frozenset[str]:
     """
     steps = [step for code in _codes(kind) for step in dis.get_instructions(code)]
     read, written = ({step.argval for step in steps if step.opname in names} for names in (READS, WRITES))
-    return frozenset(name for name in read - written if not name.startswith("_") and name != "training")
+    return frozenset(read - written - _OF_TORCH)
+
+
+_OF_TORCH = {*vars(nn.Module()), "forward"}
+"""What torch and opfuse themselves assign in every module."""
 
 
 READS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -121,7 +136,7 @@ WRITES = ("STORE_ATTR",)
 
 def _codes(kind: type[nn.Module]) -> set[CodeType]:
     """Of a class's forward, and of all that it names in the class and its bases."""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    bases = _bases(kind)
     waiting, seen = ["forward"], set[CodeType]()
     while waiting:
         name = waiting.pop()
@@ -129,6 +144,11 @@ def _codes(kind: type[nn.Module]) -> set[CodeType]:
         seen |= found
         waiting += [each for code in found for each in code.co_names]
     return seen
+
+
+def _bases(kind: type[nn.Module]) -> Sequence[type]:
+    """The class and those above it, below that of torch."""
+    return kind.__mro__[: kind.__mro__.index(nn.Module)]
 
 
 def _function(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from opfuse.numerics.norm import Norm, norm_forward
 from opfuse.ops import OPS
 from opfuse.ops.activation import Activation, GatedActivation
+
+T = TypeVar("T")
 
 UNGATED: Mapping[str, type[Activation]] = {
     name: cls
@@ -39,6 +41,15 @@ def random_states() -> tuple[Any, ...]:
     """Of the generators that a forward may ask on the host: equal as long as nobody asks one."""
     _, numbers, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest
+
+
+def found_in_both_modes(module: nn.Module, probe: Callable[[], T]) -> T | None:
+    """What ``probe()`` finds of the module in training as in evaluation; None where that differs, or where it drew lots."""
+    before, found = random_states(), list[T]()
+    for training in (True, False):
+        with kept(module, training=training):
+            found.append(probe())
+    return found[0] if found[0] == found[1] and random_states() == before else None
 
 
 _NEAR = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
@@ -72,20 +83,22 @@ def activation_of_module(module: nn.Module) -> str | None:
     """
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
-    with kept(module, training=True):
-        found = activation_of(module.forward)
-    with kept(module, training=False):
-        return found if found == activation_of(module.forward) else None
+    return found_in_both_modes(module, lambda: activation_of(module.forward))
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, bool] | None:
     """Of a module that computes an RMS norm with its one weight: eps, and whether the weight counts from 1; None for others.
 
     It runs on rows of several sizes with another weight, in fp64 on the CPU, whatever its own is; eps is one of its attributes.
+    It must compute the same in training and in evaluation.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
+    return found_in_both_modes(module, lambda: _rms_norm_now(module, weight))
+
+
+def _rms_norm_now(module: nn.Module, weight: torch.Tensor) -> tuple[float, bool] | None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.numel(), generator=draw, dtype=torch.float64, device="cpu")
     x = x * torch.tensor([1e-4, 1e-2, 1.0, 100.0], dtype=torch.float64, device="cpu").unsqueeze(-1)

@@ -167,6 +167,8 @@ def test_a_product_of_ones_own_is_nothing_but_that(name):
     forward, is_product = ADDMM[name]
     made = type("Made", (Transposed,), {"forward": forward})(8, 8)
     assert (weight_of(made) is not None) == is_product
+    made = type("Made", (Transposed,), {"forward": lambda self, x: forward(self, 2 * x if self.training else x)})(8, 8)
+    assert weight_of(made.eval()) is None
 
 
 CUT_OFF = {

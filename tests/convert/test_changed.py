@@ -42,6 +42,24 @@ class Switched(nn.Module):
         return self.second(self.act(self.first(x)))
 
 
+class Settled(nn.Module):
+    """Does what a private attribute, one of the class and a function say."""
+
+    smooth = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self._on, self.act = nn.Linear(32, 64), nn.Linear(64, 32), True, F.gelu
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(self.act(y) if self._on and self.smooth else F.relu(y))
+
+
+def settled():
+    return type("OfItsOwn", (Settled,), {"smooth": True})()
+
+
 # -- changed after fuse_ ---------------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +97,11 @@ def probability(model):
 
 CHANGES = {
     "an attribute of the module": (Switched, negate, r"Switched: wants .*{'negate': False}, got {'negate': True}"),
+    "a private one": (Settled, lambda model: setattr(model, "_on", False), r"wants .*{'_on': True}, got {'_on': False}"),
+    "a function": (Settled, lambda model: setattr(model, "act", F.relu), r"{'act': <.*gelu.*>}, got {'act': <.*relu.*>}"),
+    "over a default": (Settled, lambda model: setattr(model, "smooth", False), r"{'smooth': True}, got {'smooth': False}"),
+    "a default": (settled, lambda model: setattr(type(model), "smooth", False), r"{'smooth': True}, got {'smooth': False}"),
+    "over a method": (Switched, lambda model: setattr(model, "act", F.relu), r"{'act': None}, got {'act': <.*relu.*>}"),
     "an attribute of an activation": (block, lambda model: setattr(model[2], "approximate", "tanh"), r"2: .*got {'approximate'"),
     "eps": (block, lambda model: setattr(model[0], "eps", 0.5), r"Sequential.0: wants what it was .* got {'eps': 0.5}"),
     "a probability that was 0": (TransposedMLP, probability, r"dropout: wants .*{'p': 0.0}, got {'p': 0.25}"),

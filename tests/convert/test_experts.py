@@ -50,6 +50,11 @@ class CutOff(Mixture):
         return a.clamp(max=50), b.clamp(-50, 50)
 
 
+class Dropping(Mixture):
+    def halves(self, both):
+        return super().halves(nn.functional.dropout(both, 0.5, self.training))
+
+
 def routed(dtype=torch.float32):
     """Tokens, their experts, of which one gets none, and the weights."""
     chosen = torch.tensor([[0, 1], [1, 3], [4, 3], [1, 0], [3, 4], [0, 4]])
@@ -67,6 +72,7 @@ def test_experts_are_known_by_what_they_compute():
     assert experts_of(Mixture().to("meta")) is not None
     assert experts_of(Interleaved()) is None
     assert experts_of(CutOff()) is None
+    assert experts_of(Dropping().eval()) is None
     assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "refused"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
@@ -208,6 +209,11 @@ class Scaled(nn.Module):
         return (1 + self.weight if self.centered else self.weight) * wide.to(hidden.dtype)
 
 
+class Dropping(Scaled):
+    def forward(self, hidden):
+        return F.dropout(super().forward(hidden), 0.5, self.training)
+
+
 class Other(Scaled):
     def forward(self, hidden):
         return self.weight * hidden / hidden.abs().mean(-1, keepdim=True)
@@ -218,5 +224,6 @@ def test_rms_norms_are_known_by_their_values():
     assert rms_norm_of(Scaled(32, centered=True)) == (1e-6, True)
     assert rms_norm_of(Scaled(32).to(device="meta", dtype=torch.bfloat16)) == (1e-6, False)
     assert rms_norm_of(Other(32)) is None
+    assert rms_norm_of(Dropping(32).eval()) is None
     assert rms_norm_of(nn.LayerNorm(32)) is None
     assert rms_norm_of(nn.PReLU(32)) is None

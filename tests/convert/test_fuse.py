@@ -566,6 +566,7 @@ def test_a_graph_that_breaks_between_a_norm_and_its_reader(dynamo):
 
 @pytest.mark.cpu
 def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dynamo):
+    """A norm is one op with its reader, and a change of either is refused."""
     layers = nn.Sequential(*[Layer() for _ in range(3)])
     opfuse.fuse_(layers, FP8)
     other = copy.deepcopy(layers)
@@ -579,6 +580,9 @@ def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dyn
         calls = [torch.compile(each, backend="eager", fullgraph=True) for each in (twin, other)]
         assert torch.equal(calls[0](x), twin(x))
         assert not torch.equal(calls[1](x), twin(x))
+        layers[2].second.eps = 10.0
+        with pytest.raises(ConversionError, match=r"second: wants .* got {'eps': 10.0}"):
+            layers(x)
 
 
 def test_an_explanation_names_the_recipes_of_converted_modules(monkeypatch):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -26,12 +27,39 @@ class _Called(nn.Module):
         return type(self.inner).forward(self.inner, **given)
 
 
-class _TracedValue(fx.Proxy):
+IN_PLACE = {
+    name: getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("__i") and name not in ("__index__", "__inv__", "__invert__")
+}
+"""``x += y`` and the like: torch.fx traces them as if they made something new."""
+
+
+class _Written(fx.Proxy):
+    """Has the trace tell where it is written."""
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name, _function in IN_PLACE.items():
+    setattr(_Written, _name, _in_place(_function))
+
+
+class _WritesTold(Tracer):
+    """Follows a forward, with what it writes."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Written(node, self)
+
+
+class _TracedValue(_Written):
     def __len__(self) -> int:
         raise TypeError("unknown")  # as of what has none: a list that takes its parts asks, and does without
 
 
-class _Beginning(Tracer):
+class _Beginning(_WritesTold):
     """Follows a forward as far as it goes: what is unpacked, a shape above all, is taken to have two parts."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -55,7 +83,7 @@ def graph_around(module: nn.Module, names: Sequence[str], training: bool) -> fx.
     """The whole forward, called with ``names`` in a mode; None where torch.fx cannot follow."""
     try:
         with kept(module, training=training):
-            return Tracer().trace(_Called(module, names))
+            return _WritesTold().trace(_Called(module, names))
     except Exception:  # of a stranger's code on symbolic values
         return None
 
@@ -69,6 +97,26 @@ def beginning_of(module: nn.Module) -> list[fx.Node]:
     except Exception:  # it goes no further
         return list(tracer.graph.nodes) if hasattr(tracer, "graph") else []
     return list(tracer.graph.nodes)
+
+
+def writes_before(module: nn.Module, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """Of each node in a forward, how many before it write to a tensor: what is read on both sides of a write may differ."""
+    found, count = {}, 0
+    for node in nodes:
+        found[node] = count
+        count += _writes(module, node)
+    return found
+
+
+def _writes(module: nn.Module, node: fx.Node) -> bool:
+    """As torch names what writes, or by the flag that asks for it, of a call or of a submodule."""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(name_of(node)), "inplace", False))
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return node.op.startswith("call") and (ends or node.target in IN_PLACE.values())
 
 
 def name_of(node: fx.Node) -> str:

@@ -120,7 +120,7 @@ class Converted:
 
     path: that of the module in the model. arguments: names of what its parts take. parts: runs, and submodules between them.
     recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made from, by path.
-    awaited: what a norm has handed on, by thread.
+    awaited: by thread what a norm has handed on, and whether that or the norm was changed since.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Converted:
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.normed: tuple[PipelineRun | Opaque, ...] = ()
         self.warned = False
-        self.awaited: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.awaited: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], bool]]] = {}
         self.followed: torch.Tensor | None = None
         self.norm: Converted | None = None
         self.ticket = enroll(self)
@@ -270,14 +270,16 @@ class Converted:
         """
         awaited = self.awaited.pop(get_ident(), None)
         if awaited is not None:
-            self._check_handed(awaited(), x)
+            handed, changed = awaited
+            self._check_handed(handed(), x, changed=changed())
         return awaited is not None
 
-    def _check_handed(self, handed: torch.Tensor | None, x: Any) -> None:
-        if handed is not x:
+    def _check_handed(self, handed: torch.Tensor | None, x: Any, *, changed: bool = False) -> None:
+        if handed is not x or changed:
+            got = "another tensor, made of that or not" if handed is not x else "it after a write to that norm or to its input"
             where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
             cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"
-            raise ConversionError(describe(where, wanted=wanted, got="another tensor, made of that or not", cure=cure))
+            raise ConversionError(describe(where, wanted=wanted, got=got, cure=cure))
 
     # In a graph of torch.compile.
 

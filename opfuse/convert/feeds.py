@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from opfuse.convert.around import arguments_around, graph_around, name_of
+from opfuse.convert.around import arguments_around, graph_around, name_of, writes_before
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, PipelineRun, converted
 from opfuse.convert.leaves import norm_of, obstacle
+from opfuse.convert.weights import state_of
+from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import Recipe, current_recipe, in_region
 
@@ -34,6 +36,7 @@ def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, s
     graph = graph_around(module, names, training)
     if graph is None:
         return {}
+    written = writes_before(module, graph.nodes)
     calls = [node for node in graph.nodes if node.op == "call_module"]
     called = [node.target for node in calls]
     return {
@@ -41,7 +44,7 @@ def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, s
         for node in calls
         for reader in node.users
         if len(node.users) == 1 and reader.op == "call_module" and _is_first(module, reader, node)
-        if called.count(node.target) == called.count(reader.target) == 1
+        if called.count(node.target) == called.count(reader.target) == 1 and written[node] == written[reader]
     }
 
 
@@ -79,6 +82,10 @@ class Fed(Converted):
         self.reader.followed = handed
         return handed
 
+    def _state(self, handed: torch.Tensor | None) -> Any:
+        """What the norm of ``handed`` depends on."""
+        return versions(handed), state_of(self.module)
+
     def get_ready(self) -> None:
         """Have the call of the reader."""
         self.reader.get_ready()
@@ -88,7 +95,8 @@ class Fed(Converted):
         if not self._is_read():
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
-        self.reader.awaited[get_ident()] = weakref.ref(handed)
+        known, before = weakref.ref(handed), self._state(handed)
+        self.reader.awaited[get_ident()] = known, lambda: self._state(known()) != before
         return handed
 
 

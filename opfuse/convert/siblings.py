@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.amp import is_autocast_available
 
-from opfuse.convert.around import beginning_of, name_of
+from opfuse.convert.around import beginning_of, name_of, writes_before
 from opfuse.convert.converted import Converted, PipelineRun, casting
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.weights import MadeParameters, Weight, product_of
+from opfuse.convert.weights import MadeParameters, Weight, product_of, state_of
+from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe, note_use
 
@@ -77,14 +79,10 @@ class Shared:
         return found
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """What columns of ``x`` depend on: the recipe, the mode, and which parameters there are and what was written to them."""
-        own: list[Any] = [each.module._parameters["weight"] for each in self.members]
-        versions = [(id(value), _version(value)) for value in own]
-        return current_recipe(), torch.is_grad_enabled(), _version(x), versions
-
-
-def _version(value: torch.Tensor) -> int:
-    return 0 if value.is_inference() else value._version
+        """What columns of ``x`` depend on: the recipe, the modes, and which parameters there are and what was written to them."""
+        kind, own = x.device.type, state_of(*(each.module for each in self.members))
+        casts = torch.get_autocast_dtype(kind) if is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
+        return current_recipe(), torch.is_grad_enabled(), casts, versions(x), own
 
 
 class Sibling(Converted):
@@ -163,10 +161,11 @@ def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator
         return
     by_value: dict[Any, list[fx.Node]] = defaultdict(list)
     nodes = beginning_of(module)
+    written = writes_before(module, nodes)
     calls = [name_of(node) for node in nodes if node.op == "call_module"]
     for node in nodes:
         if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and calls.count(name_of(node)) == 1:
-            by_value[node.args[0]].append(node)
+            by_value[node.args[0], written[node]].append(node)
     for readers in by_value.values():
         group = [node for node in readers if name_of(node) in alone]
         agreeing = [node for node in group if _agree(alone[name_of(group[0])], alone[name_of(node)], made)]

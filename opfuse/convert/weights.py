@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
@@ -134,13 +135,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, _versions(parts)
+        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, versions(*parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if (now := _versions(ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
+        if (now := versions(*ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
             got, cure = (
                 f"weights written {sum(now) - sum(ctx.versions)} times since",
                 "call backward() before an optimizer's step",
@@ -148,10 +149,6 @@ class _Whole(torch.autograd.Function):
             where, wanted = "backward of weights in one memory", "each as the forward pass left it"
             raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         return tuple(grads[0].split(ctx.sizes))
-
-
-def _versions(parts: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if part.is_inference() else part._version for part in parts]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -165,6 +162,12 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def state_of(*modules: nn.Module) -> list[tuple[Any, ...]]:
+    """Which parameters modules have, where these lie, and how often each was written."""
+    own = [value for module in modules for value in module._parameters.values() if value is not None]
+    return [(id(value), value.untyped_storage()._cdata, value.storage_offset(), *versions(value)) for value in own]
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from functools import partial
 
 import pytest
@@ -69,6 +70,35 @@ def test_who_reads_a_norm_alone(forward):
     assert found == {norm: f"in {reader}" for norm, reader in READ[forward].items()}
 
 
+WRITES = {
+    "a method": lambda self, x: x.mul_(2),
+    "of a view": lambda self, x: x.view(-1).zero_(),
+    "a function": lambda self, x: torch.relu_(x),
+    "an operator": lambda self, x: operator.iadd(x, 1),
+    "a flag": lambda self, x: nn.functional.relu(x, inplace=True),
+    "out": lambda self, x: torch.add(x, 1, out=x),
+    "an item": lambda self, x: operator.setitem(x, 0, 1),
+    "a module": lambda self, x: self.act(x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_norm_whose_input_is_written_before_its_result_is_read_stays(write):
+    def written(self, x, mask=None):
+        y = self.norm(x)
+        WRITES[write](self, x)
+        return self.mlp(y)
+
+    def before(self, x, mask=None):
+        WRITES[write](self, x)
+        return self.mlp(self.norm(x))
+
+    for forward, found in ((written, {}), (before, {"norm": "mlp"} if write != "an item" else {})):
+        made = layer(forward)
+        made.act = nn.ReLU(inplace=True)
+        assert feeds(made) == found
+
+
 def test_the_norm_is_computed_in_the_pipeline_of_its_reader():
     model, x = Layer().double(), [torch.randn(4, 8, 32, dtype=torch.float64)]
     report = converted_exactly(model, lambda: called(model, x))
@@ -127,6 +157,12 @@ def test_a_result_that_goes_astray_is_refused():
     with pytest.raises(ConversionError, match="got another tensor, made of that or not"):
         model.mlp(x)
     model.mlp(x)
+    for written in (x, model.second.weight):
+        result = model.second(x)
+        with torch.no_grad():
+            written.mul_(2)
+        with pytest.raises(ConversionError, match="got it after a write to that norm or to its input"):
+            model.mlp(result)
 
 
 class Halving(nn.Module):

@@ -40,13 +40,22 @@ class Cross(Attention):
         return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(other), self.v(other), mask))
 
 
+class Written(Attention):
+    """Queries of a tensor as it was, keys and values of what is left of it."""
+
+    def forward(self, x, mask=None):
+        q = self.q(x)
+        x.add_(1)
+        return self.o(nn.functional.scaled_dot_product_attention(q, self.k(x), self.v(x), mask))
+
+
 def joined(report):
     return {entry.path: entry.became for entry in report.of("joined")}
 
 
 def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
-    assert joined(opfuse.fuse_(Cross(), FP8)) == {"v": "in k"}
+    assert joined(opfuse.fuse_(Cross(), FP8)) == joined(opfuse.fuse_(Written(), FP8)) == {"v": "in k"}
     report = opfuse.fuse_(Heads(), FP8, policy={"k": MXFP8BlockScaling()})
     assert joined(report) == {"v": "in q"}
     assert report["k"].recipe == "MXFP8BlockScaling"
@@ -100,6 +109,14 @@ def test_columns_of_former_weights_are_not_handed_out():
     model.v.weight = nn.Parameter(3 * model.v.weight.detach())
     found = [model.k(x), model.v(x)]
     assert all(map(torch.equal, found, [model.k(x.clone()), model.v(x.clone())]))
+    for write in (lambda: model.k.bias.fill_(100), lambda: setattr(model.k.weight, "data", torch.zeros(32, 32))):
+        model.q(x)
+        with torch.no_grad():
+            write()
+        assert torch.equal(model.k(x), model.k(x.clone()))
+    model.q(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.k(x).dtype is torch.bfloat16
     parametrizations.weight_norm(model.k)
     with pytest.raises(ConversionError, match=r"k: wants what it was when fuse_ ran, {'parameters': \('weight', 'bias'\)"):
         model.q(x)

@@ -76,7 +76,10 @@ class PipelineRun:
             try:
                 for made in self.made:
                     made.fill()
-                return self._filled(fuser, x, extras)
+                result = self._filled(fuser, x, extras)
+                for made in self.made:
+                    made.watch(result)
+                return result
             finally:
                 for made in self.made:
                     made.drop()

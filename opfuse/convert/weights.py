@@ -24,7 +24,7 @@ from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
-from opfuse.runtime.ledger import Ledger, SavedTensors
+from opfuse.runtime.ledger import Ledger
 from opfuse.tensors.storage import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
@@ -85,6 +85,14 @@ class MadeParameters(nn.Module):
         for name, sources in self.sources.items():
             slots[name] = _noted(ledger, sources) if isinstance(ledger, Ledger) else _made([_read(each) for each in sources])
 
+    def watch(self, result: torch.Tensor) -> None:
+        """Have the backward pass of ``result`` look after frozen parameters in one memory: no gradient of theirs comes by."""
+        for name, sources in self.sources.items():
+            values: list[Any] = [taken(module._parameters[own]) for module, own, _ in sources]
+            whole: Any = self._parameters[name]
+            if result.grad_fn is not None and not whole.requires_grad and len(values) > 1 and share_memory(whole, values[0]):
+                result.grad_fn.register_prehook(partial(_check_unwritten, values, versions(*values)))
+
     def drop(self) -> None:
         """Let go of them. A backward pass asks for dtypes and shapes alone."""
         slots: dict[str, Any] = self._parameters
@@ -119,10 +127,10 @@ def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
         parts = [value.t() if turn else value for value, turn in zip(values, turned)]
         whole = _made(parts).detach()
     sizes = [len(part) for part in parts]
-    kept = SavedTensors(values if torch.is_grad_enabled() and share_memory(whole, values[0]) else [])
+    if torch.is_grad_enabled() and share_memory(whole, values[0]):
+        ledger.watch(values)  # whose counters the whole does not have
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
-        kept.taken(keep)  # whose counters the whole does not have
         grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
         return [grad.t() if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
 
@@ -141,14 +149,16 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if (now := versions(*ctx.parts)) != ctx.versions:  # the whole tells autograd of writes to its first part alone
-            got, cure = (
-                f"weights written {sum(now) - sum(ctx.versions)} times since",
-                "call backward() before an optimizer's step",
-            )
-            where, wanted = "backward of weights in one memory", "each as the forward pass left it"
-            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
+        _check_unwritten(ctx.parts, ctx.versions)
         return tuple(grads[0].split(ctx.sizes))
+
+
+def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: Any) -> None:
+    """SavedTensorError for parts that were written: their whole tells autograd of writes to the first alone."""
+    if (now := versions(*parts)) != before:
+        got, cure = f"weights written {sum(now) - sum(before)} times since", "call backward() before an optimizer's step"
+        where, wanted = "backward of weights in one memory", "each as the forward pass left it"
+        raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opfuse.core.context import versions
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.storage import share_memory
 
@@ -57,6 +58,7 @@ class Ledger:
         self.kept: list[torch.Tensor] = []
         self._count = len(arguments)
         self._steps: list[_NotedStep] | None = []
+        self._watched: list[SavedTensors] = []
         self._looks: list[tuple[torch.dtype, torch.Size]] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
@@ -83,6 +85,10 @@ class Ledger:
         self.kept += own
         return SavedTensors(own)
 
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have no backward pass run after a write to ``tensors``, whose memory steps save under other counts of writes."""
+        self._watched.append(SavedTensors([*tensors]))
+
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over, and gave these."""
         self._ends = [self._numbers.get(id(each)) for each in results]
@@ -94,8 +100,10 @@ class Ledger:
         if steps is None:
             where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
             raise SavedTensorError(describe(where, wanted="one backward pass", got="a second one", cure=cure))
+        for each in self._watched:
+            each.taken(keep)
         if not keep:
-            self._steps = None
+            self._steps, self._watched = None, []
         found: list[torch.Tensor | None] = [None] * len(self._looks)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
@@ -125,16 +133,15 @@ class SavedTensors:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
-        self.versions = [tensor._version for tensor in tensors]
+        self.versions = versions(*tensors)
 
     def taken(self, keep: bool) -> list[torch.Tensor]:
         """The tensors; unless they are kept, who takes them alone has them. SavedTensorError if one was written since."""
         tensors = self.tensors
-        for tensor, version in zip(tensors, self.versions):
-            if tensor._version != version:
-                where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
-                cure, got = "change parameters after the backward pass", "one changed in place since"
-                raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
+        if tensors and versions(*tensors) != self.versions:
+            where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
+            cure, got = "change parameters after the backward pass", "one changed in place since"
+            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         if keep:
             return [*tensors]
         self.tensors = []

@@ -298,9 +298,10 @@ def test_packed_weights_are_not_copied_and_stay_parameters():
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
-def test_a_packed_weight_that_changes_before_the_backward_pass_is_noticed(name):
-    """Parts of one memory count their writes by themselves."""
-    model, x = GatedMLP(), torch.randn(32, 32, requires_grad=True)
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_packed_weight_that_changes_before_the_backward_pass_is_noticed(name, trained):
+    """Parts of one memory count their writes by themselves, frozen or not."""
+    model, x = GatedMLP().requires_grad_(trained), torch.randn(32, 32, requires_grad=True)
     opfuse.fuse_(model, FP8.replace(backward_override="high_precision"), pack=True)
     y = model(x)
     with torch.no_grad():
@@ -542,6 +543,13 @@ def test_a_checkpoint_around_a_compiled_module_and_then_changes_of_it(dynamo):
         y = compiled(*inputs)
     with torch.no_grad():
         model.up_proj.weight.mul_(1)
+    with pytest.raises(SavedTensorError, match="as the forward pass left"):
+        y.sum().backward()
+    model.requires_grad_(False)
+    with opfuse.autocast(recipe=FP8.replace(backward_override="high_precision")):
+        y = compiled(inputs[0].requires_grad_())
+    with torch.no_grad():
+        model.up_proj.weight.mul_(2)
     with pytest.raises(SavedTensorError, match="as the forward pass left"):
         y.sum().backward()
     model.down_proj = nn.Linear(64, 32, bias=False)

@@ -293,7 +293,7 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     monkeypatch.setattr(tables, "RECORD", file)
     assert tables.OF_LLAMA not in tables.speed()
     monkeypatch.setattr(tables, "LLAMA", converted.label_of(stack))
-    assert tables.speed().count("`fuse_` with") == len(converted.KINDS)
+    assert tables.speed().count("`fuse_` with") == 2 * len(converted.KINDS)
     page = performance.problems({"results": [{**each, "script": "converted"} for each in found]}, "converted")
     assert {each["name"].split(", ")[2] for each in found if each["limit"]} == converted.LEAST.keys()
     assert "| torch.compile bf16 |" in page

@@ -12,7 +12,7 @@ from opfuse.cli.output import echo, echo_json
 from opfuse.config import Config, load
 from opfuse.convert.advise import Advice, LayerAdvice
 from opfuse.convert.advise import advise as advise_model
-from opfuse.errors import UnsupportedError, describe
+from opfuse.errors import ConfigError, UnsupportedError, describe
 
 
 def advise(model: Path, *, kind: str, rows: int, as_json: bool) -> None:
@@ -43,6 +43,14 @@ def _of_transformers(file: Path) -> nn.Module:
     except ImportError as error:
         cure = "pip install transformers, or name a configuration of opfuse"
         raise UnsupportedError(describe(str(file), wanted="transformers, to read it", got=str(error), cure=cure)) from None
-    with torch.device("meta"):
-        made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
+    if not file.exists():
+        cure = "name a configuration of opfuse, a config.json, or a folder that has one"
+        raise ConfigError(describe(str(file), wanted="a file or a folder", got="none there", cure=cure))
+    try:
+        with torch.device("meta"):
+            made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
+    except Exception as error:  # of many types, as the libraries below have them
+        got = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        cure = "name the config.json of a model that transformers knows as a causal language model"
+        raise ConfigError(describe(str(file), wanted="a model that transformers can make", got=got, cure=cure)) from None
     return made

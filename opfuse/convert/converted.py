@@ -236,7 +236,7 @@ class Converted:
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._recipe() is None:
+        if self._recipe() is None and get_ident() not in self.awaited:  # what a norm has handed on is not normed yet
             return self.plain(*args, **kwargs)
         self.check_members()
         given = dict(zip(self.arguments, args)) | kwargs

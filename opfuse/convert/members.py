@@ -28,15 +28,18 @@ SIZES = ("in_features", "out_features")
 
 
 class Settings(NamedTuple):
-    """Attributes by name, and the names of the parameters and the submodules that a module has."""
+    """Attributes by name, the names of the parameters and the submodules that a module has, and the forward of its class."""
 
     attributes: tuple[tuple[str, Any], ...]
     parameters: tuple[str, ...]
     submodules: tuple[str, ...]
+    of_class: Any
 
     def hold(self, module: nn.Module) -> bool:
         """Whether ``module`` is still so; asked at every call, so without a look at what is the same object."""
         own, kind = vars(module), type(module)
+        if kind.forward is not self.of_class:
+            return False
         for name, before in self.attributes:
             now = own[name] if name in own else _default(kind, name)
             if now is not before and (type(now) is not type(before) or now != before):
@@ -46,7 +49,8 @@ class Settings(NamedTuple):
     @property
     def named(self) -> dict[str, Any]:
         """What a message tells."""
-        return {**dict(self.attributes), "parameters": self.parameters, "submodules": self.submodules}
+        told = {"parameters": self.parameters, "submodules": self.submodules, "forward of its class": self.of_class}
+        return {**dict(self.attributes), **told}
 
 
 def settings_of(module: nn.Module, *, member: bool) -> Settings:
@@ -99,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 def _now(module: nn.Module, names: Sequence[str]) -> Settings:
     own, kind = vars(module), type(module)
     attributes = tuple((name, _told(own[name]) if name in own else _default(kind, name)) for name in names)
-    return Settings(attributes, _there(own["_parameters"]), tuple(own["_modules"]))
+    return Settings(attributes, _there(own["_parameters"]), tuple(own["_modules"]), kind.forward)
 
 
 def _default(kind: type[nn.Module], name: str) -> Any:

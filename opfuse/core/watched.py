@@ -130,7 +130,7 @@ class WatchedModule(Enrolled):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, nn.Module) or self._is_said(name):
+        if isinstance(value, nn.Module) or name == "__class__" or self._is_said(name):
             self.changed()
 
     def __delattr__(self, name: str) -> None:

@@ -216,11 +216,14 @@ def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor
     own: list[Any] = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
     if len(own) == len(given) and all(map(is_, own, given)):
         return own
-    places = [(place.data_ptr(), place.shape) for place in map(_memory, own)]
-    if places != [(each.data_ptr(), each.shape) for each in given]:
+    if list(map(_place, map(_memory, own))) != list(map(_place, given)):
         wanted, got = "the parameters of its ops", "others, as torch.func.functional_call passes them"
         raise _refusal(pipeline, wanted, got, "assign parameters to the ops, and compile the model itself")
     return own
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

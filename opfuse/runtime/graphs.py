@@ -16,6 +16,7 @@ from opfuse.core.tracers import all_enrolled
 from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes import Recipe, autocast, in_region
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.runtime.kept import sharded_part
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.masters import stored_in
 
@@ -66,10 +67,11 @@ class _Call(nn.Module):
 def _check(module: object, sample_args: Sequence[Any]) -> None:
     if not isinstance(module, nn.Module):
         raise _refusal("an nn.Module", type(module).__name__, "pass the model, or a module around the function")
-    for name, parameter in module.named_parameters():
-        if stored_in(parameter) is not parameter:
-            cure = "graph the parts of the model that one rank has to itself"
-            raise _refusal("parameters that no ranks share", f"{name} in shards, which hooks of torch exchange", cure)
+    parts = (name for name, each in module.named_parameters() if stored_in(each) is not each)
+    shared = sharded_part(module) or next(parts, None)
+    if shared is not None:
+        cure = "graph the parts of the model that one rank has to itself"
+        raise _refusal("parameters that no ranks share", f"{shared} in shards, which hooks of torch exchange", cure)
     if in_region():
         raise _refusal("a call outside of autocast", "an active region", "pass recipe=, which each call of the graph enters")
     for each in sample_args:

@@ -248,10 +248,15 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
             _owners.reset(reset)
 
 
-def _check_counted(model: nn.Module) -> None:
+def sharded_part(model: nn.Module) -> str | None:
+    """The first module under FSDP, whose parameters may be whole between two passes; None if there is none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = tuple(getattr(fsdp, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, name))
-    found = next((name or type(module).__name__ for name, module in model.named_modules() if isinstance(module, sharded)), None)
+    return next((name or type(module).__name__ for name, module in model.named_modules() if isinstance(module, sharded)), None)
+
+
+def _check_counted(model: nn.Module) -> None:
+    found = sharded_part(model)
     if found is not None:
         wanted, cure = "parameters whose writes autograd counts", "do without the block: FSDP gathers weights for each pass"
         raise UnsupportedError(describe(f"kept_weights of {found}", wanted=wanted, got="parameters under FSDP", cure=cure))

@@ -408,3 +408,15 @@ def test_what_a_thread_finds_while_a_class_is_written_to_is_soon_forgotten(monke
     monkeypatch.setattr(WatchedClass, "rewritten", Slow())
     assert "op_forward" not in rewritten(ops.GELU)
     assert "op_forward" in rewritten(ops.GELU)
+
+
+def test_an_op_of_another_class_is_that_one():
+    model, other = (
+        to(ops.Sequential(ops.Linear(64, 64), act(), ops.Linear(64, 64)), torch.float32) for act in (ops.GELU, ops.ReLU)
+    )
+    other.load_state_dict(model.state_dict())
+    with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+        for _ in range(3):
+            model(x := torch.ones(32, 64))
+        model[1].__class__ = ops.ReLU
+        assert torch.equal(model(x), other(x))

@@ -95,3 +95,19 @@ def test_the_command_reads_configurations_and_models_of_transformers(tmp_path: P
     text = capsys.readouterr().out
     assert "model.layers.0.mlp.gate_proj" in text
     assert "lm_head" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [(None, "a file or a folder"), ("{", "transformers can make"), ("{}", "transformers can make")]
+)
+def test_what_no_model_is_made_of_says_so(text, wanted, tmp_path, capsys):
+    """And nothing asks a hub for a name that was typed wrong."""
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["advise", str(file)]) == 1
+    told = capsys.readouterr().err
+    assert f"{file}: wants " in told
+    assert wanted in told
+    assert "Traceback" not in told

@@ -282,3 +282,26 @@ def test_ops_of_opfuse_are_told_of():
         ConversionError, match=r"0.0 wants a module of torch, got an op of opfuse already. Cure: run it inside of"
     ):
         opfuse.fuse_(model[:1], FP8)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CLASSES = {
+    "of a part": lambda model, _: setattr(model[1], "__class__", Twice),
+    "its forward": lambda _, patch: patch.setattr(nn.GELU, "forward", lambda self, x: x * 3),
+    "of the whole": lambda model, _: setattr(model, "__class__", type("Other", (nn.Sequential,), {"forward": lambda self, x: x})),
+}
+
+
+@pytest.mark.parametrize("change", CLASSES)
+def test_another_class_or_forward_of_a_class_is_seen(change, monkeypatch):
+    """As libraries patch them late."""
+    model = block()
+    opfuse.fuse_(model, FP8)
+    model(X)
+    CLASSES[change](model, monkeypatch)
+    with pytest.raises(ConversionError, match="forward of its class"):
+        model(X)

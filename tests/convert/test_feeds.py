@@ -263,3 +263,16 @@ def test_rms_norms_are_known_by_their_values():
     assert rms_norm_of(Dropping(32).eval()) is None
     assert rms_norm_of(nn.LayerNorm(32)) is None
     assert rms_norm_of(nn.PReLU(32)) is None
+
+
+def test_a_norm_and_a_reader_on_either_side_of_the_end_of_a_region():
+    """The reader has no recipe any more, and what it is handed was not normed."""
+    model, x = Layer(), torch.randn(32, 32)
+    opfuse.fuse_(model)
+    with torch.no_grad():
+        model.second.weight.fill_(3.0)
+        want = model.mlp(model.second(x))
+        with opfuse.autocast(recipe=FP8):
+            handed = model.second(x)
+        torch.testing.assert_close(model.mlp(handed), want)
+        assert torch.equal(model.mlp(model.second(x)), want)

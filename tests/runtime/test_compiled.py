@@ -265,6 +265,16 @@ def test_other_values_of_a_weight_that_lives_quantized_are_refused():
         torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 32), other[1].weight)
 
 
+def test_a_weight_transposed_in_its_own_memory_is_another():
+    model = ops.Sequential(ops.Linear(32, 32, bias=False), ops.GELU())
+
+    def call(x, weight):
+        return torch.func.functional_call(model, {"0.weight": weight.t()}, (x,))
+
+    with raised(UnsupportedError, RuntimeError, "parameters of its ops", "functional_call"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(torch.randn(4, 32), model[0].weight)
+
+
 class Alone(nn.Module):
     """Ops that are called as modules."""
 

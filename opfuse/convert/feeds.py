@@ -7,6 +7,7 @@ input on as it came, and remembers that tensor; the module that reads it knows i
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from threading import get_ident
@@ -19,9 +20,11 @@ from opfuse.convert.around import arguments_around, graph_around, name_of, write
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, PipelineRun, converted
 from opfuse.convert.leaves import norm_of, obstacle
+from opfuse.convert.members import HOOKS_OF_RESULTS, has_hooks
 from opfuse.convert.weights import state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
+from opfuse.errors import OpfuseWarning, describe
 from opfuse.recipes import Recipe, current_recipe, in_region
 
 
@@ -89,6 +92,15 @@ class Fed(Converted):
     def get_ready(self) -> None:
         """Have the call of the reader."""
         self.reader.get_ready()
+
+    def check_members(self) -> None:
+        """And an OpfuseWarning where the norm got hooks that read its result, which is its input."""
+        super().check_members()
+        if not self.warned and has_hooks(self.module, HOOKS_OF_RESULTS):
+            self.warned = True
+            wanted, got = "none that read the result, which its reader computes", "some that see its input instead"
+            told = describe(f"{self.label} hooks", wanted=wanted, got=got, cure="register them before opfuse.fuse_")
+            warnings.warn(told, OpfuseWarning, stacklevel=2)
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
         """The input itself, under another name; the norm of it if nobody reads that."""

@@ -91,13 +91,14 @@ def warn_of_hooks(where: str, label: str) -> None:
     warnings.warn(describe(f"{where} hooks", wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=3)
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS_OF_RESULTS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", *HOOKS_OF_RESULTS)
 
 
-def has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS) -> bool:
     """Whether a call of the module runs more than its forward."""
     own = vars(module)
-    return any(own.get(hooks) for hooks in HOOKS)
+    return any(own.get(hooks) for hooks in kinds)
 
 
 def _now(module: nn.Module, names: Sequence[str]) -> Settings:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
@@ -111,11 +112,11 @@ def pipeline_op(
     check_recomputed_in_graph(pipeline.label)
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
-    writes = [tensor._version for tensor in given]
+    writes = versions(*given)
     inner = CallInside(given, parameters, wanted)
     with torch.set_grad_enabled(inner.trains), _autocast(given[0], autocast):
         outputs = pipeline.run_inside(inner)
-    _check_result(pipeline, [each._version for each in given] != writes, outputs)
+    _check_result(pipeline, versions(*given) != writes, outputs)
     with _BelowAutograd():
         results = apart(outputs, [*given, *parameters, *inner.kept])
     inner.close(outputs)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from opfuse.errors import SavedTensorError, describe
+from opfuse.core.context import versions
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
-from opfuse.runtime.ledger import Copies, Ledger, MaybeGradients
+from opfuse.runtime.ledger import Copies, Ledger, MaybeGradients, check_unwritten
 from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -55,14 +55,11 @@ class SavedTensor(NamedTuple):
     """A tensor that an op saved, and the count of its writes: autograd counts none where there are hooks."""
 
     tensor: torch.Tensor
-    version: int
+    writes: list[int]
 
     def unpacked(self) -> torch.Tensor:
         """Autograd's hook."""
-        if self.tensor._version != self.version:
-            where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
-            cure = "change parameters after the backward pass"
-            raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure))
+        check_unwritten([self.tensor], self.writes)
         return self.tensor
 
 
@@ -77,7 +74,7 @@ class Keeper:
         """Autograd's hook."""
         own = self._copies.own(tensor)
         self.kept.append(own)
-        return SavedTensor(own, own._version)
+        return SavedTensor(own, versions(own))
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

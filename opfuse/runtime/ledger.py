@@ -138,11 +138,16 @@ class SavedTensors:
     def taken(self, keep: bool) -> list[torch.Tensor]:
         """The tensors; unless they are kept, who takes them alone has them. SavedTensorError if one was written since."""
         tensors = self.tensors
-        if tensors and versions(*tensors) != self.versions:
-            where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
-            cure, got = "change parameters after the backward pass", "one changed in place since"
-            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
+        check_unwritten(tensors, self.versions)
         if keep:
             return [*tensors]
         self.tensors = []
         return tensors
+
+
+def check_unwritten(tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+    """SavedTensorError unless their counts of writes are those of ``before``."""
+    if tensors and versions(*tensors) != before:
+        where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
+        cure, got = "change parameters after the backward pass", "one changed in place since"
+        raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))

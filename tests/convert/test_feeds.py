@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse.convert.feeds import feeds
 from opfuse.convert.probe import rms_norm_of
-from opfuse.errors import ConversionError
+from opfuse.errors import ConversionError, OpfuseWarning
 from opfuse.recipes import DelayedScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import GatedMLP, Layer
@@ -112,6 +113,14 @@ def test_the_norm_and_the_cast_are_one():
         model(x)
     fused = [outcome.ops for outcome in plans[-1].outcomes if outcome.status == "fused"]
     assert any(names[0].endswith("rms_norm") and "quantize" in names[-1] for names in fused), fused
+    model.second.register_forward_pre_hook(lambda module, args: None)
+    with warnings.catch_warnings(action="error"):
+        model(x)
+    model.second.register_forward_hook(lambda module, args, result: None)
+    with pytest.warns(OpfuseWarning, match="second hooks: wants none that read the result, .* see its input"):
+        model(x)
+    with warnings.catch_warnings(action="error"):
+        model(x)
     with listed_plans() as plans:
         model.mlp(x)  # called by itself it gets what is normalised already
     assert not any("rms_norm" in name for plan in plans for outcome in plan.outcomes for name in outcome.ops)

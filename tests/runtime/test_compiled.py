@@ -326,6 +326,17 @@ def test_what_a_call_keeps_goes_with_its_graph():
     assert held_calls() == 0
 
 
+def test_tensors_of_inference_mode():
+    """They count no writes; of one that a training call reads a copy is kept."""
+    model = small()
+    compiled, parameters = torch.compile(model, backend="eager", fullgraph=True), [*model.parameters()]
+    with torch.inference_mode():
+        x = torch.randn(4, 32)
+        assert torch.equal(compiled(x), model(x))
+    found, wanted = ([y.detach(), *torch.autograd.grad(y.sum(), parameters)] for y in (compiled(x), model(x.clone())))
+    assert same(found, wanted)
+
+
 def test_arguments_and_results_may_be_written_over():
     """As compilers do with memory that their graph reads no more."""
     model, (x, dy) = small(), torch.randn(2, 4, 32)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -83,6 +83,10 @@ def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torc
             return f"{op.label}, which writes into a tensor of the caller. Cure: use in_place=False"
     if not all(type(each) in _PLAIN for each in [x, *extras]):
         return "an input that is quantized or in shards. Cure: have the pipeline itself quantize it, or call dequantize() on it"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return (
+            "a transform of torch.func (grad, vmap, ...). Cure: use torch.autograd.grad, and a batch dimension in place of vmap"
+        )
     parameters = [slot.get(name) for slot, name in pipeline.slots]
     if not all(each is None or type(each) in _KNOWN for each in parameters):
         return "parameters in shards. Cure: compile modules without them, or without fullgraph"
@@ -321,12 +325,21 @@ _RUNS: dict[str, tuple[Any, Any, Any]] = {
 }
 """What runs where autograd meets them, elsewhere, and where a compiler asks how results look."""
 
+
+def _refuse_batched(*arguments: Any) -> NoReturn:
+    cure = "ask for one gradient after another: is_grads_batched=False, vectorize=False"
+    got = "some that a transform (vmap, is_grads_batched=True) wraps"
+    raise UnsupportedError(describe("a compiled pipeline", wanted="plain tensors and gradients", got=got, cure=cure))
+
+
 # torch.library.custom_op would wrap each of them five times over, which takes the host about as long as the call itself.
 _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _name, (_seen, _run, _fake) in _RUNS.items():
     _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
         _LIBRARY.impl(_name, torch._disable_dynamo(_function), _key)  # where a graph broke, dynamo would look into it
+    for _key in ("FuncTorchBatched", "Batched"):
+        _LIBRARY.impl(_name, _refuse_batched, _key)
     torch.library.register_fake(f"opfuse::{_name}", _fake, lib=_LIBRARY)
 
 HANDLERS[torch.ops.opfuse.pipeline.default] = _by_memory

@@ -315,6 +315,8 @@ def test_what_a_call_keeps_goes_with_its_graph():
     y = compiled(x)
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert held_calls() == 1
+    with raised(UnsupportedError, RuntimeError, "wants plain tensors and gradients", "is_grads_batched"):
+        torch.autograd.grad(y, x, torch.stack([y.detach(), y.detach()]), retain_graph=True, is_grads_batched=True)
     assert torch.equal(first, *torch.autograd.grad(y.sum(), x))
     assert held_calls() == 0
     several = [compiled(x), compiled(x)]

@@ -100,7 +100,9 @@ def _report_facts(told: dict[str, Any]) -> Iterator[tuple[str, Fact]]:
     for section, name in (("recipe", "recipe_fields"), ("train", "settings"), ("data", "data"), ("versions", "versions")):
         yield from ((f"{section}.{key}", Fact(value)) for key, value in told[name].items())
     for section in ("environment", "settings"):
-        yield from ((f"{section}.{key}", Fact(value)) for key, value in told.get("process", {}).get(section, {}).items())
+        values = told.get("process", {}).get(section, {})
+        # Of torch's own generator a run takes nothing: its seed is the one above, and that one another in each process.
+        yield from ((f"{section}.{key}", Fact(value)) for key, value in values.items() if (section, key) != ("settings", "seed"))
     for row in told["fusion_counts"]:
         yield f"fusions.{row['direction']}.{row['rule']}", Fact(row["count"])
     for number, plan in enumerate(told.get("plans", ()), 1):

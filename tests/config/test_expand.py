@@ -101,6 +101,7 @@ def test_what_is_wrong_is_found(code: str) -> None:
     (found,) = [each for each in caught.value.findings if each.code == code]
     assert help in found.help
     assert found.span.line > 2
+    assert [each.code for each in caught.value.findings if "unused" in each.code] == [code] * ("unused" in code)
 
 
 def test_repetitions_count_among_the_ops_of_a_file() -> None:

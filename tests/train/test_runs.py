@@ -58,6 +58,14 @@ def test_equal_runs_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "no value differs" in text
 
 
+def test_the_seed_of_torch_is_none_of_a_run(runs: Path, tmp_path: Path) -> None:
+    """It is another in each process, and a run has a generator of its own."""
+    told = json.loads((runs / "two" / REPORT).read_text())
+    told["process"]["settings"]["seed"] += 1
+    (tmp_path / REPORT).write_text(json.dumps(told))
+    assert differences(known_run(runs / "one"), known_run(tmp_path)) == []
+
+
 def test_another_text_of_that_name_is_no_text_of_the_run(runs: Path, tmp_path: Path) -> None:
     """It counts from the folder in which the run was started, and another one may lie where it is asked about."""
     copy = shutil.copytree(runs, tmp_path / "runs")

@@ -333,7 +333,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "converted": ("A model of transformers, converted", lambda record: CONVERTED + problems(record, "converted")),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: others(record, "training")),
-        "compiling": ("Compiling", lambda record: others(record, "compiling")),
+        "compiling": ("Compiling", lambda record: COMPILING + others(record, "compiling")),
         "memcheck": ("compute-sanitizer", lambda record: f"{others(record, *TOOLS)}\n\n{RACE}"),
     }
     run = record["measured"]
@@ -341,6 +341,13 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
 
 
 HOST = "Infer is a forward pass under `torch.no_grad`; in parentheses, what it may be at most.\n\n"
+
+COMPILING = (
+    "A first training step is a forward and a backward pass of a new process, from the call on: imports, the plan, kernels "
+    "that are compiled or loaded, and what torch does at a first step of its own, as to start cuBLAS. How long the latter takes "
+    "is measured in a process of its own: the same layers in plain bf16 after the same imports. A limit is for the first step "
+    "without that, medians of processes.\n\n"
+)
 
 CONVERTED = (
     "Layers of Llama 3 8B, random weights, one sequence; and how many times as fast as the plain layers under torch.compile. "

@@ -328,10 +328,14 @@ def test_experts_are_measured_as_a_user_waits_for_them() -> None:
 
 
 @pytest.mark.slow
-def test_first_steps_are_measured_in_processes_of_their_own() -> None:
-    found = [*compiling.first_steps("cpu", 32)]
-    assert [each["limit"] for each in found] == [600, None, None, 150, None, None]
-    assert all(each["value"] > 0 for each in found)
+def test_first_steps_are_measured_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch's share in others, which is no part of what has a limit."""
+    monkeypatch.setattr(compiling, "PROCESSES", 1)
+    own, *found = compiling.first_steps("cpu", 32, ["fp8_block"])
+    assert [each["limit"] for each in found] == [None, None, None, 600, None, None, None, 150]
+    assert all(each["value"] > 0 for each in (own, *found[:3], *found[4:7]))
+    for first, without in ((found[0], found[3]), (found[4], found[7])):
+        assert without["value"] == first["value"] - own["value"]
 
 
 def test_what_pytorch_offers_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,12 +64,13 @@ class Group:
 
 @dataclass(frozen=True)
 class PartialMatch:
-    """How far a pattern got where it did not match."""
+    """How far a pattern got where it did not match. bounded: whether more nodes could have changed that."""
 
     depth: int
     node: Node | None
     term: Term
     at: tuple[int, ...]
+    bounded: bool
 
 
 class MainChain:
@@ -115,11 +116,13 @@ class _Match:
         self.start = start
         self.dead = dead
         self.furthest = (-1, 0, 0)
+        self.bounded = False
 
     def node(self, at: int) -> Node | None:
         """The node at this distance from the first, if the run goes so far."""
         while len(self.nodes) <= at:
             if (following := next(self.rest, None)) is None:
+                self.bounded = True
                 return None
             self.nodes.append(following)
         return self.nodes[at]
@@ -129,7 +132,7 @@ class _Match:
         if place == len(self.pattern):
             return () if at >= self.least else None
         if (place, self.start + at) in self.dead:
-            self.furthest = max(self.furthest, (0, 0, 0))
+            self.furthest, self.bounded = max(self.furthest, (0, 0, 0)), True
             return None
         term, end = self.pattern[place], at
         while (term.high is None or end - at < term.high) and (node := self.node(end)) is not None and term.accepts(node):
@@ -161,8 +164,8 @@ def match(
         return tuple(tuple(run.nodes[i].index for i in place) for place in found)
     place, end, at = run.furthest
     if place < 0:  # every place has its nodes, which are too few together
-        return PartialMatch(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]))
-    return PartialMatch(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]))
+        return PartialMatch(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]), run.bounded)
+    return PartialMatch(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]), run.bounded)
 
 
 def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -241,7 +244,8 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
                 claimed.update(dict.fromkeys(_flat(binding), rule.name))
         else:
             # What a match lost to earlier claims is worth an outcome of its own.
-            binding = match(rule, chain, start, dead=dead_unclaimed)
+            if binding.bounded:
+                binding = match(rule, chain, start, dead=dead_unclaimed)
             if isinstance(binding, PartialMatch):
                 nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
                 start += 1

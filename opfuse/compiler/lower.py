@@ -159,7 +159,7 @@ def _casts(
                 stored[role] = found
                 continue
         quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
-        if op.quantizer_role(role).tensor_type == "input":
+        if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
             recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:

@@ -41,16 +41,17 @@ SCALE_BYTES: Mapping[str, int] = MappingProxyType({"none": 0, "fp32": 4, "e8m0":
 
 def carrier(op: BasicOperation, direction: str) -> bool | None:
     """Whether rows of other ranks join what passes ``op`` in ``direction``; None: what passes is changed otherwise."""
-    return next((joins for trait, joins in CARRIERS[direction].items() if trait in op.known.traits), None)
+    traits = op.known.traits
+    return next((joins for trait, joins in CARRIERS[direction].items() if trait in traits), None)
 
 
 def rows_behind(op: BasicOperation, rows: int) -> int:
     """What the number of rows of the op's result divides by, where that of its input divides by ``rows``."""
-    ranks = getattr(op, "process_group_size", 1)
+    ranks, traits = getattr(op, "process_group_size", 1), op.known.traits
     for trait, growth in GROWTH.items():
-        if trait in op.known.traits:
+        if trait in traits:
             return rows * ranks if growth > 0 else rows // math.gcd(rows, ranks)
-    return rows if not KEEPS_ROWS.isdisjoint(op.known.traits) and "grouped" not in op.known.traits else 1
+    return rows if not KEEPS_ROWS.isdisjoint(traits) and "grouped" not in traits else 1
 
 
 class Carried(NamedTuple):

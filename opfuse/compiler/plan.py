@@ -137,21 +137,24 @@ def compile_plan(
     verify(graph, forward, FORWARD)
     verify(graph, backward, BACKWARD)
     labels = tuple(op.label for op in ops)
-    casts, own = live_casts(graph, ops, key.env)
+    casts, own = live_casts(graph, ops, key.env, labels)
     remade = remade_operands(graph, ops, key.env, casts, (*forward, *backward))
     segments = partition(graph, forward, backward, remade)
     return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, own, name, labels, remade)
 
 
-def live_casts(graph: Graph, ops: Sequence[BasicOperation], env: Env) -> tuple[dict[int, Cast], dict[int, dict[str, Cast]]]:
-    """What each quantize node runs, and what the methods of ops that cast by themselves do, by role."""
+def live_casts(
+    graph: Graph, ops: Sequence[BasicOperation], env: Env, labels: Sequence[str]
+) -> tuple[dict[int, Cast], dict[int, dict[str, Cast]]]:
+    """What each quantize node runs, and what the methods of ops that cast by themselves do, by role. labels: of the ops."""
     group = current_amax_group()
     casts, own = {}, {}
     for node in graph.nodes:
         if node.is_cast:
-            casts[node.index] = _live_cast(node.spec, ops[node.op], env, group)
+            casts[node.index] = _live_cast(node.spec, ops[node.op], env, group, labels[node.op])
         if node.casts:
-            own[node.index] = {spec.role: _live_cast(spec, ops[node.op], env, group) for spec in node.casts}
+            op, label = ops[node.op], labels[node.op]
+            own[node.index] = {spec.role: _live_cast(spec, op, env, group, label) for spec in node.casts}
     _let_sizes_stay(casts, own, env)
     return casts, own
 
@@ -168,8 +171,8 @@ def _let_sizes_stay(casts: dict[int, Cast], own: dict[int, dict[str, Cast]], env
             each.update({at: replace(cast, ragged=products) for at, cast in told.items()})
 
 
-def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any) -> Cast:
-    where = f"{op.label} {spec.role}"
+def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: str) -> Cast:
+    where = f"{label} {spec.role}"
     if not spec.groups:
         return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
     padded = bool(getattr(op.spec, "pad_splits", False))

@@ -7,6 +7,7 @@ docs/conformance.md compares each rule with the library that it is named after, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -131,6 +132,7 @@ RULES: Mapping[str, ScaleRule] = MappingProxyType(
 """The rules by name. ``te`` is what every quantizer has unless it is told otherwise."""
 
 
+@functools.cache
 def rules_of(family: str) -> tuple[str, ...]:
     """The names of the rules that know the formats of ``family``."""
     return tuple(name for name, rule in RULES.items() if family in rule.ways)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +36,7 @@ SPLIT: dict[str, frozenset[str]] = {
 """The products whose partial sums are added in fp32, by a recipe's ``split_accumulator``."""
 
 
+@functools.cache
 def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
     """The planes of ``role`` that ``gemms`` read."""
     reads = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -141,15 +141,16 @@ def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[t
 
     Integers, such as split sizes, may stay on the CPU.
     """
-    named = [(f"{pipeline.label} extra input {i}", extra) for i, extra in enumerate(extras)]
+    named: list[tuple[Any, str, torch.Tensor]] = [(pipeline, f"extra input {i}", extra) for i, extra in enumerate(extras)]
     counts = {id(extra) for extra in extras if not extra.is_floating_point() and extra.device.type == "cpu"}
     own = list(takewhile(_is_own, pipeline.ops))
     for op in own:
-        named += [(f"{op.label} {name}", p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
-    for where, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
+        named += [(op, name, p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
+    for owner, name, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
         if tensor.device != x.device and id(tensor) not in counts:
             cure = _VALUES if tensor.is_meta else "move the module or the tensor with .to(device)"
-            raise PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
+            where, wanted = f"{owner.label} {name}", f"the input's device {x.device}"
+            raise PipelineError(describe(where, wanted=wanted, got=str(tensor.device), cure=cure))
 
 
 def _warn_of_plain(op: BasicOperation) -> None:

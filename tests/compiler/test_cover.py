@@ -7,11 +7,15 @@ from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
 
 import opfuse
 from opfuse import ops
+from opfuse.compiler import cover
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
@@ -311,6 +315,44 @@ def test_a_run_stops_at_a_claimed_node():
         ("shadowed", ("2:gelu", "3:constant_scale", "4:relu", "5:relu")),
         ("fused", ("4:relu", "5:relu")),
     ]
+
+
+WORDS = ("relu", "gelu", "silu", "elementwise")
+PLACES = st.one_of(st.sampled_from(WORDS).map(make) for make in (one, maybe, run_of))
+PATTERNS = st.lists(PLACES, min_size=1, max_size=3).filter(lambda places: any(place.low for place in places))
+
+
+@settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    st.lists(st.sampled_from((ops.ReLU, ops.GELU, ops.SiLU)), min_size=1, max_size=7),
+    st.lists(PATTERNS, min_size=1, max_size=3),
+)
+def test_a_try_that_claims_did_not_bound_needs_no_second_one_without_them(modules, patterns):
+    """And where it is not made, plans tell the same."""
+    rules = [rule(f"rule_{i}", dict(zip("abc", places)), priority=-i) for i, places in enumerate(patterns)]
+
+    def told(**always: bool) -> tuple[tuple[Outcome, ...], int]:
+        tries, match = [], cover.match
+
+        def tried(*args, **kwargs):
+            tries.append(match(*args, **kwargs))
+            return replace(tries[-1], **always) if isinstance(tries[-1], cover.PartialMatch) else tries[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cover, "match", tried)
+            return planned(*(make() for make in modules), rules=RuleSet(tuple(rules))).outcomes, len(tries)
+
+    (got, few), (wanted, many) = told(), told(bounded=True)
+    assert got == wanted
+    assert few <= many
+
+
+def test_a_pattern_that_fits_nowhere_is_tried_once_at_each_place(monkeypatch):
+    tries, match = [], cover.match
+    monkeypatch.setattr(cover, "match", lambda *args, **kwargs: tries.append(1) or match(*args, **kwargs))
+    modules = [op for _ in range(5) for op in (ops.GELU(), ops.ReLU())]
+    planned(*modules, rules=RuleSet((rule("pair", {"first": "gelu", "second": "silu"}),)))
+    assert len(tries) == 5
 
 
 def test_a_rule_fires_at_every_place():

@@ -29,7 +29,7 @@ from opfuse.errors import ConversionError, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
-from opfuse.runtime.compiled import follow, hindrance
+from opfuse.runtime.compiled import follow, hindrance, moment
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
@@ -123,7 +123,8 @@ class Converted:
 
     path: that of the module in the model. arguments: names of what its parts take. parts: runs, and submodules between them.
     recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made from, by path.
-    awaited: by thread what a norm has handed on, and whether that or the norm was changed since.
+    awaited: by thread what a norm has handed on, and whether that or the norm was changed since. followed: in a graph of
+    torch.compile the moment of a norm's result, and the norm's input.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Converted:
         self.normed: tuple[PipelineRun | Opaque, ...] = ()
         self.warned = False
         self.awaited: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], bool]]] = {}
-        self.followed: torch.Tensor | None = None
+        self.followed: tuple[Any, torch.Tensor] | None = None
         self.norm: Converted | None = None
         self.ticket = enroll(self)
         self.in_graph: tuple[InGraph, ...] = ()
@@ -211,10 +212,7 @@ class Converted:
             check_exported("a converted module")
             prepared(self.ticket)
             return self._followed(args, kwargs)
-        if self.followed is not None:  # a compiled norm handed its input on, and then the graph broke
-            handed, self.followed = self.followed, None
-            self._check_handed(handed, args[0] if args else kwargs.get(self.arguments[0]))
-            return self.in_graph[-1](handed)[0]
+        self.followed = None  # of a graph that broke behind the norm: its result is what this call is given
         if self.region is None or in_region():
             return self._checkpointed(args, kwargs)
         with self.region:
@@ -312,12 +310,17 @@ class Converted:
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The call as an op, or a graph break."""
+        if self.awaited:
+            break_graph("a norm that ran before its graph. Cure: compile the module around both")
+            return outside(_call_outside)(self, *args, **kwargs)
         given = [*args, *[kwargs[name] for name in self.arguments[len(args) :] if name in kwargs]]
         if len(given) != len(self.arguments) or len(given) != len(args) + len(kwargs):
             break_graph("other arguments of a converted module than its forward takes. Cure: pass these")
             return outside(_call_outside)(self, *args, **kwargs)
-        handed, self.followed = self.followed, None
-        return self._as_op(self.in_graph[0 if handed is None or handed is not given[0] else -1], given)
+        call, followed, self.followed = self.in_graph[0], self.followed, None
+        if followed is not None and followed[0] == moment(self.in_graph[-1], followed[1], given[0]):
+            call, given[0] = self.in_graph[-1], followed[1]
+        return self._as_op(call, given)
 
     def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
         why = hindrance(call, given[0], given[1:], None)

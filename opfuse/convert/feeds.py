@@ -26,6 +26,7 @@ from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.recipes import Recipe, current_recipe, in_region
+from opfuse.runtime.compiled import hindrance, moment
 
 
 def feeds(module: nn.Module) -> dict[str, str]:
@@ -70,20 +71,24 @@ class Fed(Converted):
         self.reader, self.holder, self.name = reader, holder, name
 
     def _is_read(self) -> bool:
-        """Whether the reader is where it was: nobody wrapped it, gave it another forward or took it back since."""
-        return self.holder._modules.get(self.name) is self.reader.module and converted(self.reader.module) is self.reader
+        """Whether the reader is where it was: nobody wrapped it, compiled it alone, gave it another forward or took it back."""
+        reader = self.reader.module
+        stands = self.holder._modules.get(self.name) is reader and converted(reader) is self.reader
+        return stands and reader._compiled_call_impl is None
 
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Likewise, in a graph: the op of the reader computes the norm, or has its module compute it."""
+        """In a graph the result itself. A reader that gets it as it was made computes the norm in its op, and then nobody needs
+        this result, which a compiler drops.
+        """
         (x,) = [*args, *kwargs.values()]
-        if not self._is_read():
-            return self.plain(x)
-        handed: torch.Tensor = x.view_as(x)
-        self.reader.followed = handed
-        return handed
+        normed = self.plain(x)
+        whole = self.reader.in_graph[-1]
+        if self._is_read() and not hindrance(whole, x, (), None):
+            self.reader.followed = moment(whole, x, normed), x
+        return normed
 
     def _state(self, handed: torch.Tensor | None) -> Any:
         """What the norm of ``handed`` depends on."""

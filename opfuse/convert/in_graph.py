@@ -1,8 +1,9 @@
 """A converted module in a graph of torch.compile: one op, whose run decides by the recipe of then, as an eager call does.
 
 What modules hand to each other by identity when they run, dynamo follows while it traces: a norm and its reader are one op, and
-so are the products of one tensor. The op runs outside of autograd's sight, over stand-ins of its arguments. So the modules
-inside are called as shallow copies, whose parameters are stand-ins, and autograd is made to look.
+so are the products of one tensor, where the graph writes to nothing that they read in between. The op runs outside of autograd's
+sight, over stand-ins of its arguments. So the modules inside are called as shallow copies, whose parameters are stand-ins, and
+autograd is made to look.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.amp import is_autocast_available
 
 from opfuse.convert.around import beginning_of, name_of, writes_before
 from opfuse.convert.converted import Converted, PipelineRun, casting
@@ -24,6 +23,7 @@ from opfuse.convert.weights import MadeParameters, Weight, product_of, state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe, note_use
+from opfuse.runtime.compiled import autocast_dtype, hindrance, moment
 
 
 class _Waiting(NamedTuple):
@@ -38,7 +38,8 @@ class Shared:
     """One product for several modules.
 
     plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. waiting: by thread.
-    members: the modules' forwards, in order. source, followed: in a graph of torch.compile the tensor, and what it waits with.
+    members: the modules' forwards, in order. followed: in a graph of torch.compile the moment of the product, and the columns
+    that were not yet asked for.
     """
 
     def __init__(self, run: PipelineRun, columns: Sequence[int], *, plain: bool) -> None:
@@ -48,11 +49,10 @@ class Shared:
         self.waiting: dict[int, _Waiting] = {}
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
-        self.source: torch.Tensor | None = None
-        self.followed: list[torch.Tensor] = []
+        self.followed: tuple[Any, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "waiting": {}, "in_graph": None, "source": None, "followed": []}
+        return {**self.__dict__, "waiting": {}, "in_graph": None, "followed": None}
 
     def parted(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The columns of all modules."""
@@ -80,9 +80,8 @@ class Shared:
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What columns of ``x`` depend on: the recipe, the modes, and which parameters there are and what was written to them."""
-        kind, own = x.device.type, state_of(*(each.module for each in self.members))
-        casts = torch.get_autocast_dtype(kind) if is_autocast_available(kind) and torch.is_autocast_enabled(kind) else None
-        return current_recipe(), torch.is_grad_enabled(), casts, versions(x), own
+        own = state_of(*(each.module for each in self.members))
+        return current_recipe(), torch.is_grad_enabled(), autocast_dtype(x), versions(x), own
 
 
 class Sibling(Converted):
@@ -121,18 +120,22 @@ class Sibling(Converted):
             shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
 
     def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
-        """In a graph the first computes all, and the others know the tensor again."""
-        shared, (x,) = self.shared, given
-        if shared.in_graph is not None and self.index == 0:
-            first, *shared.followed = shared.parted(super()._as_op(shared.in_graph, given))
-            shared.source = x
+        """In a graph the first computes all, and the others know the tensor again while nothing that the product read is written.
+        Another graph cannot tell what was written before it.
+        """
+        shared, whole, (x,) = self.shared, self.shared.in_graph, given
+        followed, shared.followed = shared.followed, None
+        if whole is None or hindrance(whole, x, (), None):
+            return super()._as_op(call, given)
+        if self.index == 0:
+            first, *others = shared.parted(super()._as_op(whole, given))
+            shared.followed = moment(whole, x), others
             return first
-        if shared.source is x and shared.followed:
-            found = shared.followed[self.index - 1]
-            if self.index == len(shared.followed):
-                shared.source, shared.followed = None, []
-            return found
-        return super()._as_op(call, given)
+        if followed is None or followed[0] != moment(whole, x):
+            return super()._as_op(call, given)
+        if self.index < len(followed[1]):
+            shared.followed = followed
+        return followed[1][self.index - 1]
 
     def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
         """That of all modules, which runs for them in a graph."""

@@ -28,6 +28,7 @@ from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.held import CallInside, apart, held_by, token_of
 from opfuse.runtime.recompute import check_recomputed_in_graph
+from opfuse.runtime.stamped import stamp
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
@@ -59,19 +60,29 @@ class CompiledPipeline(Protocol):
 def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
     """The call as an op of the graph that is being made."""
     call = prepared(pipeline.ticket, pipeline.form)
-    tensors = [x, *extras]
-    for slot, name in pipeline.slots:
-        parameter = slot.get(name)
-        if parameter is not None:
-            tensors.append(parameter)
-    tensors.append(pipeline.ticket)
+    tensors = [x, *extras, *parameters_of(pipeline), pipeline.ticket]
     grad = torch.is_grad_enabled()
     wanted = [grad and tensor.requires_grad for tensor in tensors]
-    kind = x.device.type
-    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-    made = torch.ops.opfuse.pipeline(tensors, wanted, 1 + len(extras), call, autocast)
+    made = torch.ops.opfuse.pipeline(tensors, wanted, 1 + len(extras), call, autocast_dtype(x))
     outputs = made[:-1] if any(wanted) else made
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def parameters_of(pipeline: CompiledPipeline) -> list[torch.Tensor]:
+    """Its parameters, as they are now."""
+    found = [slot.get(name) for slot, name in pipeline.slots]
+    return [parameter for parameter in found if parameter is not None]
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast has for the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def moment(pipeline: CompiledPipeline, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """What a call over ``tensors`` depends on in the graph that is being made: they, its parameters, writes to both, modes."""
+    return stamp([*tensors, *parameters_of(pipeline)]), torch.is_grad_enabled(), autocast_dtype(tensors[0])
 
 
 def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> str:
@@ -87,8 +98,7 @@ def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torc
         return (
             "a transform of torch.func (grad, vmap, ...). Cure: use torch.autograd.grad, and a batch dimension in place of vmap"
         )
-    parameters = [slot.get(name) for slot, name in pipeline.slots]
-    if not all(each is None or type(each) in _KNOWN for each in parameters):
+    if not all(type(each) in _KNOWN for each in parameters_of(pipeline)):
         return "parameters in shards. Cure: compile modules without them, or without fullgraph"
     return ""
 
@@ -218,12 +228,14 @@ def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that the pipeline reads; UnsupportedError unless ``given`` are their memory."""
-    own: list[Any] = [parameter for slot, name in pipeline.slots if (parameter := slot.get(name)) is not None]
+    own = parameters_of(pipeline)
     if len(own) == len(given) and all(map(is_, own, given)):
         return own
     if list(map(_place, map(_memory, own))) != list(map(_place, given)):
-        wanted, got = "the parameters of its ops", "others, as torch.func.functional_call passes them"
-        raise _refusal(pipeline, wanted, got, "assign parameters to the ops, and compile the model itself")
+        wanted = "the parameters of its ops"
+        got = "others, as torch.func.functional_call passes them, or what the graph wrote to them"
+        cure = "assign parameters to the ops, write to them outside of the graph, and compile the model itself"
+        raise _refusal(pipeline, wanted, got, cure)
     return own
 
 
@@ -257,7 +269,7 @@ def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextMana
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
-    if dtype == (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None):
+    if dtype == autocast_dtype(x):
         return nullcontext()
     return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
 

@@ -1,0 +1,170 @@
+"""What converted modules hand to each other in a graph of torch.compile is what it was, or is made anew."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+import opfuse
+from opfuse.errors import UnsupportedError
+from opfuse.runtime.fuser import listed_plans
+from tests.convert.blocks import Attention
+from tests.convert.test_fuse import FP8, Layer
+
+
+class Projections(Attention):
+    def forward(self, x):
+        return torch.stack([self.q(x), self.k(x), self.v(x)])
+
+
+class Scaled(torch.nn.Module):
+    """Has its layer read a tensor of its own, which hooks may write to."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(2 * x)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_and_not(inner, **options):
+    """A converted module, a copy that dynamo follows, and the function that is compiled over that."""
+    opfuse.fuse_(inner, FP8)
+    other = copy.deepcopy(inner)
+    call = torch.compile(Scaled(other), **{"backend": "aot_eager", "fullgraph": True} | options)
+    return inner, other, call
+
+
+def silently(write):
+    """A hook that leaves the result as it is."""
+
+    def hook(*seen):
+        write(*seen)
+
+    return hook
+
+
+WRITES = {
+    "x": lambda module, given, result: given[0].add_(1),
+    "a view of x": lambda module, given, result: given[0][1].zero_(),
+    "x by index": lambda module, given, result: given[0].__setitem__(0, 3.0),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("write", WRITES)
+def test_products_of_a_tensor_that_was_written_between_are_made_anew(write):
+    """A hook of the first projection writes, which nobody saw when the model was converted."""
+    model, other, call = compiled_and_not(Projections())
+    for each in (model, other):
+        each.q.register_forward_hook(silently(WRITES[write]))
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad():
+        assert torch.equal(call(x), Scaled(model)(x))
+
+
+@pytest.mark.cpu
+def test_products_of_one_tensor_stay_one_and_none_outlives_its_graph():
+    model, other, call = compiled_and_not(Projections())
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad(), listed_plans() as plans:
+        found = call(x)
+    assert len(plans) == 1
+    assert other.q.forward.__self__.shared.followed is None
+    assert torch.equal(found, Scaled(model)(x))
+    other.q.register_forward_hook(torch._dynamo.disable(silently(WRITES["x"])))
+    model.q.register_forward_hook(silently(WRITES["x"]))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(Scaled(other), backend="eager")(x), Scaled(model)(x))
+
+
+@pytest.mark.cpu
+def test_a_product_in_another_mode_is_made_anew():
+    model, other, _ = compiled_and_not(Projections())
+
+    def both(module, x):
+        first = module.q(x)
+        with torch.no_grad():
+            return first, module.k(x)
+
+    x = torch.randn(2, 16, 32)
+    found, wanted = torch.compile(both, backend="aot_eager", fullgraph=True)(other, x), both(model, x)
+    assert all(map(torch.equal, found, wanted))
+    assert [each.requires_grad for each in found] == [True, False]
+
+
+@pytest.mark.cpu
+def test_parameters_that_a_graph_writes_to_are_refused():
+    _, other, call = compiled_and_not(Projections())
+    other.q.register_forward_hook(silently(lambda *_: other.k.weight.mul_(2)))
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"what the graph wrote to them. Cure: .* outside of the graph"):
+        call(torch.randn(2, 16, 32))
+
+
+@pytest.mark.cpu
+def test_a_norm_whose_reader_computes_it_is_in_no_compiled_graph():
+    seen, layer = [], Layer()
+    opfuse.fuse_(layer, FP8)
+
+    def compiler(graph, given):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    with torch.no_grad():
+        torch.compile(layer, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(torch.randn(2, 16, 32))
+    assert seen.count("aten.rsqrt.default") == 1  # that before attention, whose products read its result
+    assert seen.count("opfuse.pipeline.default") == 3
+    assert "opfuse.stamp.default" not in seen
+
+
+CHANGES = {
+    "the input": silently(WRITES["x"]),
+    "the result": silently(lambda norm, given, result: result.mul_(2)),
+    "another result": lambda norm, given, result: 2 * result,
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore::opfuse.errors.OpfuseWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_reader_reads_what_a_norm_gave_where_that_was_changed(change):
+    """Eager calls refuse it; in a graph the norm is there by itself."""
+    layer = Layer()
+    plain = copy.deepcopy(layer)
+    opfuse.fuse_(layer, FP8)
+    opfuse.fuse_(plain, FP8, filter_fn=lambda module, path: path != "second")
+    for each in (layer, plain):
+        each.second.register_forward_hook(CHANGES[change])
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad():
+        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(found, plain(x))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("alone", ["reader", "norm"])
+def test_a_reader_that_is_compiled_without_its_norm(alone):
+    layer, x = Layer(), torch.randn(2, 16, 32)
+    opfuse.fuse_(layer, FP8)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        wanted = layer(x)
+        if alone == "reader":
+            other.mlp.compile(backend="aot_eager", fullgraph=True)
+            found = other(x)
+        else:
+            other.second.forward = torch._dynamo.disable(other.second.forward)
+            found = torch.compile(other, backend="aot_eager")(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

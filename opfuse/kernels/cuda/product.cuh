@@ -177,9 +177,12 @@ struct Consumer {
     u32 number, thread, warp, lane;
 };
 
+// What the unit reads, a warp waits for as one. Scales each lane reads for itself: those of the block before, whose slot the loader may
+// have next, so all arrive.
+constexpr u32 ARRIVALS = SCALING == LINES ? 32 : 1;  // of a warp
+
 DEVICE_FN void release(u32 empty, const Consumer& own) {
-    if (SCALING == LINES) __syncwarp();  // each lane has read scales of the block before, whose slot the loader may have next
-    if (own.lane == 0) arrive(empty);    // what the unit reads, a warp waits for as one
+    if (own.lane < ARRIVALS) arrive(empty);
 }
 
 // 64 lines of the stage's left, the i-th of the consumer's two, by its right.
@@ -340,7 +343,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
     if (threadIdx.x == 0) {
         for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
             init_barrier(ring.full(), 1);
-            init_barrier(ring.empty(), FAST ? 4 : 8);  // warps
+            init_barrier(ring.empty(), (FAST ? 4 : 8) * ARRIVALS);  // of warps
         }
         publish_barriers();
     }

@@ -28,6 +28,12 @@ IN, OUT = 7168, 2048
 PRODUCTS = {"forward": 1, "forward + backward": 3}
 BF16 = torch.bfloat16
 TORCH, GROUPED, BLOCKS = "torch bf16, a linear a group", "bf16, device splits", "fp8_block, device splits"
+ON_DEVICE: dict[str, recipes.Recipe | None] = {
+    GROUPED: None,
+    BLOCKS: recipes.Float8BlockScaling(),
+    "fp8_current, device splits": recipes.Float8CurrentScaling(),
+    "fp8_row, device splits": recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+}
 Record = dict[str, Any]
 
 
@@ -69,8 +75,7 @@ def variants() -> Iterator[Variant]:
     """torch first, then the op without a recipe, then every recipe that takes an override."""
     yield Variant(TORCH, torch_alone=True)
     yield Variant("bf16")
-    yield Variant(GROUPED, on_device=True)
-    yield Variant(BLOCKS, recipes.Float8BlockScaling(), on_device=True)
+    yield from (Variant(name, recipe, on_device=True) for name, recipe in ON_DEVICE.items())
     for kind, cls in recipes.RECIPES.items():
         if kind != "custom" and cls.takes_backward_override:
             for override in OVERRIDES:

@@ -68,7 +68,8 @@ class GroupedCast(Cast):
         dtype = self.op.compute_dtype(self.env, x)
         self._check(self.quantizer, x.shape, dtype)
         check_copied(splits, matrix_shape(x.shape)[0], where=self.op.label)
-        storage = cast_in_groups(self.quantizer, x.to(dtype), splits)
+        each = tuple(self._delayed(state, x.device) for state in self.states)
+        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, each=each)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:

@@ -52,12 +52,15 @@ class RowGroups(NamedTuple):
         """int32 (number, 4): what the table has of groups."""
         return self.table.view(-1, _FOUR)[1 : 1 + self.number]
 
+    def of_rows(self) -> torch.Tensor:
+        """int64 (rows,): the group of each row. Nothing waits for the device."""
+        rows = torch.arange(self.rows, device=self.table.device)
+        return torch.searchsorted(self.entries[:, 1].long(), rows, right=True).clamp_(max=self.number - 1)
+
     def places(self) -> torch.Tensor:
         """int64 (rows,): where each row lies in the padded matrix. Nothing waits for the device."""
-        rows = torch.arange(self.rows, device=self.table.device)
-        first, end, tile, _ = self.entries.long().unbind(1)
-        group = torch.searchsorted(end.contiguous(), rows, right=True).clamp_(max=self.number - 1)
-        return rows + (tile * TILE - first)[group]
+        first, _, tile, _ = self.entries.long().unbind(1)
+        return torch.arange(self.rows, device=self.table.device) + (tile * TILE - first)[self.of_rows()]
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """First row, end and first tile of each group, for which the host waits."""

@@ -57,11 +57,13 @@ class GroupedLinear(BasicOperation):
     rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
     without a backward override, such splits are a ShapeError.
 
-    ``splits`` may stay on a GPU, where nothing waits for them: in bf16, and in FP8 blocks on compute capability 9.0, without a
-    bias and a backward override. All groups are then one launch, whatever their sizes are, a program repeats it and a CUDA graph
-    captures it. Splits of the GPU that do not add up to the rows stop it with an assertion; nothing outside of the tensors is
-    touched. Elsewhere the host waits, once for the layers of a pipeline that share splits. As a CPU tensor they cost no wait at
-    all. bf16 products whose splits only the GPU knows want weights in one tensor: those that are not single are stacked.
+    ``splits`` may stay on a GPU, where nothing waits for them, without a bias and a backward override: in bf16, and on compute
+    capability 9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are then one launch,
+    whatever their sizes are, a program repeats it and a CUDA graph captures it. Splits of the GPU that do not add up to the rows
+    stop it with an assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for the layers of a
+    pipeline that share splits: for formats that are emulated, amaxes over ranks, and bf16 gradients in ``main_grad``, which
+    torch's grouped product would round. As a CPU tensor splits cost no wait at all. bf16 products whose splits only the GPU knows
+    want weights in one tensor: those that are not single are stacked.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.
@@ -151,15 +153,14 @@ class GroupedLinear(BasicOperation):
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
 
     def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env) -> RaggedProducts | None:
-        """Those of FP8 blocks without a bias, where all three are quantized and none is added to a buffer."""
+        """Those of FP8 without a bias, where all three operands are quantized."""
         rows = [quantizers[role] for role in ("input", "grad_output") if role in quantizers]
         weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)}
         known = all(casts_in_groups(quantizer, self.num_groups) for quantizer in rows)
-        formats = {quantizer.formats[0] for quantizer in rows}
-        unread = self.use_bias or self.accumulate_into_main_grad or env.backward_override is not None
-        if unread or not known or not len(weights) == len(formats) == 1:
+        if self.use_bias or env.backward_override is not None or not rows or not known or len(weights) != 1:
             return None
-        return RaggedProducts(formats.pop(), weights.pop(), (self.in_features, self.out_features))
+        formats = [quantizer.formats[0] for quantizer in rows]
+        return RaggedProducts(formats[0], formats[-1], weights.pop(), (self.in_features, self.out_features))
 
     def _weight_formats(self, name: str, quantizers: Mapping[str, Quantizer]) -> Collection[NumberFormat]:
         """Those of both directions, of a cast or as the parameter is stored."""
@@ -329,9 +330,10 @@ class GroupedLinear(BasicOperation):
             return {}
         x, options = ctx.saved.x, {"dtype": ctx.compute_dtype, **ctx.env.product("wgrad")}
         if self.accumulate_into_main_grad:
-            sizes = groups.sizes or read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0], where=self.label)
-            known = Groups(sizes, groups.splits)
-            return add_gradients(weights, self.weight_names, dy, x, known, where=self.label, **options)
+            if groups.sizes is None and not (isinstance(dy, QuantizedStorage) and groups_in(dy)):
+                sizes = read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0], where=self.label)
+                groups = Groups(sizes, groups.splits)
+            return add_gradients(weights, self.weight_names, dy, x, groups, where=self.label, **options)
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()

@@ -11,8 +11,7 @@ from torch import nn
 from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.main_grad import main_grad_of, overwrites, stand_in
 from opfuse.tensors.gemm import Operand
-from opfuse.tensors.gemm_grouped import Groups, add_wgrads, grouped_wgrad
-from opfuse.tensors.groups import Sizes
+from opfuse.tensors.gemm_grouped import Groups, add_wgrads, add_wgrads_of_runs, grouped_wgrad
 
 
 def add_gradients(
@@ -28,19 +27,24 @@ def add_gradients(
 ) -> dict[str, torch.Tensor]:
     """Add dW to the buffers of ``weights``; what autograd gets in the place of gradients.
 
-    names: of all groups, or of the one parameter (G, N, K) that holds their weights. groups: of sizes that the host knows.
+    names: of all groups, or of the one parameter (G, N, K) that holds their weights. groups: of sizes that the host knows, where
+    operands were not cast by those that the device knows.
     """
     buffers = {name: main_grad_of(weight, where=f"{where} {name}").detach() for name, weight in weights.items()}
-    sizes = cast(Sizes, groups.sizes)
     whole = next((buffer for buffer in buffers.values() if buffer.ndim == 3), None)
-    owners = dict(enumerate(names if whole is None else names * len(sizes)))
+    owners = dict(enumerate(names if whole is None else names * len(whole)))
     into = {i: buffers[name] if whole is None else whole[i] for i, name in owners.items() if name in buffers}
     new = {i for i in into if overwrites(weights[owners[i]])}
-    added = add_wgrads(dy, x, sizes, {i: into[i] for i in into if i not in new}, whole=whole, fast=options.get("fast", False))
-    rest = [i for i in into if i not in added]
-    grads = grouped_wgrad(dy, x, groups, wanted=rest, dtype=dtype, out_dtype=compute_dtype(dtype), **options) if rest else []
-    for i in rest:
-        grad = cast(torch.Tensor, grads[i])
-        into[i].copy_(grad) if i in new else into[i].add_(grad)
+    kept = {i: into[i] for i in into if i not in new}
+    fast = options.get("fast", False)
+    if groups.sizes is None:
+        add_wgrads_of_runs(dy, x, kept, {i: into[i] for i in new}, fast=fast)
+    else:
+        added = add_wgrads(dy, x, groups.sizes, kept, whole=whole, fast=fast)
+        rest = [i for i in into if i not in added]
+        grads = grouped_wgrad(dy, x, groups, wanted=rest, dtype=dtype, out_dtype=compute_dtype(dtype), **options) if rest else []
+        for i in rest:
+            grad = cast(torch.Tensor, grads[i])
+            into[i].copy_(grad) if i in new else into[i].add_(grad)
     found = {name: stand_in(weight) for name, weight in weights.items()}
     return {name: grad for name, grad in found.items() if grad is not None}

@@ -20,9 +20,10 @@ import torch
 from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
+from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.chained import ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
-from opfuse.kernels.products.runs import product_of_rows, product_over_rows
+from opfuse.kernels.products.runs import product_of_rows, product_over_rows, products_into
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
@@ -225,6 +226,32 @@ def wgrad_of_runs(
     """Likewise, wgrad of both in the same groups, as one (G, N, K)."""
     one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
     return product_over_rows(one, other, groups, out_dtype=out_dtype, fast=fast)
+
+
+def wgrad_into(
+    left: QuantizedStorage,
+    right: QuantizedStorage,
+    groups: RowGroups,
+    buffers: Mapping[int, torch.Tensor],
+    *,
+    accumulate: bool,
+    fast: bool,
+) -> None:
+    """Likewise, added to buffers of some groups, (N, K) in fp32, or written there. The bits are those of a product in fp32."""
+    one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
+    results = {i: _in_place(buffer) for i, buffer in buffers.items()}
+    products_into(one, other, groups, results, fast=fast, accumulate=accumulate)
+    for i, buffer in buffers.items():
+        if results[i] is not buffer:
+            buffer.copy_(results[i])
+        elif buffer.is_cuda:
+            torch.autograd.graph.increment_version(buffer)
+
+
+def _in_place(buffer: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy that a kernel can write."""
+    is_in_place = buffer.is_contiguous() and on_bytes(buffer, 16)
+    return buffer if is_in_place else buffer.clone(memory_format=torch.contiguous_format)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -13,7 +13,8 @@ import torch
 
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped as gemm_grouped
-from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_of_runs
+from opfuse.numerics.row_groups import RowGroups
+from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
 from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
@@ -135,6 +136,20 @@ def add_wgrads(
         if add_products("wgrad", dys, xs, whole.flatten(0, 1), fast=fast):
             return {*there, *idle}
     return {i for i in there if add_product("wgrad", *pairs[i], buffers[i], fast=fast)} | idle
+
+
+def add_wgrads_of_runs(
+    dy: Operand, x: Operand, added: Mapping[int, torch.Tensor], new: Mapping[int, torch.Tensor], *, fast: bool = False
+) -> None:
+    """Add dW of groups whose sizes the device knows to buffers, (N, K) in fp32, and write that of others; one launch for each.
+
+    A group without rows leaves a buffer that is added to as it is.
+    """
+    left, right = cast(QuantizedStorage, dy), cast(QuantizedStorage, x)
+    runs = cast(RowGroups, groups_in(left))
+    for buffers, accumulate in ((added, True), (new, False)):
+        if buffers:
+            wgrad_into(left, right, runs, buffers, accumulate=accumulate, fast=fast)
 
 
 def _quantized(name: str, groups: Sequence[tuple[Operand, Operand, int]], **options: Any) -> torch.Tensor | None:

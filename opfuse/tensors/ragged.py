@@ -9,18 +9,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
+from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products.native import multiplies_runs
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups
-from opfuse.tensors.quantizers import Float8BlockQuantizer, Quantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8RowQuantizer,
+    Quantizer,
+)
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 
@@ -48,8 +55,13 @@ class RaggedPlane(Plane):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``; nothing waits for the device."""
-        whole = Plane(self.usage, self.format, self.layout.shape, self.data, self.scale).dequantize(dtype)
-        return whole if self.usage != COLUMNWISE else whole.index_select(0, self.groups.places())
+        layout, scale = self.layout, cast(torch.Tensor, self.scale)
+        apart = scale.ndim > len(layout.scale_shape)  # of the groups, or of the columns of each
+        given, wide = (torch.ones_like(scale[0]), torch.float32) if apart else (scale, dtype)
+        rows = Plane(self.usage, self.format, layout.shape, self.data, given).dequantize(wide)
+        if self.usage == COLUMNWISE:
+            rows = rows.index_select(0, self.groups.places())
+        return (rows * scale[self.groups.of_rows()]).to(dtype) if apart else rows
 
 
 def layout_in_groups(fmt: NumberFormat, usage: Any, shape: tuple[int, int], groups: RowGroups) -> Layout:
@@ -73,18 +85,21 @@ def copied_to(splits: torch.Tensor, device: torch.device) -> torch.Tensor:
     return splits if splits.device == device else splits.clone().to(device, non_blocking=True)
 
 
-def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) -> QuantizedStorage:
+def cast_in_groups(
+    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, *, each: Sequence[Quantizer] = ()
+) -> QuantizedStorage:
     """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
 
     Splits on the CPU are copied. Where they do not add up to the rows, the device stops with an assertion; nothing is read or
-    written outside of ``x`` and its planes.
+    written outside of ``x`` and its planes. each: the quantizers of the groups, where these have states of their own.
     """
     rows, columns = shape = matrix_shape(x.shape)
     there = copied_to(splits, x.device)
     groups = RowGroups(row_groups(there, rows), rows, len(splits))
     formats = dict(zip(USAGES, quantizer.formats))
     layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]
-    encoded = _CASTS[type(quantizer)](quantizer, x.detach().reshape(rows, columns), groups, layouts)
+    matrix = x.detach().reshape(rows, columns)
+    encoded = _CASTS[type(quantizer)].cast(each or (quantizer,) * len(splits), matrix, groups, layouts)
     planes = {
         layout.usage: RaggedPlane(usage=layout.usage, format=layout.format, shape=shape, data=data, scale=scale, groups=groups)
         for layout, (data, scale) in zip(layouts, encoded, strict=True)
@@ -93,29 +108,60 @@ def cast_in_groups(quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor) 
     return QuantizedStorage(x.shape, x.dtype, rowwise, columnwise, quantizer._why)
 
 
-def _blocks(quantizer: Any, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
-    return cast_block_groups(x, groups, layouts, **quantizer._options(quantizer.amax_epsilon))
+def _blocks(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
+    return cast_block_groups(x, groups, layouts, **_options(each))
 
 
-_CASTS: Mapping[type[Quantizer], Callable[[Any, torch.Tensor, RowGroups, Sequence[Layout]], Sequence[Encoded]]] = {
-    Float8BlockQuantizer: _blocks,
+def _rows(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
+    return cast_row_groups(x, groups, layouts, **_options(each))
+
+
+def _current(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
+    data, scales = cast_current_groups(x, groups, group_amaxes(x, groups), layouts, **_options(each))
+    return [(plane, scales) for plane in data]
+
+
+def _delayed(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
+    data, scales = cast_recording_groups(x, groups, [(q.scale, q.amax) for q in each], layouts)
+    return [(plane, scales) for plane in data]
+
+
+def _options(each: Sequence[Any]) -> Mapping[str, Any]:
+    """Of a rule that kernels have, which is that of all groups."""
+    return cast(Mapping[str, Any], each[0]._options(each[0].amax_epsilon))
+
+
+class _CastOfGroups(NamedTuple):
+    """The cast of groups by quantizers of a class, one for each. takes: whether kernels cast so by this one."""
+
+    cast: Callable[[Sequence[Any], torch.Tensor, RowGroups, Sequence[Layout]], Sequence[Encoded]]
+    takes: Callable[[Any], bool]
+
+
+_CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
+    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1),
+    Float8RowQuantizer: _CastOfGroups(_rows, lambda q: not q.runs_in_torch),
+    Float8CurrentScalingQuantizer: _CastOfGroups(_current, lambda q: not (q.runs_in_torch or q.with_amax_reduction)),
+    Float8Quantizer: _CastOfGroups(_delayed, lambda _: True),
 }
 
 
 def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
-    """Whether a kernel casts so many groups so: by a rule that it has, in 1x128 blocks."""
-    if type(quantizer) is not Float8BlockQuantizer or quantizer.runs_in_torch:
-        return False
-    return groups <= MOST_GROUPS and quantizer.formats[0].block == (1, 128)
+    """Whether kernels cast so many groups so: by a rule that they have, in 1x128 blocks, and under amaxes of this rank alone."""
+    known = _CASTS.get(type(quantizer))
+    return groups <= MOST_GROUPS and known is not None and known.takes(quantizer)
 
 
 # -- products --------------------------------------------------------------------------------------------------------------------
 
 
 class RaggedProducts(NamedTuple):
-    """fprop, dgrad and wgrad of a layer with a weight (N, K) for each group: formats of rows and of weights, and K and N."""
+    """fprop, dgrad and wgrad of a layer with a weight (N, K) for each group: formats of the input, of the gradient of the output
+    and of weights, and K and N.
+    """
 
-    rows: NumberFormat
+    inputs: NumberFormat
+    gradients: NumberFormat
     weights: NumberFormat
     widths: tuple[int, int]
 
@@ -128,10 +174,10 @@ class RaggedProducts(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
     """Of rows in any number: so of one, and of as many as a tile has where they are summed."""
-    rows, weights, (inputs, outputs) = products
+    x, dy, weights, (inputs, outputs) = products
     pairs = [
-        (Layout(rows, ROWWISE, (1, length)), Layout(weights, ROWWISE, (lines, length)))
-        for length, lines in ((inputs, outputs), (outputs, inputs))
+        (Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs))),
+        (Layout(dy, ROWWISE, (1, outputs)), Layout(weights, ROWWISE, (inputs, outputs))),
+        (Layout(dy, COLUMNWISE, (TILE, outputs)), Layout(x, COLUMNWISE, (TILE, inputs))),
     ]
-    pairs.append((Layout(rows, COLUMNWISE, (TILE, outputs)), Layout(rows, COLUMNWISE, (TILE, inputs))))
     return all(multiplies_runs(left, right, dtype, device) for left, right in pairs)

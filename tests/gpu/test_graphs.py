@@ -155,8 +155,9 @@ def test_r12_experts_whose_rows_stay_are_captured_under_a_recipe(device):
 
 @pytest.mark.row("R12")
 @pytest.mark.skipif(not (9, 0) <= device_arch() < (10, 0), reason="no kernel multiplies groups of unknown sizes here")
-def test_r12_experts_train_as_graphs_whose_splits_change_on_the_device(device):
-    made, recipe = {"bias": False, "device": device, "dtype": torch.bfloat16}, RECIPES["block"]()
+@pytest.mark.parametrize("kind", ["block", "current", "delayed"])
+def test_r12_experts_train_as_graphs_whose_splits_change_on_the_device(kind, device):
+    made, recipe = {"bias": False, "device": device, "dtype": torch.bfloat16}, RECIPES[kind]()
     model = ops.Sequential(
         ops.GroupedLinear(4, WIDTH, 2 * WIDTH, **made), ops.SwiGLU(), ops.GroupedLinear(4, WIDTH, WIDTH, **made)
     )

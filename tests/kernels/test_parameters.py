@@ -20,7 +20,12 @@ OPEN = {
     "product_chain.cu": (("Encode", parameter_of("encode.cuh", "Encode")),),
     "norm_cast.cu": (("CAST::Target", parameter_of("norm_cast.cu", "Blocks::Target")),),
 }
-ARRAYS = {"delayed.cu": {"MOST": 3}, "product.cu": {"GROUPS": 8, "MAPS": 1}, "product_chain.cu": {"GROUPS": 1, "MAPS": 1}}
+ARRAYS = {
+    "cast_tensor_groups.cu": {"GROUPS": 8},
+    "delayed.cu": {"MOST": 3},
+    "product.cu": {"GROUPS": 8, "MAPS": 1},
+    "product_chain.cu": {"GROUPS": 1, "MAPS": 1},
+}
 """Sources whose parameter has arrays, as long as a launch makes them."""
 
 

@@ -801,7 +801,7 @@ def test_d10_the_benchmark_measures_the_listed_shapes_forward_and_backward_under
     calls = []
     found = list(benchmark.measure(lambda call: calls.append(call()) or 1.0, rows=(256,), sizes=(K, N), device="cpu"))
     kinds = [name for name in HAS_OVERRIDE if name in recipes.RECIPES]
-    assert len(found) == len(calls) == 2 * 2 * (4 + 3 * len(kinds))
+    assert len(found) == len(calls) == 2 * 2 * (6 + 3 * len(kinds))
     assert {(r["groups"], r["what"]) for r in found} == {(n, what) for n in (4, 8) for what in ("forward", "forward + backward")}
     assert {r["variant"] for r in found} >= {f"{name}, {override}" for name in kinds for override in OVERRIDES}
     assert json.loads(json.dumps(found)) == found

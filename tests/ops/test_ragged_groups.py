@@ -20,7 +20,13 @@ from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
-from opfuse.tensors.quantizers import Float8BlockQuantizer, GroupedQuantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8RowQuantizer,
+    GroupedQuantizer,
+)
 from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, copied_to, groups_in
 from tests.compiler.harness import gradient, randn, same
 
@@ -40,9 +46,9 @@ def on_device(monkeypatch):
     """Say that the CPU is a device that makes products of groups of unknown sizes; the list has what was cast so."""
     cast: list[tuple[int, ...]] = []
 
-    def counted(quantizer, x, splits):
+    def counted(quantizer, x, splits, **options):
         cast.append(tuple(splits.tolist()))
-        return cast_in_groups(quantizer, x, splits)
+        return cast_in_groups(quantizer, x, splits, **options)
 
     monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
     monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", counted)
@@ -88,13 +94,26 @@ def test_groups_stay_inside_of_the_matrix_whatever_the_sizes_are(sizes, wanted):
 # -- the cast --------------------------------------------------------------------------------------------------------------------
 
 
+FP8 = torch.float8_e4m3fn
+QUANTIZERS = {
+    "blocks": lambda _: QUANTIZER,
+    "rows": lambda _: Float8RowQuantizer(FP8),
+    "current": lambda _: Float8CurrentScalingQuantizer(FP8, force_pow_2_scales=True),
+    "delayed": lambda i: Float8Quantizer(torch.full((1,), 2.0**-i), torch.full((1,), 2.0 * (i % 2)), FP8),
+}
+
+
 @every_size
 @pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
-def test_a_cast_in_groups_is_that_of_each_group(sizes, usages):
-    x, quantizer = randn(sum(sizes), 144).to(BF16), QUANTIZER.wanting(**{usage: usage in usages for usage in USAGES})
-    made = cast_in_groups(quantizer, x, torch.tensor(sizes))
-    alone = GroupedQuantizer((quantizer,) * len(sizes), sizes, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_a_cast_in_groups_is_that_of_each_group(kind, sizes, usages):
+    wanting = {usage: usage in usages for usage in USAGES}
+    each, other = ([QUANTIZERS[kind](i).wanting(**wanting) for i in range(len(sizes))] for _ in range(2))
+    x, quantizer = randn(sum(sizes), 144).to(BF16), each[0]
+    made = cast_in_groups(quantizer, x, torch.tensor(sizes), each=each)
+    alone = GroupedQuantizer(tuple(other), sizes, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
     wanted, groups = alone.quantize(x), groups_in(made)
+    assert all(map(same, [t for q in each for t in q.state], [t for q in other for t in q.state]))
     assert made.usages == wanted.usages
     for usage in usages:
         plane, members = made.plane(usage), wanted.plane(usage).members
@@ -138,6 +157,54 @@ MODELS = {
     "padded": (layer, 1, {"pad_splits": True}),
     "experts": (experts, 2, {}),
 }
+
+
+SCALED = {
+    "rows": recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(amax_history_len=4),
+}
+
+
+@pytest.mark.row("B24")
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("name", ["one weight", "experts"])
+def test_b24_scales_of_groups_are_those_where_the_host_knows_the_sizes(name, kind, request):
+    """Of several steps, whose sizes change: delayed scales are those of the amaxes of steps before, group by group."""
+    make, layers, options = MODELS[name]
+    models = [make(**options) for _ in range(2)]
+
+    def steps(model):
+        for sizes in SIZES:
+            x, splits = randn(sum(sizes), 128, seed=sum(sizes)).to(BF16), torch.tensor(sizes)
+            yield step(model, x, *[splits] * layers, recipe=SCALED[kind])
+
+    wanted = [*steps(models[0])]
+    cast = request.getfixturevalue("on_device")
+    for got, want in zip(steps(models[1]), wanted, strict=True):
+        assert all(map(same, got, want))
+    assert len(cast) == len(SIZES) * 2 * layers
+
+
+@pytest.mark.parametrize("kind", ["blocks", *SCALED])
+@pytest.mark.parametrize("form", [{}, {"single_grouped_weight": True}], ids=["apart", "single"])
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_gradients_that_are_added_to_main_grad(overwritten, form, kind, request):
+    """With the bits of sizes of the host; what a group without rows has stays as it is, or is overwritten by zeros."""
+    found = []
+    for there in (False, True):
+        if there:
+            request.getfixturevalue("on_device")
+        op = layer(accumulate_into_main_grad=True, **form)
+        op.get_parameter(op.weight_names[-1]).overwrite_main_grad = overwritten
+        for i, weight in enumerate(op.parameters()):
+            weight.main_grad = torch.full(weight.shape, -0.0 if i % 2 else torch.nan)
+            if there and i == 0:  # strided, which no kernel writes
+                weight.main_grad = weight.main_grad.mT.contiguous().mT
+        for sizes in SIZES[:3]:
+            step(op, randn(sum(sizes), 128).to(BF16), torch.tensor(sizes), recipe={"blocks": RECIPE, **SCALED}[kind])
+        found.append([weight.main_grad for weight in op.parameters()])
+    assert all(map(same, *found))
 
 
 @pytest.mark.row("B24")
@@ -187,7 +254,6 @@ def test_gradients_that_are_put_off(request):
 UNLIKE = {
     "a bias": ({"bias": True}, RECIPE),
     "features of no whole pieces": ({"out_features": 136}, RECIPE),
-    "main_grad": ({"accumulate_into_main_grad": True}, RECIPE),
     "an override": ({}, recipes.Float8BlockScaling(backward_override="dequantized")),
     "another format": ({}, recipes.MXFP8BlockScaling(backward_override="dequantized")),
     "two-dimensional blocks of the input": ({}, recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)),
@@ -239,7 +305,7 @@ def test_devices_that_make_products_of_groups_in_one_launch(widths, dtype, arch,
     monkeypatch.setattr("opfuse.kernels.products.native._machine", lambda device: Machine(arch, (13, 0)))
     monkeypatch.setattr("opfuse.tensors.ragged.kernels_run_on", lambda device: True)
     _are_made.cache_clear()
-    products = RaggedProducts(fp8_block(E4M3, 1), fp8_block(E4M3, 2), widths)
+    products = RaggedProducts(fp8_block(E4M3, 1), fp8_block(E4M3, 1), fp8_block(E4M3, 2), widths)
     assert products.are_made_on(torch.device("cuda", 0), dtype) == made
     assert not products.are_made_on(torch.device("cpu"), dtype)
     _are_made.cache_clear()

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Usage, fp8_block
+from opfuse.formats import (
+    COLUMNWISE,
+    E4M3,
+    E5M2,
+    ROWWISE,
+    USAGES,
+    Element,
+    NumberFormat,
+    Usage,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+)
 from opfuse.kernels.cases.matrices import DTYPES, hard, matrix
 from opfuse.kernels.cases.products import FORMATS, stored
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
+from opfuse.kernels.casts.scaled_groups import (
+    cast_current_groups,
+    cast_lines_groups,
+    cast_recording_groups,
+    cast_row_groups,
+    group_amaxes,
+    group_line_amaxes,
+)
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
-from opfuse.kernels.products.runs import product_of_rows, product_over_rows
+from opfuse.kernels.products.runs import product_of_rows, product_over_rows, products_into
 from opfuse.kernels.products.stored import Stored
+from opfuse.numerics import group_casts
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import RowGroups
 
@@ -63,15 +84,20 @@ class _GroupsProduct(NamedTuple):
     sizes: str
     kind: str
     widths: tuple[int, int]
+    fast: bool
 
     def plane(self, which: int, usage: Usage, groups: RowGroups, draw: torch.Generator) -> Stored:
-        """A plane of exact codes and scales, as wide as one of ``widths``; a tensor's scale is one for each group."""
+        """A plane of exact codes and scales, as wide as one of ``widths``; each group has those of a tensor, and of columns."""
         fmt, width, rows = FORMATS[self.kind][which], self.widths[which], groups.rows if usage == ROWWISE else groups.padded_rows
         device = groups.table.device
         made = stored(fmt, *((rows, width) if usage == ROWWISE else (width, rows)), draw, device)
-        if fmt.family == "tensor":
-            made = made._replace(scale=torch.exp2(torch.randint(-3, 4, (groups.number,), generator=draw).float()).to(device))
+        if fmt.family == "tensor" or (fmt.family == "row" and usage == COLUMNWISE):
+            shape = groups.number, *made.layout.scale_shape
+            made = made._replace(scale=torch.exp2(torch.randint(-3, 4, shape, generator=draw).float()).to(device))
         return made._replace(layout=Layout(fmt, usage, (rows, width)))
+
+
+_Multiplied = TypeVar("_Multiplied", bound=_GroupsProduct)
 
 
 class _OfRows(_GroupsProduct):
@@ -79,17 +105,27 @@ class _OfRows(_GroupsProduct):
         draw, groups, (length, columns) = torch.Generator().manual_seed(1), known_groups(self.sizes, device), self.widths
         left = self.plane(0, ROWWISE, groups, draw)
         rights = [stored(FORMATS[self.kind][1], columns, length, draw, device) for _ in range(groups.number)]
-        return Arguments((left, rights, groups), {"out_dtype": torch.bfloat16})
+        return Arguments((left, rights, groups), {"out_dtype": torch.bfloat16, "fast": self.fast})
 
 
 class _OverRows(_GroupsProduct):
-    def arguments(self, device: torch.device) -> Arguments:
+    def planes(self, device: torch.device) -> tuple[Stored, Stored, RowGroups]:
         """Behind the rows of a group are zeros, which is what casts leave there."""
         draw, groups = torch.Generator().manual_seed(2), known_groups(self.sizes, device)
         planes = [self.plane(which, COLUMNWISE, groups, draw) for which in (0, 1)]
         there = torch.zeros(groups.padded_rows, dtype=torch.bool, device=device).index_fill_(0, groups.places(), True)
-        cut = [made._replace(data=made.data.where(there, 0)) for made in planes]
-        return Arguments((*cut, groups), {"out_dtype": torch.bfloat16})
+        left, right = (made._replace(data=made.data.where(there, 0)) for made in planes)
+        return left, right, groups
+
+    def arguments(self, device: torch.device) -> Arguments:
+        return Arguments(self.planes(device), {"out_dtype": torch.bfloat16, "fast": self.fast})
+
+    def into(self, device: torch.device, *, accumulate: bool) -> Arguments:
+        """The results of every third group are not wanted."""
+        planes = left, right, groups = self.planes(device)
+        shape = left.layout.lines[0], right.layout.lines[0]
+        results = {i: torch.full(shape, -0.0 if i % 2 else 0.5, device=device) for i in range(groups.number) if i % 3 != 2}
+        return Arguments((*planes, results), {"fast": self.fast, "accumulate": accumulate})
 
 
 _WIDTHS = ((144, 272), (912, 128), (32, 400), (1040, 336), (16, 16))
@@ -106,18 +142,104 @@ _CASTS: dict[str, Case] = {
         itertools.cycle((True, False)),
     )
 }
-_OF_ROWS: dict[str, Case] = {
-    f"{name}, {widths}": _OfRows(name, "1x128, 128x128", widths).arguments
-    for name, widths in zip(SIZES, itertools.cycle(_WIDTHS))
+_SCALED = (("tensors", False), ("tensors, e5m2", True), ("rows", False), ("rows", True))
+"""Kinds of operands beside blocks, and whether sums are fast."""
+
+
+def _products(made: type[_Multiplied], blocks: str) -> dict[str, _Multiplied]:
+    """All sizes under blocks, and the first few, of no more than eight groups, under each of the other kinds."""
+    found = [*((name, blocks, False) for name in SIZES), *((name, *kind) for kind in _SCALED for name in [*SIZES][:4])]
+    each = [made(name, kind, widths, fast) for (name, kind, fast), widths in zip(found, itertools.cycle(_WIDTHS))]
+    return {f"{one.sizes}, {one.kind}, {one.widths}{', fast' * one.fast}": one for one in each}
+
+
+class _ScaledCast(NamedTuple):
+    sizes: str
+    columns: int
+    dtype: str
+    usages: Sequence[Usage]
+    pow2: bool
+
+    def matrix(self, groups: RowGroups, device: torch.device) -> torch.Tensor:
+        """Hard values, under the scales of some groups, and in one that is not finite."""
+
+        def made(draw: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+            x = hard(groups.rows, self.columns, draw, dtype)
+            if groups.rows > 40:
+                x[-1, -1], x[40, self.columns // 2] = -torch.inf, torch.nan
+            return x
+
+        return matrix(self.sizes, made, DTYPES[self.dtype], device)
+
+    def layouts(self, groups: RowGroups, of: Callable[[Element], NumberFormat]) -> list[Layout]:
+        shapes = {ROWWISE: (groups.rows, self.columns), COLUMNWISE: (groups.padded_rows, self.columns)}
+        return [Layout(of(E4M3 if self.pow2 else E5M2), usage, shapes[usage]) for usage in self.usages]
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        return {"eps": 0.0 if self.pow2 else 0.25, "pow2": self.pow2}
+
+    def amaxes(self, device: torch.device) -> Arguments:
+        groups = known_groups(self.sizes, device)
+        return Arguments((self.matrix(groups, device), groups))
+
+    def line_amaxes(self, device: torch.device) -> Arguments:
+        return Arguments((*self.amaxes(device).args, self.usages))
+
+    def current(self, device: torch.device) -> Arguments:
+        x, groups = self.amaxes(device).args
+        return Arguments((x, groups, group_casts.group_amaxes(x, groups), self.layouts(groups, fp8_tensor)), self.rule)
+
+    def recording(self, device: torch.device) -> Arguments:
+        x, groups = self.amaxes(device).args
+        draw = torch.Generator().manual_seed(3)
+        scales = [scale.to(device) for scale in torch.exp2(torch.randint(-20, 20, (groups.number,), generator=draw)).split(1)]
+        amaxes = [torch.full((1,), 0.5 * (i % 2), device=device) for i in range(groups.number)]
+        return Arguments((x, groups, [*zip(scales, amaxes)], self.layouts(groups, fp8_tensor)))
+
+    def lines(self, device: torch.device) -> Arguments:
+        x, groups = self.amaxes(device).args
+        amaxes = group_casts.group_line_amaxes(x, groups, self.usages)
+        return Arguments((x, groups, amaxes, self.layouts(groups, fp8_row)), self.rule)
+
+    def row(self, device: torch.device) -> Arguments:
+        x, groups = self.amaxes(device).args
+        return Arguments((x, groups, self.layouts(groups, fp8_row)), self.rule)
+
+
+_SCALED_CASTS = {
+    f"{name}, {columns} columns, {dtype}, {'+'.join(usages)}, {pow2}": _ScaledCast(name, columns, dtype, usages, pow2)
+    for (name, dtype), columns, usages, pow2 in zip(
+        itertools.product(SIZES, DTYPES),
+        itertools.cycle((200, 67, 256, 1120)),
+        itertools.cycle(_USAGES),
+        itertools.cycle((True, False)),
+    )
 }
-_OVER_ROWS: dict[str, Case] = {
-    f"{name}, {widths}": _OverRows(name, "1x128, 1x128", widths).arguments
-    for name, widths in zip(SIZES, itertools.cycle(_WIDTHS))
+
+
+def _cases(made: Callable[[_ScaledCast, torch.device], Arguments]) -> dict[str, Case]:
+    return {name: functools.partial(made, case) for name, case in _SCALED_CASTS.items()}
+
+
+_OF_ROWS: dict[str, Case] = {name: case.arguments for name, case in _products(_OfRows, "1x128, 128x128").items()}
+_OVER: dict[str, _OverRows] = _products(_OverRows, "1x128, 1x128")
+_OVER_ROWS: dict[str, Case] = {name: case.arguments for name, case in _OVER.items()}
+_INTO: dict[str, Case] = {
+    f"{name}{', added' * accumulate}": functools.partial(case.into, accumulate=accumulate)
+    for (name, case), accumulate in zip(_OVER.items(), itertools.cycle((True, True, False)))
 }
 
 CASES: CaseTable = {
     row_groups: _TABLES,
     cast_block_groups: _CASTS,
+    group_amaxes: _cases(_ScaledCast.amaxes),
+    cast_current_groups: _cases(_ScaledCast.current),
+    cast_recording_groups: _cases(_ScaledCast.recording),
+    group_line_amaxes: _cases(_ScaledCast.line_amaxes),
+    cast_lines_groups: _cases(_ScaledCast.lines),
+    cast_row_groups: _cases(_ScaledCast.row),
     product_of_rows: _OF_ROWS,
     product_over_rows: _OVER_ROWS,
+    products_into: _INTO,
 }

@@ -43,7 +43,7 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
     variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % PACK == 0)
-    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width)
+    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width, tiles=0)
     launch(variant, "amax_lines", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[usage] for usage in usages]
 
@@ -100,7 +100,8 @@ def cast_lines(
         _LINE(codes=planes[u][0].data_ptr(), amax=known[u].data_ptr(), scale=planes[u][1].data_ptr()) if u in planes else _NO_LINE
         for u in USAGES
     )
-    fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=x.shape[0], columns=x.shape[1], eps=eps)
+    alone = {"down": 0, "tiles": 0, "groups": 0}
+    fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=x.shape[0], columns=x.shape[1], eps=eps, **alone)
     launch(variant, "cast_lines", grid, _LINES.layout, *fields, device=x.get_device())
     return [planes[layout.usage] for layout in layouts]
 

@@ -4,17 +4,24 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
 // Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
+// GROUPED        rows come in groups, by the tiles of row_groups.cu: columnwise is [groups, columns], the columns of each
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
-// Defined by     opfuse/numerics/casts.py, line_amaxes.
+// Defined by     opfuse/numerics/casts.py, line_amaxes; GROUPED: opfuse/numerics/group_casts.py, group_line_amaxes.
 #include "vectors.cuh"
+#include "row_tiles.cuh"
 
 struct Parameters {
     const IN* x;
     float *rowwise, *columnwise;
     long long rows, columns;
+    const RowTile* tiles;
 };
 #include "joined.cuh"
+
+#ifndef GROUPED
+#define GROUPED 0
+#endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, CHUNK = 16, TILE_ROWS = WARPS * CHUNK, TILE_COLUMNS = 32 * 8;
 constexpr int STEP = 16 / sizeof(IN);  // rows whose loads are under way together
@@ -34,10 +41,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_co
     const Parameters& p = own.parameters;
     __shared__ u32 of_column[TILE_COLUMNS];
     u32 across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), lane = threadIdx.x % 32;
-    long long row = (long long)(own.block / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
+    u32 down = own.block / across;
+    long long row = (long long)down * TILE_ROWS, end = p.rows;
+    float* columnwise = p.columnwise;
+    if constexpr (GROUPED) {
+        RowTile rows = p.tiles[down];
+        if (rows.first >= rows.end) return;
+        row = rows.first, end = rows.end;
+        if (columnwise) columnwise += rows.group * p.columns;
+    }
+    row += threadIdx.x / 32 * CHUNK;
     long long first = (long long)(own.block % across) * TILE_COLUMNS, column = first + lane * 8, there = p.columns - column;
     u32 mine = 0;
-    Maxima<IN, 8> down = {};
+    Maxima<IN, 8> of_columns = {};
 #pragma unroll 1
     for (int start = 0; start < CHUNK; start += STEP) {
         Eight<IN> v[STEP];
@@ -45,19 +61,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_co
         for (int i = 0; i < STEP; ++i) {
             const IN* x = p.x + (row + start + i) * p.columns + column;
             if constexpr (ALIGNED)
-                v[i] = row + start + i < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
+                v[i] = row + start + i < end && there > 0 ? load_eight(x) : Eight<IN>{};
             else
-                v[i] = load_some(x, row + start + i < p.rows ? there : 0);
+                v[i] = load_some(x, row + start + i < end ? there : 0);
         }
         if (p.rowwise) take_rows(v, start, mine);
-        if (p.columnwise) down.raise(maxima_down(v));
+        if (columnwise) of_columns.raise(maxima_down(v));
     }
-    if (p.rowwise && lane < CHUNK && row + lane < p.rows) raise(p.rowwise + row + lane, mine);
-    if (!p.columnwise) return;
+    if (p.rowwise && lane < CHUNK && row + lane < end) raise(p.rowwise + row + lane, mine);
+    if (!columnwise) return;
     of_column[threadIdx.x] = 0;
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < 8; ++j) atomicMax(of_column + lane * 8 + j, down.bits(j));
+    for (int j = 0; j < 8; ++j) atomicMax(of_column + lane * 8 + j, of_columns.bits(j));
     __syncthreads();
-    if (first + threadIdx.x < p.columns) raise(p.columnwise + first + threadIdx.x, of_column[threadIdx.x]);
+    if (first + threadIdx.x < p.columns) raise(columnwise + first + threadIdx.x, of_column[threadIdx.x]);
 }

@@ -7,11 +7,18 @@
 // scale          what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two if POW2
 // Non-finite     a line that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 512 threads for each 256 x 64 tile, the last one first: what found the amaxes has just read it
+// GROUPED        rows come in groups, by the tables of row_groups.cu: column has codes [columns, 128 * down], each group from a tile of 128
+//                rows on, with zeros behind its rows and in tiles behind the last; amax and scale [groups, columns], of which those of a
+//                group without rows are left. A block has 256 threads and a tile of 128 x 64
 // JOINED         as joined.cuh has it
-// ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE; without it, anything goes
-// Defined by     opfuse/numerics/casts.py, cast_lines.
-constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
+// ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE and not GROUPED; without it, anything goes
+// Defined by     opfuse/numerics/casts.py, cast_lines; GROUPED: opfuse/numerics/group_casts.py, cast_lines_groups.
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+constexpr int TILE_ROWS = GROUPED ? 128 : 256, TILE_COLUMNS = 64, TILE_THREADS = 2 * TILE_ROWS;
 #include "tile.cuh"
+#include "row_tiles.cuh"
 
 struct Lines {
     u8* codes;
@@ -24,7 +31,9 @@ struct Parameters {
     Lines row, column;
     long long rows, columns;
     float eps;
-    u32 unused;
+    u32 down;
+    const RowTile* tiles;
+    const RowGroup* groups;
 };
 #include "joined.cuh"
 
@@ -36,32 +45,41 @@ OPFUSE_FN float encode_scale(const Lines& lines, long long i, long long count, f
     return scale;
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 2 : 1) cast_lines(const __grid_constant__ Launched launched) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 1024 / TILE_THREADS : 1) cast_lines(const __grid_constant__ Launched launched) {
     Own part = own_part(launched, block_from_end());
     const Parameters& p = part.parameters;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
     __shared__ __align__(16) float of_row[TILE_ROWS], of_column[TILE_COLUMNS];
-    Tile tile = tile_of_block(part.block, p.columns);
+    Tile stored = tile_of_block(part.block, p.columns), tile = stored;
+    Lines of_columns = p.column;
+    long long end = p.rows, down = p.rows;
+    bool is_first = tile.row == 0;
+    if constexpr (GROUPED) {
+        RowTile rows = p.tiles[stored.row / TILE_ROWS];
+        tile.row = rows.first, end = rows.end, down = (long long)p.down * TILE_ROWS;
+        is_first = rows.first < rows.end && rows.first == p.groups[rows.group].first;
+        of_columns.amax += rows.group * p.columns, of_columns.scale += rows.group * p.columns;
+    }
     long long row = tile.row + tile.group * 4, column = tile.column + tile.across * 8, there = p.columns - column;
     Eight<IN> v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const IN* x = p.x + (row + i) * p.columns + column;
         if constexpr (ALIGNED)
-            v[i] = row + i < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
+            v[i] = row + i < end && there > 0 ? load_eight(x) : Eight<IN>{};
         else
-            v[i] = load_some(x, row + i < p.rows ? there : 0);
+            v[i] = load_some(x, row + i < end ? there : 0);
     }
     int own = threadIdx.x - TILE_ROWS;
-    if (ROWWISE && own < 0) of_row[threadIdx.x] = encode_scale(p.row, tile.row + threadIdx.x, p.rows, p.eps, tile.column == 0);
-    if (COLUMNWISE && own >= 0 && own < TILE_COLUMNS) of_column[own] = encode_scale(p.column, tile.column + own, p.columns, p.eps, tile.row == 0);
+    if (ROWWISE && own < 0) of_row[threadIdx.x] = encode_scale(p.row, tile.row + threadIdx.x, end, p.eps, tile.column == 0);
+    if (COLUMNWISE && own >= 0 && own < TILE_COLUMNS) of_column[own] = encode_scale(of_columns, tile.column + own, p.columns, p.eps, is_first);
     __syncthreads();
     if constexpr (ROWWISE) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float scale = of_row[tile.group * 4 + i];
             uint2 codes = encode_eight<OUT>(v[i], [=](int) { return scale; });
-            if (row + i >= p.rows || there <= 0) continue;
+            if (row + i >= end || there <= 0) continue;
             u8* out = p.row.codes + (row + i) * p.columns + column;
             if constexpr (ALIGNED)
                 store_eight(out, codes);
@@ -76,6 +94,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 2 : 1) cast
         for (int i = 0; i < 4; ++i) codes[i] = encode_eight<OUT>(v[i], [&](int j) { return value(scale, j); });
         transpose_into(shared, tile, codes);
         __syncthreads();
-        store_columns<ALIGNED>(p.column.codes, shared, tile, p.rows, p.columns);
+        store_columns<ALIGNED || GROUPED>(p.column.codes, shared, stored, down, p.columns);
     }
 }

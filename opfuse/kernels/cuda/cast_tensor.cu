@@ -11,6 +11,7 @@
 constexpr int TILE_ROWS = 256, TILE_COLUMNS = 64, TILE_THREADS = 512;
 #include "tile.cuh"
 #include "tensor_scale.cuh"
+#include "tensor_codes.cuh"
 
 struct Parameters {
     const IN* x;
@@ -21,16 +22,6 @@ struct Parameters {
 #include "joined.cuh"
 
 constexpr int THREADS = 256, PACKS = 2;
-
-// The codes of eight values; `best` is raised to their magnitudes.
-OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
-    uint2 codes = encode_eight<OUT>(v, [scale](int) { return scale; });
-    if constexpr (RECORD) {
-        best = larger_magnitude(best, v);
-        if (magnitude_bits<IN>(best) >= INF_BITS) codes = show_nonfinite<OUT>(v, codes);
-    }
-    return codes;
-}
 
 #if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Launched launched) {

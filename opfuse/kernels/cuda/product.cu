@@ -1,7 +1,7 @@
 // product: FP8 products of groups of lines in one launch, result = left times right transposed, on the matrix unit of sm_90a.
 //
 // result         as in product.cuh, rounded once from the sums. RESULT: bf16, fp16, or float
-// ACCUMULATE     fp32 sums are added to what the result holds, in place
+// ACCUMULATE     fp32 sums are added to what the result holds, in place; under OF_SUMS what a group without rows has stays as it is
 // Defined by     opfuse/kernels/products/emulated.py, grouped_product; equal where its sums are exact
 #define TURNED 0
 #include "product.cuh"
@@ -17,6 +17,7 @@ struct Rounded {
     DEVICE_FN void store(const Product& p, const Group& g, const Tile& tile, u32 base, const Consumer& own, float (&sums)[2][64], float scale) {
         constexpr u32 ACROSS = STORED_PITCH / sizeof(RESULT);
         u32 line = tile.line + (FAST ? 0 : own.number * BOX);
+        if (ACCUMULATE && !has_steps(tile)) return;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i)
 #pragma unroll

@@ -20,20 +20,27 @@ struct TensorCodes {
     long long rows, columns;
 };
 
+// What values are multiplied by, and what codes are.
+struct Scales {
+    float encode, decode;
+};
+
+OPFUSE_FN Scales scales_of(const TensorScale& p) {
+    if constexpr (RECORD) {
+        float scale = *p.scale;
+        return {scale, 1.0f / scale};
+    } else {
+        float amax = *p.amax, scale = scale_from_amax(amax, OUT::MAX, p.eps, LARGEST_FLOAT);
+        if (p.pow2) scale = pow2_floor(scale);
+        return {scale, decode_scale(scale, amax)};
+    }
+}
+
 // What values are multiplied by; the first thread of block 0 stores what codes are.
 OPFUSE_FN float encode_scale(const TensorScale& p, u32 block) {
-    float scale, inverse;
-    if constexpr (RECORD) {
-        scale = *p.scale;
-        inverse = 1.0f / scale;
-    } else {
-        float amax = *p.amax;
-        scale = scale_from_amax(amax, OUT::MAX, p.eps, LARGEST_FLOAT);
-        if (p.pow2) scale = pow2_floor(scale);
-        inverse = decode_scale(scale, amax);
-    }
-    if (block == 0 && threadIdx.x == 0) *p.decode_scale = inverse;
-    return scale;
+    Scales scales = scales_of(p);
+    if (block == 0 && threadIdx.x == 0) *p.decode_scale = scales.decode;
+    return scales.encode;
 }
 
 // The block's number in the matrix. After the pass that found the amax, what it read last is still in the cache: begin there.

@@ -13,7 +13,7 @@ other first, and then the sum of their block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +98,7 @@ def product_of_rows(
 ) -> torch.Tensor:
     """The rows of each group of ``left`` times the right of the group, rounded once: (rows, lines of a right).
 
-    The scale of a tensor may be one for each group, (groups,). fast: as of :func:`grouped_product`.
+    Scales of the left may be those of a tensor for each group, (groups, 1). fast: as of :func:`grouped_product`.
     """
     ranges = [(first, end, i) for i, (first, end, _) in enumerate(groups.ranges()) if end > first]
     if not ranges:
@@ -114,16 +114,38 @@ def product_over_rows(
     """Both transposed and multiplied, group by group: (groups, lines of the left, lines of the right).
 
     The planes are columnwise, of matrices in which each group begins on a tile (row_groups.py); that of a group without rows is
-    zeros. Scales are those of :func:`product_of_rows`.
+    zeros. Scales of a tensor or of its columns are those of each group: (groups, 1), (groups, columns).
     """
     lines, columns = left.layout.lines[0], right.layout.lines[0]
     result = torch.zeros(groups.number, lines, columns, dtype=out_dtype, device=left.data.device)
+    products_into(left, right, groups, dict(enumerate(result)), accumulate=False)
+    return result
+
+
+def products_into(
+    left: Stored,
+    right: Stored,
+    groups: RowGroups,
+    results: Mapping[int, torch.Tensor],
+    *,
+    fast: bool = False,
+    accumulate: bool = True,
+) -> None:
+    """Write the products of :func:`product_over_rows` into the results of some groups, by number, rounded once.
+
+    accumulate: add them, in fp32, to results in fp32. Then those of groups without rows keep what they have. No product is -0:
+    sums go on over zeros behind the rows.
+    """
     for i, (first, end, tile) in enumerate(groups.ranges()):
+        if i not in results:
+            continue
         if end > first:
             start = tile * TILE
             pair = (_part(plane, start, start + end - first, i) for plane in (left, right))
-            result[i] = multiply(*(operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair))
-    return result
+            product = 0.0 + multiply(*(operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair))
+            results[i].add_(product) if accumulate else results[i].copy_(product)
+        elif not accumulate:
+            results[i].zero_()
 
 
 def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
@@ -132,10 +154,12 @@ def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
     rows, blocks = slice(first, end), slice(first // TILE, ceil_div(end, TILE))
     by_columns = layout.usage == COLUMNWISE
     data = plane.data[:, rows] if by_columns else plane.data[rows]
-    if layout.format.family == "tensor":
-        scale = plane.scale[group : group + 1] if plane.scale.numel() > 1 else plane.scale
-    else:
+    if plane.has_scales_of_groups:
+        scale = plane.scale[group]
+    elif layout.format.family == "block":
         scale = plane.scale[blocks] if by_columns else plane.scale[:, rows]
+    else:
+        scale = plane.scale[rows] if layout.format.family == "row" else plane.scale
     return Stored(data.contiguous(), scale.contiguous(), plane.amax, layout)
 
 

@@ -66,7 +66,7 @@ class GroupProduct(NamedTuple):
     pair: Pair
     first: int
     result: int
-    scales: tuple[int, int]
+    scales: tuple[int, ...]
 
     @property
     def fields(self) -> tuple[int | float, ...]:

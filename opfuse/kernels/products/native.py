@@ -32,7 +32,7 @@ from opfuse.formats import E4M3, E5M2
 from opfuse.kernels.engine.registry import runs_kernels
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
-from opfuse.kernels.products.hopper import grouped_product, is_faster
+from opfuse.kernels.products.hopper import SCALING, grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
 from opfuse.numerics.layouts import Layout, are_known
@@ -327,7 +327,8 @@ def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
 
 def multiplies_runs(left: Layout, right: Layout, out_dtype: torch.dtype, device: int) -> bool:
     """Whether products of groups whose sizes only the device knows (runs.py) are made there, of planes in these layouts."""
-    return not layout_refusal(left, right, out_dtype, _machine(device), own=True)
+    meet = (left.format.block, right.format.block) in SCALING
+    return meet and not layout_refusal(left, right, out_dtype, _machine(device), own=True)
 
 
 @functools.cache

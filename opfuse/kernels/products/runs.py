@@ -5,13 +5,14 @@ They are those of hopper.py, tile by tile: its sums, its order, its bits. A laun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate as sums
 
 import torch
 
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.products import emulated as definition
-from opfuse.kernels.products.hopper import TENSORS, Form, GroupProduct, capacity_for, compiled, form_of
+from opfuse.kernels.products.hopper import Form, GroupProduct, capacity_for, compiled, form_of
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.row_groups import RowGroups, most_tiles
@@ -36,7 +37,7 @@ def product_of_rows(
     height = form.tile[0]
     tiles = most_tiles(groups.rows, groups.number, height) * ceil_div(columns, form.tile[1])
     at = result.data_ptr()
-    runs = [GroupProduct((left, right, groups.rows), 0, at, _scales(form, i, left, right)) for i, right in enumerate(rights)]
+    runs = [GroupProduct((left, right, groups.rows), 0, at, _scales(i, left, right)) for i, right in enumerate(rights)]
     _launch(launch, form, runs, columns, groups, tiles=tiles, kind=_OF_LINES, at=groups.at(height))
     return result
 
@@ -47,28 +48,70 @@ def product_over_rows(
 ) -> torch.Tensor:
     """For planes that hopper.py takes, of matrices whose groups begin on tiles."""
     lines, columns = left.layout.lines[0], right.layout.lines[0]
-    form = form_of(left, right, out_dtype, fast=fast)
     result = torch.empty(groups.number, lines, columns, dtype=out_dtype, device=left.data.device)
-    each, step, at = form.tiles(lines, columns), lines * columns * out_dtype.itemsize, result.data_ptr()
-    runs = [
-        GroupProduct((left, right, lines), i * each, at + i * step, _scales(form, i, left, right)) for i in range(groups.number)
-    ]
-    _launch(launch, form, runs, columns, groups, tiles=groups.number * each, kind=_OF_SUMS, at=1)
+    _launch_sums(launch, left, right, groups, dict(enumerate(result)), fast=fast)
     return result
 
 
+@kernel("product.cu", reference=definition.products_into, tolerance=BITWISE)
+def products_into(
+    launch: Launcher,
+    left: Stored,
+    right: Stored,
+    groups: RowGroups,
+    results: Mapping[int, torch.Tensor],
+    *,
+    fast: bool = False,
+    accumulate: bool = True,
+) -> None:
+    """As :func:`product_over_rows`; the results are contiguous, on 16 bytes."""
+    _launch_sums(launch, left, right, groups, results, fast=fast, accumulate=accumulate)
+
+
+def _launch_sums(
+    launch: Launcher,
+    left: Stored,
+    right: Stored,
+    groups: RowGroups,
+    results: Mapping[int, torch.Tensor],
+    *,
+    fast: bool,
+    accumulate: bool = False,
+) -> None:
+    """Queue the products over the rows of those groups that have a result; of the others no line counts."""
+    lines, columns = left.layout.lines[0], right.layout.lines[0]
+    some = next(iter(results.values()))
+    form = form_of(left, right, some.dtype, fast=fast)
+    counts = [lines if i in results else 0 for i in range(groups.number)]
+    *firsts, tiles = sums((form.tiles(count, columns) for count in counts), initial=0)
+    runs = [
+        GroupProduct((left, right, count), first, results.get(i, some).data_ptr(), _scales(i, left, right))
+        for i, (count, first) in enumerate(zip(counts, firsts))
+    ]
+    _launch(launch, form, runs, columns, groups, tiles=tiles, kind=_OF_SUMS, at=1, accumulate=accumulate)
+
+
 def _launch(
-    launch: Launcher, form: Form, runs: Sequence[GroupProduct], columns: int, groups: RowGroups, *, tiles: int, kind: int, at: int
+    launch: Launcher,
+    form: Form,
+    runs: Sequence[GroupProduct],
+    columns: int,
+    groups: RowGroups,
+    *,
+    tiles: int,
+    kind: int,
+    at: int,
+    accumulate: bool = False,
 ) -> None:
     """Queue the products of these runs; ``tiles`` is how many there are at most."""
     left, *_ = runs[0].pair
     device = left.data.get_device()
-    variant, product = compiled(form, capacity_for(len(runs)), 1, runs=kind)
+    variant, product = compiled(form, capacity_for(len(runs)), 1, accumulate=accumulate, runs=kind)
     fields = form.fields(product, runs, columns, [left.layout.lines[1]], tiles=tiles, table=groups.table.data_ptr(), at=at)
     launch(variant, "product", form.grid(tiles, device), product.layout, *fields, device=device)
 
 
-def _scales(form: Form, group: int, left: Stored, right: Stored) -> tuple[int, int]:
-    """The addresses of both planes' scales; of those of a group, where each has one."""
-    one, other = (group * _NUMBER * (form.scaling == TENSORS and plane.scale.numel() > 1) for plane in (left, right))
-    return left.scale.data_ptr() + one, right.scale.data_ptr() + other
+def _scales(group: int, *planes: Stored) -> tuple[int, ...]:
+    """The addresses of the planes' scales; of those of a group, where each has its own."""
+    steps = (plane.scale.stride(0) * _NUMBER if plane.has_scales_of_groups else 0 for plane in planes)
+    return tuple(plane.scale.data_ptr() + group * step for plane, step in zip(planes, steps))

@@ -24,6 +24,11 @@ class Stored(NamedTuple):
         arrays = (self.data, self.layout.data_shape, 16), (self.scale, self.layout.scale_shape, 16 if self.scale.ndim > 1 else 4)
         return all(x.shape == shape and x.is_contiguous() and on_bytes(x, start) for x, shape, start in arrays)
 
+    @property
+    def has_scales_of_groups(self) -> bool:
+        """Whether groups of its rows (row_groups.py) have scales of their own: those of each, one after the other."""
+        return self.scale.ndim > len(self.layout.scale_shape)
+
     def moved_in_place(self) -> Stored:
         """Itself, or a copy whose arrays lie as :attr:`in_place` wants them."""
         if self.in_place:

@@ -44,14 +44,17 @@ class Tiling(NamedTuple):
 
     @property
     def tiles_down(self) -> int:
+        """Tiles one below the other."""
         return ceil_div(self.rows, (self.threads >> self.log_across) // self.groups * self.steps)
 
     @property
     def tiles_across(self) -> int:
+        """Tiles side by side."""
         return ceil_div(self.columns, (PACK << self.log_across) * self.groups)
 
     @property
     def grid(self) -> Grid:
+        """A block of threads for each tile."""
         return Grid(self.tiles_down * self.tiles_across, self.threads)
 
     @property
@@ -99,6 +102,7 @@ class ChainCall:
 
     @property
     def device(self) -> torch.device:
+        """Where its tensors are."""
         return self.tensors[0].device
 
     @property

@@ -126,7 +126,7 @@ def _forward_measured(
 ) -> ForwardResult:
     first = max(keep, default=0) if rounding == "per_op" else 0  # a stage whose input is there when the amax is known
     rest = stages[first:]
-    if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not _is_light(rest):
+    if stores or encode.under is None or not (first or x.dtype == dtype or dtype is None) or not is_light(rest):
         y, kept, amax = forward_chain_amax.run(launch, x, stages, rounding=rounding, dtype=dtype, keep=keep)
         return encode.given(cast(Tensor, y), amax), y if stores else None, kept
     dense = x.contiguous()  # once for both
@@ -136,7 +136,7 @@ def _forward_measured(
     return encoded, None, {i: x if tensor is dense else tensor for i, tensor in kept.items()}
 
 
-def _is_light(stages: Sequence[Stage]) -> bool:
+def is_light(stages: Sequence[Stage]) -> bool:
     """Whether these ops read no more than their result is: no second half, no operand for each element."""
     return not any(stage.math.is_gated or "full" in stage.math.operands.values() for stage in stages)
 

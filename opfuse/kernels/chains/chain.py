@@ -178,20 +178,31 @@ def run(
     parts = [torch.empty(size, dtype=torch.float32, device=call.device) if size[1] else None for size in sums.values()]
     program = _program(name, code, (f"ALIGNED={int(call.is_aligned(cut.columns))}", *defines), encode)
     row_parts, column_parts = [0 if part is None else part.data_ptr() for part in parts] or (0, 0)
-    names = (field for field, _ in program.chain.fields)
-    chain = program.chain(
-        **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},  # the first fields, in the order of the text
-        **{f"c{i}_{constant}": value for (i, constant), value in zip(code.constants, call.constants, strict=True)},
-        **{"row_parts": row_parts, "column_parts": column_parts, "row_pieces": pieces, "column_pieces": groups},
-        cut=cut.fields,
-    )
+    summing = {"row_parts": row_parts, "column_parts": column_parts, "row_pieces": pieces, "column_pieces": groups}
+    chain = chain_fields(program.chain, call, cut, summing)
+    layout = program.parameter.layout
     packed = program.parameter(chain=chain, **(rest if encode is None else {"encode": encode.of(rest)}))
-    launch(program.variant, name, cut.grid, program.parameter.layout, *packed, device=device)
+    launch(program.variant, name, cut.grid, layout, *packed, device=device)
     for entry, (_, size) in sums.items():
         if size:
-            launch(
-                program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), program.parameter.layout, *packed, device=device
-            )
+            launch(program.variant, entry, Grid(ceil_div(size, _ADDERS), THREADS), layout, *packed, device=device)
+
+
+_NO_SUMS = dict.fromkeys(("row_parts", "column_parts", "row_pieces", "column_pieces"), 0)
+
+
+def chain_fields(chain: CStruct, call: ChainCall, cut: Tiling, summing: Mapping[str, int] = _NO_SUMS) -> tuple[int | float, ...]:
+    """Those of ``chain``, the struct that a kernel's text declares for the structure of a call, over results that are cut so.
+
+    summing: addresses of partial sums over rows and over columns, and how many parts of each there are.
+    """
+    names = (field for field, _ in chain.fields)
+    return chain(
+        **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},  # the first fields, in the order of the text
+        **{f"c{i}_{constant}": value for (i, constant), value in zip(call.code.constants, call.constants, strict=True)},
+        **summing,
+        cut=cut.fields,
+    )
 
 
 @functools.cache

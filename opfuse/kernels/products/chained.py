@@ -30,8 +30,8 @@ from opfuse.kernels.casts.encoding import (
 )
 from opfuse.kernels.casts.room import room_for
 from opfuse.kernels.chains.call import ChainCall, product_call
-from opfuse.kernels.chains.cast import forward_chain_cast, forward_chain_encoded
-from opfuse.kernels.chains.chain import forward_chain
+from opfuse.kernels.chains.cast import forward_chain_cast, forward_chain_encoded, is_light
+from opfuse.kernels.chains.chain import chain_fields, forward_chain
 from opfuse.kernels.chains.fragments import MOST_STORED, fits, fragments_of
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.tiles import CASTS
@@ -45,7 +45,6 @@ from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.pointwise import Pointwise
 
 ProductResult = tuple[list[EncodedArrays], Tensor | None, dict[int, Tensor]]
@@ -111,10 +110,9 @@ def slower(form: Form, encode: Encoding | None, lines: tuple[int, int], columns:
     within = CHEAPER.get((form.scaling, form.fast), {}).get(cast)
     if within is None:
         return "not measured for this product with this cast"
-    tiles = ceil_div(count, form.tile[0]) * ceil_div(columns, form.tile[1])
     bounds = {
         "lines": (count, LEAST_LINES, math.inf),
-        "tiles": (tiles, within.tiles, math.inf),
+        "tiles": (form.tiles(count, columns), within.tiles, math.inf),
         "length of the sum": (length, 1, within.length),
         "elements of the result": (count * columns, 1, within.results),
     }
@@ -171,9 +169,7 @@ def product_chain(
 ) -> ProductResult:
     """For operands that hopper.py takes. Where the amax of the result decides its scale, a second kernel casts what is stored."""
     inner, stores = (None, True) if encode is None else apart(encode)
-    measured = isinstance(inner, Measured)
-    again = max(keep, default=0) if measured and not stores and cast(Measured, inner).under else 0
-    again = again if again and _is_light(stages[again:]) else 0  # a stage whose input is there when the amax is known
+    measured, again = isinstance(inner, Measured), 0 if stores else _made_again(inner, stages, keep)
     end = _end_of(encode, stages, left, right, dtype=dtype) if len(keep) < MOST_STORED else None
     stores = stores or (measured and not again)
     call = None if end is None else product_call(left.data, stages, shape=shape, dtype=dtype, keep=keep, stores=stores)
@@ -196,9 +192,12 @@ def product_chain(
     return [*planes, *original(call.result if isinstance(encode, WithOriginal) else None)], None, call.kept
 
 
-def _is_light(stages: Sequence[Stage]) -> bool:
-    """Whether these ops read no operand for each element."""
-    return not any("full" in stage.math.operands.values() for stage in stages)
+def _made_again(inner: Encoding | None, stages: Sequence[Stage], keep: Collection[int]) -> int:
+    """The stage from whose input, which is kept, the result is made again when its amax is known; 0 if it is stored and read."""
+    if not isinstance(inner, Measured) or inner.under is None:
+        return 0
+    last = max(keep, default=0)
+    return last if is_light(stages[last:]) else 0
 
 
 def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, right: Stored, *, dtype: torch.dtype) -> _End | None:
@@ -233,18 +232,11 @@ def _run(launch: Launcher, form: Form, pair: Pair, call: ChainCall, end: _End, *
     kinds = cast(dict[str, CStruct], dict(parameter.fields))
     groups, tiles = form.groups([pair], columns)
     last = cast(dict[str, CStruct], dict(kinds["end"].fields))
-    names = (field for field, _ in last["chain"].fields)
-    chain = last["chain"](
-        **{name: tensor.data_ptr() for name, tensor in zip(names, call.tensors)},
-        **{f"c{i}_{constant}": value for (i, constant), value in zip(call.code.constants, call.constants, strict=True)},
-        **{"row_parts": 0, "column_parts": 0, "row_pieces": 0, "column_pieces": 0},
-        cut=call.cut().fields,
-    )
     packed = parameter(
         product=form.fields(kinds["product"], groups, columns, [left.layout.lines[1]], tiles=tiles),
         codes=boxes(torch.uint8, columns, 64, device),
         turned=boxes(torch.uint8, lines if end.turned else 128, 128, device),
-        end=kinds["end"](chain=chain, encode=end.encode.of(fields)),
+        end=kinds["end"](chain=chain_fields(last["chain"], call, call.cut()), encode=end.encode.of(fields)),
     )
     launch(variant, "product_chain", form.grid(tiles, device), parameter.layout, *packed, device=device)
 

@@ -221,6 +221,7 @@ def capacity_for(groups: int) -> int:
 
 
 def form_of(left: Stored, right: Stored, out_dtype: torch.dtype, *, fast: bool, turned: bool = False) -> Form:
+    """The form of a product of such planes. fast: its sums, where their scaling has fast ones. turned: as in :class:`Form`."""
     scaling = SCALING[left.layout.format.block, right.layout.format.block]
     one, other = (plane.layout.element.name.upper() for plane in (left, right))
     return Form(scaling, fast and scaling in (TENSORS, ROWS), one, other, out_dtype, turned)

@@ -6,7 +6,7 @@ shape is read, partial blocks at the edges included, and the padding of scales m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,10 +19,22 @@ from opfuse.numerics.scalars import decode, decode_e8m0, fl32
 def dequantize(
     data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, *, layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The (M, K) matrix in ``dtype``, contiguous, of a plane stored in ``layout``; ``amax`` is read by NVFP4 only."""
+    """The (M, K) matrix in ``dtype``, contiguous, of a plane stored in ``layout``.
+
+    amax: read by NVFP4 only, where None stands for a level of 1: what codes and block scales alone say.
+    """
     q = decode(load_data(data, layout), layout.element)
     lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
     return lines_of(lines, layout.usage).to(dtype).contiguous()
+
+
+StoredPlane = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Layout]
+"""Data, scale, amax, and where the bytes lie."""
+
+
+def dequantize_groups(planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
+    """The matrices of planes of one width, one below the other."""
+    return torch.cat([dequantize(data, scale, amax, layout=layout, dtype=dtype) for data, scale, amax, layout in planes])
 
 
 def _tensor(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
@@ -45,10 +57,11 @@ def _mx(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout:
     return _by_block(q, decode_e8m0(load_scale(scale, layout)), layout)
 
 
-def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
     """(q * block scale) * (amax * fl32(1 / (6 E))), in this order; then turned back if the data was rotated."""
-    levels = amax.reshape(-1, 1) * fl32(1 / (E2M1.max * layout.format.encode_max))
-    values = _by_block(q, decode(load_scale(scale, layout), E4M3), layout) * levels
+    values = _by_block(q, decode(load_scale(scale, layout), E4M3), layout)
+    if amax is not None:
+        values = values * (amax.reshape(-1, 1) * fl32(1 / (E2M1.max * layout.format.encode_max)))
     return unrotate(values, layout.format.rht) if layout.format.rht else values
 
 

@@ -185,15 +185,19 @@ def gemm_of_groups(
     fast: bool = False,
     invariant: bool = False,
 ) -> torch.Tensor | None:
-    """The products ``name`` of groups in one launch, one below the other; None where they are to be made one by one.
+    """The products ``name`` of groups together, one below the other; None where they are to be made one by one.
 
-    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are. What multiplies groups
-    in one launch takes each sum in one piece, so it is invariant.
+    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are.
     """
-    if len(lefts) < 2 or lefts[0].device.type != "cuda":
+    if len(lefts) < 2:
         return None
     found = _planes_of_groups(name, lefts, rights)
-    return None if found is None else multiply_groups(*found, lines, out_dtype=out_dtype, fast=fast)
+    if found is None:
+        return None
+    for pair in zip(lefts, rights):
+        _check_shapes(name, *pair)
+    with _without_autocast(lefts[0].device.type):
+        return multiply_groups(*found, lines, out_dtype=out_dtype, fast=fast, invariant=invariant)
 
 
 def _planes_of_groups(name: str, lefts: Sequence[Operand], rights: Sequence[Operand]) -> tuple[list[Stored], list[Stored]] | None:

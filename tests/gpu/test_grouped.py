@@ -185,6 +185,23 @@ def test_a_captured_step_sees_new_splits(kind, added, device):
             assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(op.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_programs_of_emulated_groups_have_the_bits_of_the_interpreter(kind, device):
+    """Casts, which a program joins, and the random bits of gradients."""
+    op, recipe = grouped(device), recipes.recipe_of(kind, {})
+    other = copy.deepcopy(op)
+    for call in range(6):
+        x, dy = tensors(SPLITS[0], device)
+        torch.manual_seed(call)
+        got = step(op, x, dy, torch.tensor(SPLITS[0]), recipe)
+        torch.manual_seed(call)
+        with interpreted():
+            assert all(map(torch.equal, got, step(other, x, dy, torch.tensor(SPLITS[0]), recipe)))
+    made = [made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values()]
+    assert [type(each) for each in made] == [Recorded]
+    assert [type(each) for each in made[0].backward.values()] == [RecordedBackward]
+
+
 @grouped_kernel
 def test_strided_and_misaligned_operands(device):
     op, (x, dy) = grouped(device), tensors(SPLITS[0], device)

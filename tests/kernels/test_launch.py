@@ -55,6 +55,7 @@ QUICK = {
     "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
     "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "product.cu": ({"RESULT=bf16"},),
+    "scaled_sums.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "product_chain.cu": (
         {"RESULT=bf16", "OUT=E4M3", "CAST=TENSOR", "FAST=1", "ROWWISE=1"},
         {"RESULT=bf16", "OUT=E4M3", "CAST=BLOCKS"},

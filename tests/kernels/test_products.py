@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,10 @@ from opfuse.kernels.products import native as gemm_native
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
+from opfuse.numerics.sums import balanced
 from opfuse.program.tape import Tape
 from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
-from opfuse.tensors.gemm import GEMMS, gemm
+from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -266,6 +268,31 @@ def test_u_the_last_places_of_bf16_are_the_only_ones_lost():
         assert (0 < lost <= 2.0**-134) if code < 3 else lost == 0
 
 
+GROUPED = {"mx": MXFP8Quantizer(), "nv": NVFP4Quantizer(), "nv rotated": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)}
+GROUPED |= {"nv by row": NVFP4Quantizer(row_scaled_nvfp4=True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*itertools.product(GEMMS, ("mx", "nv")), ("wgrad", "nv rotated"), ("fprop", "nv by row")]
+)
+def test_emulated_products_of_groups_have_the_bits_of_each_alone(name, kind):
+    """Of more groups than a launch has; the last lines of each second one only fill a block."""
+    quantizer, what = GROUPED[kind], GEMMS[name]
+    sizes = [(64, 96, 32)[i % 3] for i in range(11)]
+    shapes = {"input": 64, "grad_output": 96}
+    pairs = []
+    for size in sizes:
+        left = quantizer.quantize(torch.randn(size, shapes[what.left], dtype=BF16) * 2.0 ** (size / 8))
+        right = (size, 64) if name == "wgrad" else (96, 64)
+        pairs.append((left, quantizer.quantize(torch.randn(right, dtype=BF16))))
+    lines = [96 if name == "wgrad" else size - 5 * (i % 2) for i, size in enumerate(sizes)]
+    for dtype in (BF16, torch.float32):
+        got = gemm_of_groups(name, *zip(*pairs), lines, out_dtype=dtype)
+        alone = [gemm(name, *pair, dtype=dtype)[:count] for pair, count in zip(pairs, lines)]
+        assert torch.equal(got, torch.cat(alone))
+    assert gemm_of_groups(name, *zip(*pairs), lines, out_dtype=BF16, invariant=True) is None
+
+
 def test_u_gemm_asks_for_the_result_type_that_it_returns():
     x = QUANTIZERS["tensor"].quantize(torch.randn(32, 64))
     assert gemm("fprop", x, x, dtype=BF16).dtype == BF16
@@ -276,7 +303,7 @@ def test_an_emulated_product_has_one_result_in_fp32_unless_somebody_may_hold_the
     """Of 8192 x 14336 values a second one is 448 MiB. A recording is no such holder: its tensors end with it."""
     lines = [emulated.Lines(torch.randn(16, 32), factor=torch.full((1, 1), 0.3 + i)) for i in range(2)]
     wanted = lines[0].values @ lines[1].values.t()
-    for factor in emulated.balanced(lines[0].factor, lines[1].factor.t()):
+    for factor in balanced(lines[0].factor, lines[1].factor.t()):
         wanted = wanted * factor
 
     class Holder(TorchDispatchMode):

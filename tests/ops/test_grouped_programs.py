@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from opfuse import ops, recipes
 from opfuse.kernels.engine.joining import READ_WORDS
 from opfuse.program import program
 from opfuse.program.joining import Homes, joined_launches
-from opfuse.program.steps import LaunchStep, Step
+from opfuse.program.line import MAKES_ROOM
+from opfuse.program.steps import LaunchStep, OpStep, Step
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
@@ -148,9 +150,8 @@ def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, capl
     assert not any(isinstance(made, Recorded) for made in made_for(model))
 
 
-@pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row"])
-def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
-    """Of nine inputs and nine weights; under current scaling all are measured before one is cast."""
+def steps_of_nine_groups(name: str, monkeypatch: pytest.MonkeyPatch, **options: bool) -> Sequence[Step]:
+    """What a forward pass without gradients repeats."""
     found: list[Sequence[Step]] = []
 
     def joined(steps: Sequence[Step], homes: Homes) -> list[Step]:
@@ -159,11 +160,29 @@ def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
 
     monkeypatch.setattr(program, "joined_launches", joined)
     monkeypatch.setattr(program.Program, "_make", lambda *_: None)
-    model, splits = to(ops.GroupedLinear(9, 128, 128), BF16), torch.tensor([128] * 9)
+    model, splits = to(ops.GroupedLinear(9, 128, 128, **options), BF16), torch.tensor([128] * 9)
     with launches_told(monkeypatch):
         for call in range(2):
             step(model, recipe_for(name), splits, call, train=False)
-    casts = [each.entry for each in found[0] if isinstance(each, LaunchStep) and each.variant.source in READ_WORDS]
-    kinds = {*casts}
-    assert kinds
-    assert all(casts.count(kind) == (4 if name == "fp8_block" else 3) for kind in kinds), casts  # blocks of weights are squares
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "nvfp4"])
+def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
+    """Of nine inputs and nine weights; under current scaling all are measured before one is cast."""
+    steps = steps_of_nine_groups(name, monkeypatch)
+    casts = Counter(each.entry for each in steps if isinstance(each, LaunchStep) and each.variant.source in READ_WORDS)
+    apart = {"fp8_block": {"cast_block": 4}, "nvfp4": {"amax": 3, "cast_rows": 2, "cast_square": 2}}  # squares of weights
+    assert casts == apart.get(name, dict.fromkeys(casts, 3))
+    assert casts
+
+
+@pytest.mark.parametrize(("name", "decode"), [("mxfp8", "dequantize_rows"), ("nvfp4", "decode_rows")])
+def test_emulated_products_of_groups_are_decoded_and_scaled_by_a_launch_for_eight(name, decode, monkeypatch):
+    """Between them nothing is done for each group but its product."""
+    steps = steps_of_nine_groups(name, monkeypatch, bias=False)
+    launches = Counter(each.entry for each in steps if isinstance(each, LaunchStep) and each.variant.source not in READ_WORDS)
+    assert launches == {decode: 4, "scaled_sums": 2}
+    ops_of = Counter(each.op for each in steps if isinstance(each, OpStep) and each.op not in MAKES_ROOM)
+    assert ops_of.pop(torch.ops.aten.mm.out) == 9
+    assert max(ops_of.values()) < 9, ops_of

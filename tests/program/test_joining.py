@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuse.formats import E4M3, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.casts import block, row, tensor
+from opfuse.formats import E4M3, NVFP4, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.casts import block, nvfp4, row, tensor
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.registry import Launcher
+from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.program.joining import joined_launches
 from opfuse.program.program import Program
@@ -140,13 +141,16 @@ def test_random_runs_have_the_results_of_their_launches_one_by_one():
     assert fewer > 20
 
 
-FORMATS = fp8_block(E4M3, 128), fp8_tensor(E4M3), mxfp8(E4M3), fp8_row(E4M3)
+FORMATS = fp8_block(E4M3, 128), fp8_tensor(E4M3), mxfp8(E4M3), fp8_row(E4M3), NVFP4
+KINDS = ("amax", "delayed", "current", "block", "mx", "amax of lines", "lines", "row")
+OF_NV = ("nv", "nv, drawn", "nv, squares", "nv, a direction", "nv, chosen", "amaxes of nv")
 
 
 def cast_noted(kind: str, launch: Launcher) -> None:
     x = torch.zeros(256, 256, dtype=torch.bfloat16)
     layouts = {fmt: [Layout(fmt, usage, tuple(x.shape)) for usage in USAGES] for fmt in FORMATS}
-    of_blocks, of_tensor, of_mx, of_lines = layouts.values()
+    of_blocks, of_tensor, of_mx, of_lines, of_nv = layouts.values()
+    rotated = [of_nv[0], of_nv[1].replace(format=NVFP4.replace(rht=SIGNS))]
     casts: dict[str, Callable[[], object]] = {
         "amax": lambda: tensor.tensor_amax.run(launch, x),
         "delayed": lambda: tensor.cast_recording.run(launch, x, torch.ones(1), torch.zeros(1), of_tensor),
@@ -156,11 +160,17 @@ def cast_noted(kind: str, launch: Launcher) -> None:
         "amax of lines": lambda: row.line_amaxes.run(launch, x, USAGES),
         "lines": lambda: row.cast_lines.run(launch, x, [torch.ones(256)] * 2, of_lines),
         "row": lambda: row.cast_row.run(launch, x, of_lines[:1]),
+        "nv": lambda: nvfp4.cast_nv.run(launch, x, [torch.ones(1)] * 2, of_nv),
+        "nv, drawn": lambda: nvfp4.cast_nv.run(launch, x, [torch.ones(1)] * 2, rotated, seed=torch.zeros(1, dtype=torch.int64)),
+        "nv, squares": lambda: nvfp4.cast_nv.run(launch, x, [one := torch.ones(1), one], of_nv, rows=16),
+        "nv, a direction": lambda: nvfp4.cast_nv.run(launch, x, [torch.ones(1)], of_nv[:1]),
+        "nv, chosen": lambda: nvfp4.cast_nv.run(launch, x, [torch.ones(1)] * 2, of_nv, error="MAE"),
+        "amaxes of nv": lambda: nvfp4.amaxes_nv.run(launch, x, rotated),
     }
     casts[kind]()
 
 
-@pytest.mark.parametrize("kind", ["amax", "delayed", "current", "block", "mx", "amax of lines", "lines", "row"])
+@pytest.mark.parametrize("kind", [*KINDS, *OF_NV])
 def test_a_joined_cast_compiles_without_spills(kind):
     noted: list[Variant] = []
     cast_noted(kind, lambda variant, *_, **__: noted.append(variant))

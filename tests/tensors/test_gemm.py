@@ -10,7 +10,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import GemmError, MissingPlaneError, ShapeError
-from opfuse.kernels.products.emulated import balanced
+from opfuse.numerics.sums import balanced
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (

@@ -5,6 +5,7 @@ Any byte is a code, so random ones hold NaN, infinities and subnormal values; so
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.cases.matrices import DTYPES
-from opfuse.kernels.casts.dequantize import dequantize, dequantize_nv
+from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups, dequantize_nv
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
@@ -114,8 +115,29 @@ def _transposed(kind: str) -> Case:
     return case
 
 
+def _groups(fmt: NumberFormat, usage: Usage, swizzled: bool, dtype: torch.dtype, device: torch.device) -> Arguments:
+    """More planes than a launch has, of one width; without their level. One has no rows, and a few no whole tiles."""
+    made, generator = [], torch.Generator().manual_seed(zlib.crc32(f"{fmt} {usage}".encode()))
+    for rows in (256, 32, 0, 96, 160, 32, 16, 64, 48, 128, 32):
+        layout = Layout(fmt.replace(rht=()), usage, (rows, 208), swizzled)
+        arrays = (torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for shape in _shapes(layout))
+        made.append((*(each.to(device) for each in arrays), None, layout))
+    return Arguments((made,), {"dtype": dtype})
+
+
+def _shapes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return layout.data_shape, layout.scale_shape
+
+
 CASES: CaseTable = {
     dequantize: _planes(_FORMATS),
     dequantize_nv: _planes(_NVFP4_FORMATS),
+    dequantize_groups: {
+        f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {output}": functools.partial(
+            _groups, fmt, usage, swizzled, dtype
+        )
+        for (name, fmt), usage, swizzled in itertools.product({"MX": mxfp8(E4M3), "NVFP4": NVFP4}.items(), USAGES, (False, True))
+        for output, dtype in DTYPES.items()
+    },
     transposed: {kind: _transposed(kind) for kind in _LINES},
 }

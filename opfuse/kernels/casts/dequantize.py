@@ -6,22 +6,26 @@ their layout says and for formats of a user's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, SCALE_TILE
+from opfuse.kernels.engine.joining import together
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.numerics.dequantize import StoredPlane
 from opfuse.numerics.dequantize import dequantize as definition
+from opfuse.numerics.dequantize import dequantize_groups as definition_of_groups
 from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.numerics.scalars import fl32
 
 _PARAMETERS = parameter_of("dequantize.cu")
-_NVFP4, _PLANE = parameter_of("dequantize_nvfp4.cu"), parameter_of("nvfp4_plane.cuh", "Plane")
+_NVFP4, _PLANE = parameter_of("dequantize_nvfp4.cu"), parameter_of("dequantize_nvfp4.cu", "Coded")
 _THREADS, _WARP, _TILE = 256, 32, 128
 _NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by rows; of a row of a tile by columns
 _WHOLE = 63  # the shift that leaves 0: one scale for all
@@ -54,17 +58,54 @@ def dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One read of ``data``, one write of the result."""
-    if layout.format.family == "nv":
-        return dequantize_nv.run(launch, data, scale, amax, layout=layout, dtype=dtype)
-    if dtype not in C_TYPES or not _stored_as(layout, data, scale, amax):
-        return definition(data, scale, amax, layout=layout, dtype=dtype)
-    turned = layout.usage == COLUMNWISE and not layout.across
+    return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
+
+
+@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE)
+def dequantize_nv(
+    launch: Launcher,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    *,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One read of ``data``, one write of the result; what was rotated is turned back."""
+    return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
+
+
+@kernel("dequantize.cu", reference=definition_of_groups, tolerance=BITWISE)
+def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
+    """A launch for eight planes."""
+    heights, width = [layout.shape[0] for *_, layout in planes], planes[0][-1].shape[1]
+    result = torch.empty(sum(heights), width, dtype=dtype, device=planes[0][0].device)
+    with together(launch) as each:
+        for plane, out in zip(planes, result.split(heights), strict=True):
+            if out.numel():
+                _decode(each, plane, out)
+    return result
+
+
+def _decode(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> torch.Tensor:
+    """``out``, which becomes the matrix of a plane in its dtype."""
+    data, scale, amax, layout = plane
+    work = _decode_nv if layout.format.family == "nv" else _decode_fp8
+    if out.dtype not in C_TYPES or not _stored_as(layout, data, scale, amax) or not work(launch, plane, out):
+        out.copy_(definition(data, scale, amax, layout=layout, dtype=out.dtype))
+    return out
+
+
+def _decode_fp8(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
+    data, scale, _, layout = plane
+    turned, dtype = layout.usage == COLUMNWISE and not layout.across, out.dtype
     rows, columns = layout.shape
     if layout.format.family == "tensor" and not turned:
         rows, columns = 1, rows * columns
     group = VECTOR // dtype.itemsize
     rows_each = 1 if turned else _ROWS_ACROSS[dtype.itemsize] if layout.across else _ROWS[layout.format.family]
-    aligned = on_bytes(data, 8) and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % PACK))
+    on_vectors = on_bytes(data, 8) and on_bytes(out, VECTOR)
+    aligned = on_vectors and (columns % group == 0 or rows == 1) and not (turned and (columns % group or rows % PACK))
     if turned:
         entry, blocks = "dequantize_tile", ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
     else:
@@ -81,28 +122,18 @@ def dequantize(
         ACROSS=layout.across,
         ALIGNED=aligned,
     )
-    out = torch.empty(layout.shape, dtype=dtype, device=data.device)
     addresses = {"data": data.data_ptr(), "scale": scale.data_ptr(), "out": out.data_ptr()}
     fields = _PARAMETERS(**addresses, rows=rows, columns=columns, **_scales(layout)._asdict())
     launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS.layout, *fields, device=data.get_device())
-    return out
+    return True
 
 
-@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE)
-def dequantize_nv(
-    launch: Launcher,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor | None,
-    *,
-    layout: Layout,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """One read of ``data``, one write of the result; what was rotated is turned back."""
-    turned, (rows, columns), fmt = layout.usage == COLUMNWISE, layout.shape, layout.format
-    launchable = dtype in C_TYPES and layout.lines[1] % 2 == 0 and (not fmt.rht or (turned and rows % SIZE == 0))
-    if amax is None or not launchable or not _stored_as(layout, data, scale, amax):
-        return definition(data, scale, amax, layout=layout, dtype=dtype)
+def _decode_nv(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
+    """Whether the kernel has such planes, and is launched."""
+    data, scale, amax, layout = plane
+    turned, (rows, columns), fmt, dtype = layout.usage == COLUMNWISE, layout.shape, layout.format, out.dtype
+    if layout.lines[1] % 2 or (fmt.rht and not (turned and rows % SIZE == 0)):
+        return False
     whole = (columns * dtype.itemsize % VECTOR == 0 and rows % SIZE == 0) if turned else columns % PACK == 0
     if turned:
         entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _NVFP4_TILE_BYTES // dtype.itemsize)
@@ -116,12 +147,11 @@ def dequantize_nv(
         OUT=C_TYPES[dtype],
         ROTATED=bool(fmt.rht),
         SIGNS=sign_mask(fmt.rht),
-        ALIGNED=whole and on_bytes(data, 8),
+        ALIGNED=whole and on_bytes(data, 8) and on_bytes(out, VECTOR),
     )
-    out = torch.empty(layout.shape, dtype=dtype, device=data.device)
-    quads = layout.tiled_shape[1] // SCALE_TILE[1]
+    addresses = {"codes": data.data_ptr(), "scales": scale.data_ptr(), "amax": 0 if amax is None else amax.data_ptr()}
     fields = _NVFP4(
-        plane=_PLANE(codes=data.data_ptr(), scales=scale.data_ptr(), amax=amax.data_ptr(), quads=quads),
+        plane=_PLANE(**addresses, quads=layout.tiled_shape[1] // SCALE_TILE[1]),
         out=out.data_ptr(),
         rows=rows,
         columns=columns,
@@ -130,7 +160,7 @@ def dequantize_nv(
         per_line=fmt.per_row,
     )
     launch(variant, entry, Grid(blocks, _THREADS), _NVFP4.layout, *fields, device=data.get_device())
-    return out
+    return True
 
 
 def _scales(layout: Layout) -> _ScalesOfKernel:
@@ -153,11 +183,9 @@ def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: to
     arrays = [(data, layout.data_shape), (scale, layout.scale_shape), (amax, layout.amax_shape)]
     if not layout.is_known:
         return False
-    dtypes = (scale.dtype, None if amax is None else amax.dtype) == (
-        SCALE_DTYPES[layout.format.scale],
-        None if layout.amax_shape is None else torch.float32,
-    )
-    return dtypes and all(
+    if scale.dtype != SCALE_DTYPES[layout.format.scale] or (amax is not None and amax.dtype != torch.float32):
+        return False
+    return all(
         each is None or (tuple(each.shape) == shape and each.is_contiguous() and each.device == data.device)
         for each, shape in arrays
     )

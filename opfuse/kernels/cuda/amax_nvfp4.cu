@@ -5,6 +5,7 @@
 // rowwise        fp32, not negative, or null: that of the matrix
 // columnwise     fp32, not negative: that of its columns after their rotation, which rounds to bf16; the rows in SIGNS are negated
 // Grid           one block of 256 threads for each 128 rows x 64 columns
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 4 bytes, and columns % 2 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, amaxes_nv.
 #include "vectors.cuh"
@@ -15,7 +16,7 @@ struct Parameters {
     float *rowwise, *columnwise;
     long long rows, columns;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, CHUNK = 16, TILE_ROWS = WARPS * CHUNK, TILE_COLUMNS = 64;
 
@@ -37,10 +38,12 @@ OPFUSE_FN u32 largest_rotated(const u32 (&v)[CHUNK], int side) {
     return best;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) amax_nvfp4(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) amax_nvfp4(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
     u32 across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
-    long long row = (long long)(blockIdx.x / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
-    long long column = (long long)(blockIdx.x % across) * TILE_COLUMNS + threadIdx.x % 32 * 2;
+    long long row = (long long)(own.block / across) * TILE_ROWS + threadIdx.x / 32 * CHUNK;
+    long long column = (long long)(own.block % across) * TILE_COLUMNS + threadIdx.x % 32 * 2;
     u32 v[CHUNK];
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) v[i] = load_two(p.x + (row + i) * p.columns + column, row + i < p.rows ? p.columns - column : 0);

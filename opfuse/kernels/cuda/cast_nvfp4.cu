@@ -12,6 +12,7 @@
 // Grid           cast_rows: blocks of 256 threads, a warp for each ROWS x 512 elements, for rowwise alone;
 //                cast_tile: a block of 256 for each 128 rows x 256 bytes; cast_square: one for each 128 x 128, where 16 x 16 values
 //                share a scale, which is repeated in their lines, and the planes hold the same codes
+// JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 16 == 0, and rows % 16 == 0 if there is columnwise; without it lines are of even
 //                length, and rows % 16 == 0 if they are rotated
 // Defined by     opfuse/numerics/casts.py, cast_nv.
@@ -23,7 +24,7 @@ struct Parameters {
     const IN* x;
     Nvfp4 planes;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr int ROWS = 4;  // of a warp in cast_rows; a divisor of 32
 
@@ -34,9 +35,11 @@ template <>
 constexpr int RESIDENT<bf16> = CHOOSES ? 1 : !ALIGNED ? 2 : MODE == NEAREST ? 4 : 3;
 
 #if ENTRY_cast_rows
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched, block_from_end());
+    const Parameters& parameters = part.parameters;
     const Nvfp4& p = parameters.planes;
-    u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = block_from_end() * (THREADS / 32) + threadIdx.x / 32;
+    u32 across = u32((p.columns + 32 * BLOCK - 1) / (32 * BLOCK)), warp = part.block * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * BLOCK;
     if (row >= p.rows || column >= p.columns) return;
     int there = int(smaller_of(p.rows - row, ROWS));
@@ -124,11 +127,13 @@ OPFUSE_FN Sixteen column_of(const Columns& c, int side) {
 }
 
 #if ENTRY_cast_tile
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched, block_from_end());
+    const Parameters& parameters = part.parameters;
     const Nvfp4& p = parameters.planes;
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
     u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32 block = block_from_end();
+    u32 block = part.block;
     long long first_row = (long long)(block / tiles_across) * TILE_ROWS, first_column = (long long)(block % tiles_across) * TILE_COLUMNS;
 
     int across = lane % ACROSS, down = lane / ACROSS;
@@ -179,11 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_tile(co
 // --------------------------------------------------------------------------------------------------------------------- squares
 
 #if ENTRY_cast_square
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_square(const __grid_constant__ Parameters parameters) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_square(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched, block_from_end());
+    const Parameters& parameters = part.parameters;
     __shared__ __align__(16) u32 codes[SQUARE_WORDS];
     __shared__ __align__(8) u8 scales[CHUNKS][SQUARES];
     const Nvfp4& p = parameters.planes;
-    Square own = this_square(p);
+    Square own = this_square(p, part.block);
     int there = own.column < p.columns ? int(smaller_of(p.rows - own.row, BLOCK)) : 0;  // of the rows from the thread's first on
     Sixteen v[SQUARE_ROWS];
 #pragma unroll

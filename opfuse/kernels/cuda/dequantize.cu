@@ -9,6 +9,7 @@
 // Arithmetic     fp32 code * scale, then one conversion, where overflow gives inf
 // Grid           dequantize_rows: blocks of 256 threads, a warp for each ROWS x 512 bytes of out; dequantize_tile: a block of 256
 //                for each 128 x 128 tile
+// JOINED         as joined.cuh has it
 // ALIGNED        each group of codes whose values fill 16 bytes is one load: `data` is on 8 bytes, and so is every line but the
 //                first; columns fill whole groups, except in a single row
 // Defined by     opfuse/numerics/dequantize.py.
@@ -23,7 +24,7 @@ struct Parameters {
     int row_shift, column_shift;
     u32 tiles_across, unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
 
 constexpr bool E8M0 = sizeof(SCALE) == 1;
 constexpr int THREADS = 256, TILE = 128, GROUP = 16 / sizeof(OUT);
@@ -90,8 +91,10 @@ OPFUSE_FN void store_values(const Parameters& p, long long at, const Codes<GROUP
 }
 
 #if ENTRY_dequantize_rows
-extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __grid_constant__ Parameters p) {
-    u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
+    u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = own.block * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * GROUP;
     long long at = row * p.columns + column, count = p.columns - column;
     if (row >= p.rows || count <= 0) return;
@@ -132,12 +135,14 @@ struct alignas(16) Factors {
 OPFUSE_FN int tile_slot(int position, int quad) { return position * (TILE / 4) + (quad ^ (position / 8 * 2)); }
 
 #if ENTRY_dequantize_tile
-extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) dequantize_tile(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched);
+    const Parameters& p = part.parameters;
     constexpr int QUADS = TILE / 4, STEPS = QUADS * 16 / THREADS;
     __shared__ __align__(16) u32 shared[TILE * QUADS];
     __shared__ __align__(16) float scales[TILE];
     u32 across = u32((p.columns + TILE - 1) / TILE);
-    long long first_row = (long long)(blockIdx.x / across) * TILE, first_column = (long long)(blockIdx.x % across) * TILE;
+    long long first_row = (long long)(part.block / across) * TILE, first_column = (long long)(part.block % across) * TILE;
     SCALE stored = threadIdx.x < TILE ? stored_scale(p, first_row, first_column + threadIdx.x) : SCALE{};
     int position = threadIdx.x % 16 * 8, quad = threadIdx.x / 16;
     Codes<8> codes[STEPS][4];

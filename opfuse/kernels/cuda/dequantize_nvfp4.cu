@@ -1,26 +1,38 @@
 // dequantize_nvfp4: the E2M1 codes, E4M3 scales and fp32 amax of one plane back to a matrix.
 //
-// plane          see nvfp4_plane.cuh; its lines are rows of out for decode_rows, columns for decode_columns
+// plane          see nvfp4_plane.cuh; without an amax the level is 1. Its lines are rows of out for decode_rows, columns for decode_columns
 // out            [rows, columns] of OUT, on 16 bytes
 // Arithmetic     fp32 (code * scale) * (amax * unit), then one conversion, where overflow gives inf
 // ROTATED        in between, 16 values of a column at a time are turned back: by the Hadamard matrix and 1 / 4, rows in SIGNS negated;
 //                rows % 16 == 0
 // Grid           decode_rows: blocks of 256 threads, a warp for each ROWS x 256 elements; decode_columns: a block of 256 for each
 //                128 rows x 256 bytes
+// JOINED         as joined.cuh has it
 // ALIGNED        columns % 8 == 0, and codes on 4 bytes, for decode_rows; columns of whole 16 bytes, rows % 16 == 0, and codes on 8
 //                bytes for decode_columns; without it lines are of even length
 // Defined by     opfuse/numerics/dequantize.py.
 #include "nvfp4_plane.cuh"
 #include "hadamard.cuh"
 
+struct Coded {
+    const u8 *codes, *scales;
+    const float* amax;
+    long long quads;
+};
+
 struct Parameters {
-    Plane plane;
+    Coded plane;
     OUT* out;
     long long rows, columns;
     float unit;
     u32 swizzled, per_line, unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
+#include "joined.cuh"
+
+// Where codes and scales lie, in whose places nothing is stored here.
+OPFUSE_FN Plane plane_of(const Parameters& p) {
+    return {const_cast<u8*>(p.plane.codes), const_cast<u8*>(p.plane.scales), p.plane.amax, p.plane.quads};
+}
 
 constexpr int THREADS = 256, ROWS = 8, GROUP = 8;
 static_assert(32 % ROWS == 0, "scales of a thread's rows lie at one distance");
@@ -37,7 +49,9 @@ OPFUSE_FN u32 scale_halves(u32 code) {
     return round_two<fp16>(scale, scale);
 }
 
-OPFUSE_FN float level_of(const Parameters& p, long long line) { return p.plane.amax[p.per_line ? line : 0] * p.unit * LEVEL_UP; }
+OPFUSE_FN float level_of(const Parameters& p, long long line) {
+    return (p.plane.amax ? p.plane.amax[p.per_line ? line : 0] * p.unit : 1.0f) * LEVEL_UP;
+}
 
 OPFUSE_FN u32 product_of_halves(u32 a, u32 b) {
     u32 both;
@@ -86,13 +100,15 @@ OPFUSE_FN void store_values(T* out, const float (&value)[GROUP], long long count
 }
 
 #if ENTRY_decode_rows
-extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_constant__ Parameters p) {
-    u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_constant__ Launched launched) {
+    Own own = own_part(launched);
+    const Parameters& p = own.parameters;
+    u32 across = u32((p.columns + 32 * GROUP - 1) / (32 * GROUP)), warp = own.block * (THREADS / 32) + threadIdx.x / 32;
     long long row = (long long)(warp / across) * ROWS, column = ((long long)(warp % across) * 32 + threadIdx.x % 32) * GROUP;
     long long count = p.columns - column;
     if (row >= p.rows || count <= 0) return;
     int there = p.rows - row < ROWS ? int(p.rows - row) : ROWS;
-    Place place = place_of(p.plane, p.swizzled, row, p.columns, column);
+    Place place = place_of(plane_of(p), p.swizzled, row, p.columns, column);
     u32 codes[ROWS], scale[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -163,16 +179,18 @@ constexpr int RESIDENT<bf16> = ROTATED && ALIGNED ? 5 : 4;
 #endif
 
 #if ENTRY_decode_columns
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<OUT>) decode_columns(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<OUT>) decode_columns(const __grid_constant__ Launched launched) {
+    Own part = own_part(launched);
+    const Parameters& p = part.parameters;
     __shared__ __align__(16) u32 shared[CHUNKS * CHUNK_WORDS];
     u32 tiles_across = u32((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS), chunk = threadIdx.x % CHUNKS, pair = threadIdx.x / CHUNKS;
-    long long first_row = (long long)(blockIdx.x / tiles_across) * TILE_ROWS, first_column = (long long)(blockIdx.x % tiles_across) * TILE_COLUMNS;
+    long long first_row = (long long)(part.block / tiles_across) * TILE_ROWS, first_column = (long long)(part.block % tiles_across) * TILE_COLUMNS;
     long long row = first_row + chunk * BLOCK, column = first_column + pair * 2, count = p.rows - row;
     Line line[PAIRS][2];
 #pragma unroll
     for (int k = 0; k < PAIRS; ++k) {
         long long own = column + k * (TILE_COLUMNS / PAIRS);
-        Place place = place_of(p.plane, p.swizzled, own, p.rows, row);
+        Place place = place_of(plane_of(p), p.swizzled, own, p.rows, row);
 #pragma unroll
         for (int side = 0; side < 2; ++side) line[k][side] = load_line(place, side, own + side < p.columns ? count : 0);
     }

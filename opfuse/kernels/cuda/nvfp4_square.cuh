@@ -15,8 +15,8 @@ struct Square {
     int in_tile;                                   // the first row, in the tile
 };
 
-OPFUSE_FN Square this_square(const Nvfp4& p) {
-    u32 tiles_across = u32((p.columns + SQUARE_TILE - 1) / SQUARE_TILE), block = block_from_end();
+OPFUSE_FN Square this_square(const Nvfp4& p, u32 block) {
+    u32 tiles_across = u32((p.columns + SQUARE_TILE - 1) / SQUARE_TILE);
     long long row = (long long)(block / tiles_across) * TILE_ROWS, column = (long long)(block % tiles_across) * SQUARE_TILE;
     int in_tile = threadIdx.x / 32 * BLOCK + threadIdx.x % 32 / SQUARES;
     return {row, column, row + in_tile, column + threadIdx.x % SQUARES * BLOCK, in_tile};

@@ -6,18 +6,22 @@ are the same.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
+from opfuse.kernels.engine.registry import Launcher
 from opfuse.kernels.engine.variants import parameter_bytes
 
 JOINED = 8
 """Launches that become one at most."""
 
-_CASTS = ("amax", "cast_tensor", "cast_block", "cast_mx", "amax_lines", "cast_lines", "cast_row")
-
+_CASTS = ("amax", "cast_tensor", "cast_block", "cast_mx", "amax_lines", "cast_lines", "cast_row", "amax_nvfp4", "cast_nvfp4")
 READ_WORDS: dict[str, tuple[int, ...]] = {f"{name}.cu": parameter_of(f"{name}.cu").read_words for name in _CASTS}
 """By source that can do so: words of the parameter with addresses of what is read; at others it writes what nobody else does."""
 
@@ -35,9 +39,12 @@ def joined_variant(variant: Variant) -> Variant:
 
 def joined_parameter(parameters: Sequence[bytes], blocks: Sequence[int]) -> bytes:
     """The one parameter of launches with these, of one size, and of so many blocks each."""
-    firsts = [sum(blocks[:i]) for i in range(len(blocks))]
-    firsts += [_NOBODY] * (JOINED - len(blocks))
-    return b"".join(parameters).ljust(len(parameters[0]) * JOINED, b"\0") + _FIRSTS.pack(*firsts)
+    return b"".join(parameters).ljust(len(parameters[0]) * JOINED, b"\0") + _FIRSTS.pack(*_firsts(blocks))
+
+
+def _firsts(blocks: Sequence[int]) -> list[int]:
+    """The first block of each launch of so many blocks."""
+    return [sum(blocks[:i]) for i in range(len(blocks))] + [_NOBODY] * (JOINED - len(blocks))
 
 
 def with_joined(variants: Iterable[Variant]) -> list[Variant]:
@@ -51,3 +58,35 @@ def with_joined(variants: Iterable[Variant]) -> list[Variant]:
             found[joined_variant(each)] = None
         near.add(each)
     return [*found]
+
+
+@contextlib.contextmanager
+def together(launch: Launcher) -> Iterator[Launcher]:
+    """Launches of the block, of which none waits for another, are made at its end: one for as many of a kernel as can be one."""
+    found: dict[tuple[Variant, str, int, int, int], list[tuple[int, struct.Struct, Sequence[int | float]]]] = {}
+
+    def gather(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
+        kind = variant, entry, grid.threads, grid.shared, device
+        found.setdefault(kind, []).append((grid.blocks, layout, fields))
+
+    yield gather
+    for (variant, entry, threads, shared, device), parts in found.items():
+        for start in range(0, len(parts), JOINED):
+            some = parts[start : start + JOINED]
+            blocks, layouts, fields = zip(*some)
+            grid = Grid(sum(blocks), threads, shared)
+            if len(some) == 1:
+                launch(variant, entry, grid, layouts[0], *fields[0], device=device)
+            else:
+                words = _joined_fields(fields, blocks)
+                launch(joined_variant(variant), entry, grid, _joined_layout(layouts[0]), *words, device=device)
+
+
+def _joined_fields(fields: Sequence[Sequence[int | float]], blocks: Sequence[int]) -> list[int | float]:
+    """As :func:`joined_parameter` packs them."""
+    return [*chain.from_iterable(fields), *[0] * (len(fields[0]) * (JOINED - len(fields))), *_firsts(blocks)]
+
+
+@functools.cache
+def _joined_layout(single: struct.Struct) -> struct.Struct:
+    return struct.Struct(single.format * JOINED + _FIRSTS.format)

@@ -6,35 +6,38 @@ multiply the sums. On a GPU the operands are bf16 and the sums fp32. The values 
 significant bits and an E4M3 scale 4 more, but for one range: E4M3 under E8M0 codes 0-2, E5M2 under codes 0-9. There a value
 may need a place below 2^-133, the last of bf16, and errs by at most 2^-134. At the other end bf16 and fp32 overflow alike.
 
-The two fp32 factors of a result multiply its sum one after the other, left first, each product rounded to 24 bits whatever its
-exponent: a result overflows or vanishes where it must, never because a sum times one factor does. Block scales multiply each
-other first, and then the sum of their block.
+The two fp32 factors of a result multiply its sum as numerics/sums.py says. Block scales multiply each other first, and then the
+sum of their block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E2M1, NumberFormat
-from opfuse.kernels.casts.dequantize import dequantize
+from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, Usage
+from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
+from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products.stored import Stored
+from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
 from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_scale
 from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.numerics.scalars import decode
+from opfuse.numerics.sums import Factors
 
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` is for the result's lines, ``blocks`` for each ``step`` of
-    the length."""
+    """Lines to multiply, fp32 or bf16 (lines, length); fp32 ``factor`` / ``unit`` is for the result's lines, ``blocks`` for each
+    ``step`` of the length."""
 
     values: torch.Tensor
     factor: torch.Tensor | None = None
+    unit: float = 1.0
     blocks: torch.Tensor | None = None
     step: int = 0
 
@@ -44,32 +47,68 @@ def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor |
     return _OPERANDS[layout.format.family](data, scale, amax, layout)
 
 
-def multiply(left: Lines, right: Lines) -> torch.Tensor:
-    """left times right transposed, fp32 (left lines, right lines). Blocks of both have one length."""
+def multiply(left: Lines, right: Lines, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """left times right transposed, rounded once to ``dtype``: (left lines, right lines). Blocks of both have one length."""
     if left.blocks is not None and right.blocks is not None:
-        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step)
-    result = _sums(left.values, right.values)
-    if left.factor is not None and right.factor is not None:
-        alone = _is_alone()
-        for factor in balanced(left.factor, right.factor.t()):
-            result = result.mul_(factor) if alone else result * factor  # in fp32, of which a second one is the peak of a step
-    return result
+        return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step).to(dtype)
+    sums = _sums(left.values, right.values)
+    return scaled_sums([sums], [Factors(left.factor, right.factor, left.unit, right.unit)], dtype=dtype, overwrites=_is_alone())
 
 
-def multiply_tiles(left: Lines, right: Lines) -> torch.Tensor:
+def multiply_tiles(left: Lines, right: Lines, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """:func:`multiply`, in which a line of the left has the same bits whatever lines are beside it."""
-    return in_tiles(len(left.values), left.values.device.type, lambda cut: multiply(_lines(left, cut), right))
+    return in_tiles(len(left.values), left.values.device.type, lambda cut: multiply(_lines(left, cut), right, dtype=dtype))
 
 
 def _lines(left: Lines, cut: TileCut) -> Lines:
     """The lines of a tile, with those of their scales that are not for all."""
     factor, blocks = (each if each is None or len(each) < len(left.values) else cut(each) for each in (left.factor, left.blocks))
-    return Lines(cut(left.values), factor, blocks, left.step)
+    return replace(left, values=cut(left.values), factor=factor, blocks=blocks)
 
 
 def _is_alone() -> bool:
     """Whether nobody holds what an op here has made: a mode may, as that of a selective checkpoint; a recording does not."""
     return torch._C._len_torch_dispatch_stack() <= (listener() is not None)
+
+
+AT_ONCE = JOINED
+"""Groups that are decoded before the first of them is multiplied: a program makes one launch of as many."""
+
+
+def multiply_groups(
+    lefts: Sequence[Stored], rights: Sequence[Stored], lines: Sequence[int], *, dtype: torch.dtype
+) -> torch.Tensor:
+    """:func:`multiply` of groups, one below the other, of formats whose block scales are part of the values.
+
+    lines: how many of each left count. Rights have one number of lines, and operands of a side one format and one plane.
+    """
+    result = torch.empty(sum(lines), rights[0].layout.lines[0], dtype=dtype, device=lefts[0].data.device)
+    for start in range(0, len(lefts), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        first = sum(lines[:start])
+        _multiply_some(lefts[some], rights[some], lines[some], result[first : first + sum(lines[some])])
+    return result
+
+
+def _multiply_some(lefts: Sequence[Stored], rights: Sequence[Stored], lines: Sequence[int], out: torch.Tensor) -> None:
+    rows, columns = _values(lefts, ROWWISE), _values(rights, COLUMNWISE)
+    heights = [len(each) for each in rows]
+    sums = torch.empty(sum(heights), out.shape[1], dtype=torch.float32, device=out.device).split(heights)
+    for pair in zip(rows, columns, sums, strict=True):
+        _matrix_product(*pair)
+    counted = [each[:count] for each, count in zip(sums, lines, strict=True)]
+    factors = [
+        Factors(_level(left, count), _level(right), _unit(left.layout), _unit(right.layout))
+        for left, right, count in zip(lefts, rights, lines, strict=True)
+    ]
+    scaled_sums(counted, factors, dtype=out.dtype, out=out, overwrites=True)
+
+
+def _values(planes: Sequence[Stored], lines: Usage) -> Sequence[torch.Tensor]:
+    """Values of planes under their block scales, as matrices whose rows are ``lines`` of this usage; in one memory."""
+    whole = dequantize_groups([_without_level(plane) for plane in planes], dtype=_dtype_on(planes[0].data))
+    heights = [plane.layout.shape[0] for plane in planes]
+    return whole.split(heights) if planes[0].layout.usage == lines else whole.t().split(heights, 1)
 
 
 def grouped_product(
@@ -163,28 +202,16 @@ def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
     return Stored(data.contiguous(), scale.contiguous(), plane.amax, layout)
 
 
-def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two fp32 factors with the powers of two in them shared evenly; those of lines are broadcast against each other.
-
-    A sum times the first, then times the second, has the bits that it has with the given factors, as long as those keep to the
-    normal fp32 range. With these it leaves the range only where the result does: sums of codes lie between 2^-32 and 2^46.
-    """
-    (left, left_power), (right, right_power) = torch.frexp(left), torch.frexp(right)
-    both = left_power + right_power
-    half = both >> 1
-    return left * _power_of_two(half), right * _power_of_two(both - half)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """fp32 2^exponent by its bits, cut off at the normal range: two factors that are further out give 0 in any case."""
-    return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)
-
-
 def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a times b transposed in fp32, from bf16 operands on a GPU."""
-    if a.is_cuda:
-        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
-    return a @ b.t()
+    return _matrix_product(a, b.t())
+
+
+def _matrix_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if not a.is_cuda:
+        return torch.mm(a, b, out=out)
+    a, b, options = a.to(torch.bfloat16), b.to(torch.bfloat16), {"out_dtype": torch.float32}
+    return torch.mm(a, b, **options) if out is None else torch.mm(a, b, **options, out=out)  # type: ignore[call-overload]
 
 
 def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, step: int) -> torch.Tensor:
@@ -210,14 +237,11 @@ def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, l
     return Lines(_codes(data, layout), blocks=scales, step=layout.block[1])
 
 
-def _mx(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    return Lines(_scaled(data, scale, layout))
-
-
-def _nv(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layout: Layout) -> Lines:
-    # full_like: torch divides by a Python number through its reciprocal on some devices.
-    levels = amax / torch.full_like(amax, _unit(layout.format))
-    return Lines(_scaled(data, scale, layout), factor=levels.reshape(-1, 1))
+def _scaled(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
+    """Lines of codes times block scales; the global amaxes, over their unit, are factors."""
+    data, scale, level, layout = _without_level(Stored(data, scale, amax, layout))
+    values = dequantize(data, scale, level, layout=layout, dtype=_dtype_on(data))
+    return Lines(lines_of(values, layout.usage), factor=None if amax is None else amax.reshape(-1, 1), unit=_unit(layout))
 
 
 def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -225,19 +249,24 @@ def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
     return decode(load_data(data, layout), layout.element)
 
 
-def _scaled(data: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Lines of codes times block scales: as dequantize gives them, at a global factor of 1 and without turning them back."""
-    amax = None
-    if layout.amax_shape is not None:
-        amax = torch.full(layout.amax_shape, _unit(layout.format), dtype=torch.float32, device=data.device)
-    layout = layout.replace(format=layout.format.replace(rht=()))
-    dtype = torch.bfloat16 if data.is_cuda else torch.float32
-    return lines_of(dequantize(data, scale, amax, layout=layout, dtype=dtype), layout.usage)
+def _without_level(plane: Stored) -> Stored:
+    """What codes and block scales alone say, and as it was rotated."""
+    return plane._replace(amax=None, layout=plane.layout.replace(format=plane.layout.format.replace(rht=())))
 
 
-def _unit(format: NumberFormat) -> float:
+def _level(plane: Stored, count: int | None = None) -> torch.Tensor | None:
+    """The global amax, or those of the first ``count`` lines."""
+    return plane.amax[:count] if plane.layout.format.per_row and plane.amax is not None else plane.amax
+
+
+def _unit(layout: Layout) -> float:
     """The global amax whose factor is 1."""
-    return E2M1.max * format.encode_max
+    return E2M1.max * layout.format.encode_max if layout.amax_shape else 1.0
 
 
-_OPERANDS: dict[str, Callable[..., Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}
+def _dtype_on(data: torch.Tensor) -> torch.dtype:
+    """Of operands on the device of ``data``."""
+    return torch.bfloat16 if data.is_cuda else torch.float32
+
+
+_OPERANDS: dict[str, Callable[..., Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _scaled, "nv": _scaled}

@@ -198,7 +198,7 @@ def multiply(
             return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    return emulation.multiply(*_operands(left, right)).to(out_dtype)
+    return emulation.multiply(*_operands(left, right), dtype=out_dtype)
 
 
 def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Tensor, *, fast: bool = False) -> bool:
@@ -232,7 +232,7 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if not invariant_refusal(left.layout, right.layout, out_dtype, device):
             return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    return emulation.multiply_tiles(*_operands(left, right)).to(out_dtype)
+    return emulation.multiply_tiles(*_operands(left, right), dtype=out_dtype)
 
 
 def invariant_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
@@ -281,13 +281,23 @@ def _own(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out
 
 
 def multiply_groups(
-    lefts: Sequence[Stored], rights: Sequence[Stored], lines: Sequence[int], *, out_dtype: torch.dtype, fast: bool = False
+    lefts: Sequence[Stored],
+    rights: Sequence[Stored],
+    lines: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+    invariant: bool = False,
 ) -> torch.Tensor | None:
-    """The products of groups in one launch, one below the other: (sum of ``lines``, lines of a right); None if one is refused.
+    """The products of groups together, one below the other: (sum of ``lines``, lines of a right); None if they are made apart.
 
-    lines: how many of each left count, at least one. Rights have one number of lines, and operands of a side one format.
+    In one launch where that takes all of them, which sums each in one piece and so is invariant; emulated together where the
+    family has no native product. lines: how many of each left count, at least one. Rights have one number of lines, and operands
+    of a side one format.
     """
     first = lefts[0].data
+    if lefts[0].layout.format.family not in BACKENDS:
+        return None if invariant else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
     if not first.is_cuda or not runs_kernels(first):
         return None
     device = _machine(first.get_device())

@@ -116,7 +116,7 @@ def _element(plane: Plane) -> Element:
 
 def _scale(plane: Plane) -> torch.Tensor:
     """The decode scale of each element, (M, K), or one of all: what codes of 1 are decoded to."""
-    if plane.format.family == "tensor" and plane.scale is not None:
+    if plane.format.family == "tensor" and plane.scale is not None and plane.scale.numel() == 1:
         return plane.scale
     element = _element(plane)
     one = element.bias << element.mantissa_bits

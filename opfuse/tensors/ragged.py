@@ -19,8 +19,8 @@ from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recordi
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products.native import multiplies_runs
 from opfuse.numerics.casts import Encoded
-from opfuse.numerics.layouts import Layout, layout_of
-from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups
+from opfuse.numerics.layouts import Layout, layout_of, transposed
+from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -52,6 +52,10 @@ class RaggedPlane(Plane):
     @property
     def layout(self) -> Layout:
         return layout_in_groups(self.format, self.usage, self.shape, self.groups)
+
+    def transposed(self) -> RaggedPlane:
+        """The columnwise plane of the same values in a per-tensor format: the rowwise bytes of each group, transposed."""
+        return replace(self, usage=COLUMNWISE, data=transposed(padded(self.data, self.groups)))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``; nothing waits for the device."""

@@ -6,6 +6,7 @@ On a CPU the definitions run, where the test says that the device makes these pr
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import ShapeError
 from opfuse.formats import COLUMNWISE, E4M3, USAGES, fp8_block
+from opfuse.inspect.casts import figures
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
@@ -125,6 +127,19 @@ def test_a_cast_in_groups_is_that_of_each_group(kind, sizes, usages):
     again = made.with_tensors(made.tensors())
     assert [type(again.plane(usage)) for usage in usages] == [type(made.plane(usage)) for usage in usages]
     assert all(same(one, other) for one, other in zip(again.tensors(), made.tensors(), strict=True))
+
+
+@every_size
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_what_is_told_of_a_cast_in_groups_and_what_is_derived(kind, sizes):
+    x, each = randn(sum(sizes), 144).to(BF16), [QUANTIZERS[kind](i) for i in range(len(sizes))]
+    made, wanted = cast_in_groups(each[0], x, torch.tensor(sizes), each=each), GroupedQuantizer((*each,), sizes).quantize(x)
+    (found,), (known,) = ([one.read() for one in figures(x, storage)] for storage in (made, wanted))
+    assert replace(found, sqnr=None) == replace(known, sqnr=None)
+    assert found.sqnr == pytest.approx(known.sqnr, rel=1e-6)
+    if made.rowwise.format.family == "tensor":
+        turned = made.only(USAGES[0], why="a test").derived(COLUMNWISE)
+        assert all(same(one, other) for one, other in zip(turned.tensors(), made.columnwise.tensors(), strict=True))
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------------------

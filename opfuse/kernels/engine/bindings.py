@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,26 +73,39 @@ def driver() -> Any:
     return bound
 
 
-class _OnDemand(ModuleType):
-    """Stands in for the package ``cupy``, and is it as soon as anything but its log is wanted."""
-
-    _environment = SimpleNamespace(_log=lambda message: None)
+class _StandIn(ModuleType):
+    """Stands in for a package, and is it as soon as anything is wanted that was not given to it."""
 
     def __getattr__(self, name: str) -> Any:
-        if sys.modules.get("cupy") is self:
-            sys.modules.pop("cupy", None)  # another thread may have
-        return getattr(importlib.import_module("cupy"), name)
+        if sys.modules.get(self.__name__) is self:
+            sys.modules.pop(self.__name__, None)  # another thread may have
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 @contextlib.contextmanager
-def _cupy_on_demand() -> Iterator[None]:
-    """Inside the block, bindings do not import the package ``cupy`` for its log, to which they tell each function they find."""
-    stand_in = None if "cupy" in sys.modules else sys.modules.setdefault("cupy", _OnDemand("cupy"))
+def stand_ins(*packages: str, **given: object) -> Iterator[None]:
+    """Inside the block, modules of ``packages`` are imported without these, which stand outer before inner.
+
+    given: attributes that the modules want of them. Packages that are imported already stay, those that are not installed fail.
+    """
+    made = []
+    for name in packages:
+        if name in sys.modules or (spec := find_spec(name)) is None:
+            continue
+        stand_in = _StandIn(name)
+        vars(stand_in).update(given, __path__=spec.submodule_search_locations)
+        made.append((name, sys.modules.setdefault(name, stand_in), stand_in))
     try:
         yield
     finally:
-        if stand_in is not None and sys.modules.get("cupy") is stand_in:
-            sys.modules.pop("cupy", None)
+        for name, found, stand_in in made:
+            if found is stand_in and sys.modules.get(name) is stand_in:
+                sys.modules.pop(name, None)
+
+
+def _cupy_on_demand() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, bindings do not import the package ``cupy`` for its log, to which they tell each function they find."""
+    return stand_ins("cupy", _environment=SimpleNamespace(_log=lambda message: None))
 
 
 @functools.cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,9 +15,10 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.kernels.casts.delayed import updating
-from opfuse.kernels.engine import compiling, cubins
+from opfuse.kernels.engine import ahead, compiling, cubins
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.joining import joined_variant
 from opfuse.kernels.engine.launch import noting
 from opfuse.kernels.engine.registry import Kernel
 from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
@@ -107,14 +110,18 @@ def test_noted_kernels_are_not_launched_and_blocks_end():
     assert launching._parameters.noted is None
 
 
-def test_variants_are_compiled_in_threads_each_once_and_one_that_fails_is_left(tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path) -> cubins.CubinCache:
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    return cubins.CubinCache(tmp_path / "kernels")
+
+
+def test_variants_are_compiled_in_threads_each_once_and_one_that_fails_is_left(tmp_path, monkeypatch, cache):
     (tmp_path / "good.cu").write_text('extern "C" __global__ void good(float* x) { x[0] = N; }')
     (tmp_path / "bad.cu").write_text("nonsense")
-    (tmp_path / "kernels").mkdir(mode=0o700)
     monkeypatch.setattr(compiling, "SOURCES", tmp_path)
     compiling.assemble.cache_clear()
-    cache = cubins.CubinCache(tmp_path / "kernels")
-    good = [Variant("good.cu", (f"N={i}",)) for i in range(3)]
+    good, bad = [Variant("good.cu", (f"N={i}",)) for i in range(3)], Variant("bad.cu")
     compile_text, threads = compiling.compile_text, []
 
     def noted(*args):
@@ -123,32 +130,72 @@ def test_variants_are_compiled_in_threads_each_once_and_one_that_fails_is_left(t
 
     monkeypatch.setattr(compiling, "compile_text", noted)
     compiling.cubin(good[0], "sm_90a", cache)
-    compiling.compile_together([*good, Variant("bad.cu"), good[1]], "sm_90a", cache)
+    ahead.compile_together([*good, bad, good[1]], "sm_90a", cache)
+    for variant in (*good, bad):
+        ahead.wait_for(variant, "sm_90a", cache)
     assert all(compiling.is_compiled(variant, "sm_90a", cache) for variant in good)
-    assert not compiling.is_compiled(Variant("bad.cu"), "sm_90a", cache)
+    assert not compiling.is_compiled(bad, "sm_90a", cache)
     assert len(threads) == 4
     assert threading.main_thread() not in threads[1:]
-    compiling.compile_together(good, "sm_90a", cache)
+    ahead.compile_together(good, "sm_90a", cache)
     assert len(threads) == 4
     compiling.assemble.cache_clear()
 
 
-def test_the_first_variant_is_being_compiled_while_others_are_looked_for(monkeypatch):
+def test_the_first_variant_is_being_compiled_while_others_are_looked_for(monkeypatch, cache):
     begun, looked_for = threading.Event(), []
 
     def coming() -> Iterator[Variant]:
         yield Variant("first.cu")
         looked_for.append(begun.wait(10))
 
-    monkeypatch.setattr(compiling, "is_compiled", lambda *_: False)
-    monkeypatch.setattr(compiling, "cubin", lambda *_: begun.set())
-    compiling.compile_together(coming(), "sm_90a", cubins.CubinCache(None))
+    monkeypatch.setattr(ahead, "is_compiled", lambda *_: False)
+    monkeypatch.setattr(ahead, "cubin", lambda *_: begun.set())
+    ahead.compile_together(coming(), "sm_90a", cache)
     assert looked_for == [True]
 
 
-def test_the_longest_texts_are_compiled_first():
+def test_who_needs_a_kernel_waits_for_no_other(monkeypatch, cache):
+    """The caller goes on while others are compiled, and is told of one that fails when it compiles that itself."""
+    slow, may_end = Variant("slow.cu"), threading.Event()
+    monkeypatch.setattr(ahead, "is_compiled", lambda *_: False)
+    monkeypatch.setattr(ahead, "cubin", lambda variant, *_: variant != slow or may_end.wait(10))
+    ahead.compile_together([Variant("quick.cu"), slow], "sm_90a", cache)
+    ahead.wait_for(Variant("quick.cu"), "sm_90a", cache)
+    assert [variant for variant, *_ in ahead._coming] == [slow]
+    threading.Timer(0.05, may_end.set).start()
+    ahead.wait_for(slow, "sm_90a", cache)
+    assert may_end.is_set()
+    ahead.wait_for(Variant("nobody's.cu"), "sm_90a", cache)
+
+
+def test_the_longest_texts_are_compiled_first_and_those_of_joined_launches_last():
     short, long, longest = map(Variant, ("norm_sums.cu", "amax.cu", "product.cu"))
-    assert compiling.longest_first([long, short, longest]) == [longest, long, short]
+    joined = joined_variant(Variant("cast_mx.cu", ("PARAMETER_BYTES=64",)))
+    assert ahead.in_turn([joined, long, short, longest]) == [longest, long, short, joined]
+
+
+FORK = """
+import os, sys, threading
+from pathlib import Path
+from opfuse.kernels.engine import ahead, cubins
+from opfuse.kernels.engine.compiling import Variant
+begun, may_end = threading.Event(), threading.Event()
+ahead.is_compiled, ahead.cubin = lambda *_: False, lambda *_: begun.set() or may_end.wait(10)
+slow = Variant("slow.cu"), "sm_90a", cubins.CubinCache(Path(sys.argv[1]))
+ahead.compile_together(slow[:1], *slow[1:])
+begun.wait(10)
+if (child := os.fork()) == 0:
+    ahead.wait_for(*slow)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(ahead._coming))
+threading.Timer(0.05, may_end.set).start()
+"""
+
+
+def test_a_child_waits_for_no_thread_of_its_parent_and_an_interpreter_ends(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "7 1\n"
 
 
 def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
@@ -159,7 +206,7 @@ def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
         "require_same_cuda": lambda: None,
         "architecture": lambda device: "sm_90a",
         "is_compiled": lambda variant, *_: variant in compiled,
-        "longest_first": list,
+        "in_turn": list,
         "compile_together": lambda variants, *_: told.append(list(variants)),
         "cubin": lambda *_: (_ for _ in ()).throw(RuntimeError("no device")),
     }.items():

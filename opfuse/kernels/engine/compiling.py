@@ -6,14 +6,10 @@ since CuPy's own compilation always flushes subnormals, which E8M0 scales need. 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,34 +163,6 @@ def cubin(variant: Variant, arch: str, cache: CubinCache) -> bytes:
 def is_compiled(variant: Variant, arch: str, cache: CubinCache) -> bool:
     """Whether the cache has the variant's cubin."""
     return cache.find(_key(variant, arch), CUBIN) is not None
-
-
-def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) -> None:
-    """Compile those that the cache does not have, each in a thread, from when it is named: NVRTC runs without Python's lock.
-
-    One that does not compile is told of when it is used.
-    """
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for made in [pool.submit(cubin, variant, arch, cache) for variant in _missing(variants, arch, cache)]:
-            with contextlib.suppress(KernelError):
-                made.result()
-
-
-def longest_first(variants: Iterable[Variant]) -> list[Variant]:
-    """In the order of their texts' lengths, by which compiling takes longer: what is begun last should be done soon.
-
-    NVRTC reads one text at a time, under a lock of its own; it optimizes several.
-    """
-    return sorted(variants, key=lambda variant: len(assemble(variant)), reverse=True)
-
-
-def _missing(variants: Iterable[Variant], arch: str, cache: CubinCache) -> Iterator[Variant]:
-    """Those that the cache does not have, once each."""
-    seen = set[Variant]()
-    for variant in variants:
-        if variant not in seen and not is_compiled(variant, arch, cache):
-            yield variant
-        seen.add(variant)
 
 
 def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resources]:

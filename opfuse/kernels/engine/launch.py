@@ -13,15 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
+from opfuse.kernels.engine.ahead import compile_together, in_turn, wait_for
 from opfuse.kernels.engine.bindings import driver, require_same_cuda, runtime
 from opfuse.kernels.engine.compiling import (
     Resources,
     Variant,
     architecture,
-    compile_together,
     cubin,
     is_compiled,
-    longest_first,
     resources,
 )
 from opfuse.kernels.engine.cubins import cubin_cache, location
@@ -70,6 +69,7 @@ def load(variant: Variant, entry: str, device: int) -> int:
     if (coming := _parameters.coming) is not None and not is_compiled(variant, arch, cache):
         _parameters.coming = None
         compile_together(_one_after_another(variant, coming), arch, cache)
+    wait_for(variant, arch, cache)
     image = cubin(variant, arch, cache)
     tell_of_spills(variant, arch, resources(variant, arch, cache))
     bind(device)
@@ -85,7 +85,7 @@ def load(variant: Variant, entry: str, device: int) -> int:
 def _one_after_another(variant: Variant, coming: Callable[[], Iterable[Variant]]) -> Iterator[Variant]:
     """``variant``, then those of ``coming``: the compiler loads and begins while these are looked for."""
     yield variant
-    yield from longest_first(coming())
+    yield from in_turn(coming())
 
 
 def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:

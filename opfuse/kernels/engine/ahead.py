@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from opfuse.kernels.engine.compiling import Variant, assemble, cubin, is_compiled
 from opfuse.kernels.engine.cubins import CubinCache
-from opfuse.kernels.engine.joining import is_joined
+from opfuse.kernels.engine.variants import is_joined
 
 _coming: dict[tuple[Variant, str, CubinCache], Future[bytes]] = {}
 """What is being compiled, or waits for its turn."""
@@ -38,8 +38,8 @@ def wait_for(variant: Variant, arch: str, cache: CubinCache) -> None:
 def in_turn(variants: Iterable[Variant]) -> list[Variant]:
     """In the order of their texts' lengths, by which compiling takes longer: what is begun last should be done soon.
 
-    NVRTC reads one text at a time, under a lock of its own; it optimizes several. Launches become one in programs alone, so no
-    first call waits for those kernels, and they come last.
+    NVRTC reads one text at a time, under a lock of its own; it optimizes several. Launches become one in programs above all, so
+    kernels for those, which few first calls wait for, come last.
     """
     return sorted(variants, key=lambda variant: (is_joined(variant), -len(assemble(variant))))
 

@@ -37,11 +37,6 @@ def joined_variant(variant: Variant) -> Variant:
     return variant._replace(defines=(*defines, f"JOINED={JOINED}"))
 
 
-def is_joined(variant: Variant) -> bool:
-    """Whether it is what :func:`joined_variant` makes."""
-    return f"JOINED={JOINED}" in variant.defines
-
-
 def joined_parameter(parameters: Sequence[bytes], blocks: Sequence[int]) -> bytes:
     """The one parameter of launches with these, of one size, and of so many blocks each."""
     return b"".join(parameters).ljust(len(parameters[0]) * JOINED, b"\0") + _FIRSTS.pack(*_firsts(blocks))

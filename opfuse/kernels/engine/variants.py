@@ -37,3 +37,8 @@ def variant_of(source: str, parameters: struct.Struct, *, entry: str | None = No
 def parameter_bytes(variant: Variant) -> int:
     """Of the parameter that a kernel of the variant takes: so many the driver reads at a launch, used or not."""
     return next(int(value) for name, _, value in (define.partition("=") for define in variant.defines) if name == _BYTES)
+
+
+def is_joined(variant: Variant) -> bool:
+    """Whether it is compiled for several launches that are one."""
+    return any(define.startswith("JOINED=") for define in variant.defines)

@@ -2,11 +2,15 @@
 
 A broadcast sends bytes, for all ranks have a tensor of one format. The others are refused: what they write is there when their
 work is done, which is later than their call, and the cast of values that were decoded for it is no copy of what was sent.
+
+In lists of lists, as scatter has for what it sends, torch's dispatcher does not look for tensors of a class of their own: a back
+end would take the address of their values, and they have none. So these collectives are looked at before they are dispatched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -46,3 +50,25 @@ def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
             torch._C._distributed_c10d.Work.unbox(work).wait()
         target.copy_(target.over(received))
     return tensors, work
+
+
+_NESTED = ("scatter_", "reduce_scatter_", "gather_", "allgather_", "allgather_coalesced_")
+"""Operations of ``torch.ops.c10d`` with a list of lists among their first two arguments."""
+
+
+def _run_nested(func: Callable[..., Any], *args: Any) -> Any:
+    """The collective; QuantizedTensorError if a tensor in its list of lists lives quantized."""
+    for inner in (inner for outer in args[:2] for inner in outer if isinstance(inner, (list, tuple))):
+        for tensor in inner:
+            if isinstance(tensor, Quantized):
+                wanted, got = "plain tensors in its lists", f"{tensor!r}"
+                cure = "give it dequantize() of what it sends, and plain tensors to write into; broadcast sends the bytes"
+                raise QuantizedTensorError(describe(str(func), wanted=wanted, got=got, cure=cure))
+    with torch._C._AutoDispatchBelowAutograd():
+        return func(*args)
+
+
+if torch.distributed.is_available():
+    _LIBRARY: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for _name in _NESTED:
+        _LIBRARY.impl(_name, partial(_run_nested, getattr(torch.ops.c10d, _name).default), "Autograd")

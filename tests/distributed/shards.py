@@ -180,6 +180,12 @@ def check_broadcast(recipe: str, rank: int, ranks: int, device: str) -> list[str
     ):
         with pytest.raises(QuantizedTensorError, match="a plain tensor to write into"):
             call(mine)
+    for call in (
+        lambda into: dist.all_gather([into] * ranks, values[0]),
+        lambda into: dist.reduce_scatter(values[0], [into] * ranks),
+    ):
+        with pytest.raises(QuantizedTensorError, match="wants plain tensors in its lists"):
+            call(mine)
     return wrong
 
 

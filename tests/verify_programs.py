@@ -13,10 +13,10 @@ import torch
 from opfuse.program.program import Program
 from opfuse.program.steps import CallStep, OpStep
 from opfuse.program.tape import Tape
-from opfuse.runtime import programs
+from opfuse.runtime import recorded
 from opfuse.tensors import QuantizedTensor
 
-programs.BEFORE = 0
+recorded.BEFORE = 0
 _make = Program.__init__
 
 

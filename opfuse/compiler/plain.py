@@ -64,12 +64,20 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "remade": list(remade(plan)),
         "meetings": list(meetings(plan)),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
+        "runs_at_every_call": stepped(plan),
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],
         **{
             f"{side}_groups": [{"fusion": g.name if g.claimed else None, "nodes": list(g.nodes)} for g in groups_of(plan, side)]
             for side in SIDES
         },
     }
+
+
+def stepped(plan: Plan) -> dict[str, str]:
+    """Why segments run at every call, by their nodes, as far as they have run."""
+    nodes = plan.graph.nodes
+    found = ((segment, plan.own_code.get(segment.nodes.start)) for segment in plan.segments)
+    return {" ".join(nodes[i].name for i in segment.nodes): why for segment, why in found if why}
 
 
 def flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:

@@ -60,8 +60,8 @@ class Plan:
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them. programs,
-    repeatable, keepable: what was recorded of each segment, whether it can be, and its casts of weights that may be kept from
-    call to call, by its first node.
+    own_code, keepable: what was recorded of each segment, or of one of its casts, what in it is the user's own, and its casts of
+    weights that may be kept from call to call, by its first node; of a cast, by node and role.
     """
 
     key: PlanKey
@@ -74,8 +74,8 @@ class Plan:
     name: str = ""
     ops: tuple[str, ...] = ()
     remade: Remade = field(default_factory=dict, compare=False)
-    programs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
-    repeatable: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
+    programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    own_code: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

@@ -119,8 +119,8 @@ class Context:
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
         """Leave the gradients of the op's parameters and of its extra inputs. PipelineError for what is no tuple of tensors."""
-        self.grad_params = checked_tensors(self.op.label, "gradients of parameters", params)
-        self.grad_inputs = checked_tensors(self.op.label, "gradients of extra inputs", extras)
+        self.grad_params = checked_tensors(self.op, "gradients of parameters", params)
+        self.grad_inputs = checked_tensors(self.op, "gradients of extra inputs", extras)
 
     @property
     def saved(self) -> SimpleNamespace:
@@ -165,7 +165,7 @@ class Context:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return versions(*self._saved.values()) if self.requires_grad else []
+        return versions(*self._saved.values()) if self.needs and self._saved else []
 
     # -- what the executor does with the saved state -------------------------------------------------------------------
 
@@ -250,7 +250,8 @@ _RELEASED = torch.empty(0, device="cpu")
 
 def versions(*values: Value | None) -> list[int]:
     """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
-    return [0 if tensor.is_inference() else tensor._version for value in values for tensor in _tensors(value)]
+    tensors = [(value,) if isinstance(value, torch.Tensor) else _tensors(value) for value in values]
+    return [0 if tensor.is_inference() else tensor._version for part in tensors for tensor in part]
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

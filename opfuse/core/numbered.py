@@ -8,12 +8,12 @@ casts are nodes of their own. A :class:`~opfuse.core.fused.FusedOperation`, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from opfuse.core.context import Context
-from opfuse.core.protocol import NEIGHBOURS, check_tensor, checked_gradients, checked_lists, checked_outputs
+from opfuse.core.protocol import NEIGHBOURS, check_tensor, checked_gradients, checked_lists, checked_outputs, takes_neighbours
 
 
 class NumberedMixin:
@@ -21,7 +21,6 @@ class NumberedMixin:
 
     op_forward: Callable[..., Any]
     op_backward: Callable[..., Any]
-    takes_neighbours: ClassVar[bool]
 
     def fuser_forward(
         self,
@@ -37,8 +36,9 @@ class NumberedMixin:
         (ctx,) = basic_op_ctxs
         if basic_op_extra_inputs is not None:
             ctx.extras = tuple(basic_op_extra_inputs[0])
-        neighbours = zip(NEIGHBOURS, (prev_op_grad_output_quantizer, next_op_input_quantizer)) if self.takes_neighbours else ()
-        output, extras = checked_outputs(self, self.op_forward(ctx, input_, **dict(neighbours), **basic_op_kwargs[0]))
+        forward, given = self.op_forward, (prev_op_grad_output_quantizer, next_op_input_quantizer)
+        neighbours = dict(zip(NEIGHBOURS, given)) if takes_neighbours(forward) else {}
+        output, extras = checked_outputs(self, forward(ctx, input_, **neighbours, **basic_op_kwargs[0]))
         return output, [extras]
 
     def fuser_backward(
@@ -59,10 +59,11 @@ class NumberedMixin:
 def run_forward(op: Any, ctx: Context, x: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
     """The output of one op and its extra outputs, by the protocol that it was written for."""
     if not _is_numbered(op, "fuser_forward"):
-        return checked_outputs(op, op.op_forward(ctx, x, **(NEIGHBOURS if op.takes_neighbours else {}), **kwargs))
+        forward = op.op_forward
+        return checked_outputs(op, forward(ctx, x, **(NEIGHBOURS if takes_neighbours(forward) else {}), **kwargs))
     found = op.fuser_forward([ctx], x, basic_op_extra_inputs=[ctx.extras], **NEIGHBOURS, basic_op_kwargs=[kwargs])
-    y, (extras,) = checked_lists(op.label, "fuser_forward", found, 1)
-    check_tensor(f"{op.label} fuser_forward", y, "return the output, then a list with a tuple of the extra outputs")
+    y, (extras,) = checked_lists(op, "fuser_forward", found, 1)
+    check_tensor(op, "fuser_forward", y, "return the output, then a list with a tuple of the extra outputs")
     return y, extras
 
 
@@ -71,7 +72,7 @@ def run_backward(op: Any, ctx: Context, dy: Any) -> tuple[Any, Any, Any]:
     if not _is_numbered(op, "fuser_backward"):
         return checked_gradients(op, ctx, op.op_backward(ctx, dy))
     found = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[ctx.grad_extras])
-    dx, (params,), (extras,) = checked_lists(op.label, "fuser_backward", found, 1)
+    dx, (params,), (extras,) = checked_lists(op, "fuser_backward", found, 1)
     return dx, params, extras
 
 

@@ -20,7 +20,7 @@ from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
-from opfuse.core.protocol import NEIGHBOURS, check_signatures, misfit, refuse_missing
+from opfuse.core.protocol import check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
@@ -145,10 +145,9 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     kind: name in patterns; in quantizer roles too, unless there is a module_type (default: the class name in snake case). saves:
     names that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
     of ``"input"``, ``"grad_output"`` and parameter names. forward_kwargs: keyword arguments that a caller may pass to its
-    forward; None leaves it to the signature of ``op_forward``. asks_quantizers, knows_reads: it overrides ``num_quantizers``,
-    ``reads_saved``. reads_training: what it may do depends on ``training``, as in any method; so it is True unless a class with
-    methods outside of this package says False. derives: what else its methods keep in a context, as functions of what is always
-    there.
+    forward; None leaves it to the signature of ``op_forward``. reads_training: what it may do depends on ``training``, as in any
+    method; so it is True unless a class with methods outside of this package says False. derives: what else its methods keep in
+    a context, as functions of what is always there.
 
     What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
     traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its
@@ -171,9 +170,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     is_cast: ClassVar[bool] = False
     accepts_quantized: ClassVar[bool] = False
     forward_kwargs: ClassVar[tuple[str, ...] | None] = None
-    asks_quantizers: ClassVar[bool] = False
     reads_training: ClassVar[bool] = False
-    knows_reads: ClassVar[bool] = False
     asks_casts: ClassVar[bool] = False
     derives: ClassVar[Mapping[str, Callable[[Context], Any]]] = {}
     casts_itself: ClassVar[bool] = False
@@ -194,9 +191,6 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
             cls.reads_training = True
         cls.word = word_of(cls, cls.kind, declared=named and trusted)
         check_signatures(cls, BasicOperation)
-        cls.takes_neighbours = misfit(cls.op_forward, NEIGHBOURS) is None
-        cls.knows_reads = cls.reads_saved is not BasicOperation.reads_saved
-        cls.asks_quantizers = cls.num_quantizers is not BasicOperation.num_quantizers
         for plain, outer in (("op_forward", "fuser_forward"), ("op_backward", "fuser_backward")):
             if plain in cls.__dict__ and place(cls, (outer,)) > 0 and not calls(cls, outer, plain):
                 cure = f"override {outer}, which the compiler calls, or have it call {plain}"
@@ -240,6 +234,16 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         if not self.patches(self.speaks_for):
             return Known(self.word, self.traits, self.is_cast, self.accepts_quantized, self.casts_itself)
         return Known(f"patched.{self.word}", **WITHOUT, casts_itself=self.asks_casts)
+
+    @property
+    def asks_quantizers(self) -> bool:
+        """Whether its methods ask for quantizers by number."""
+        return type(self).num_quantizers is not BasicOperation.num_quantizers
+
+    @property
+    def knows_reads(self) -> bool:
+        """Whether it says itself what its gradients read."""
+        return type(self).reads_saved is not BasicOperation.reads_saved
 
     @property
     def promised(self) -> tuple[str, ...] | None:
@@ -358,7 +362,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
 
     def check_kwargs(self, kwargs: Iterable[str]) -> None:
         """PipelineError for keyword arguments that this op does not take."""
-        known = self.forward_kwargs
+        known = None if self.patches(("op_forward", "fuser_forward")) else self.forward_kwargs
         unknown = () if known is None else tuple(name for name in kwargs if name not in known)
         if unknown:
             wanted = f"one of {known}" if known else "no keyword arguments"

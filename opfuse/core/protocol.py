@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -67,6 +68,21 @@ def misfit(method: Any, keywords: Iterable[str]) -> TypeError | None:
     return None
 
 
+def takes_neighbours(method: Any) -> bool:
+    """Whether the ``op_forward`` of an op, as it is now, takes the keywords of :data:`NEIGHBOURS`."""
+    written = getattr(method, "__func__", None)
+    return _takes_neighbours(method, 2) if written is None else _takes_neighbours(written, 3)
+
+
+@lru_cache(maxsize=256)
+def _takes_neighbours(function: Any, given: int) -> bool:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * given, **NEIGHBOURS)
+    except (TypeError, ValueError):  # ValueError: a function without a signature
+        return False
+    return True
+
+
 def refuse_missing(label: str, methods: str) -> NoReturn:
     """PipelineError for an op that was called without one of ``methods``."""
     raise PipelineError(describe(label, wanted=methods, got="neither", cure="override one of them"))
@@ -79,17 +95,17 @@ def checked_outputs(op: Any, output: Any) -> tuple[Any, tuple[Any, ...]]:
         output, *rest = output
         extras = tuple(rest)
     cure = "return the output, alone or, if num_extra_outputs says so, with extra outputs behind it"
-    check_tensor(f"{op.label} op_forward", output, cure)
+    check_tensor(op, "op_forward", output, cure)
     return output, extras
 
 
-def check_tensor(where: str, output: object, cure: str) -> None:
-    """PipelineError for what is neither a tensor nor a quantized value."""
+def check_tensor(op: Any, what: str, output: object, cure: str) -> None:
+    """PipelineError for what is neither a tensor nor a quantized value. Names, which take long to write, are for errors alone."""
     if not isinstance(output, (torch.Tensor, QuantizedStorage)):
-        raise PipelineError(describe(where, wanted="a tensor", got=_form(output), cure=cure))
+        raise PipelineError(describe(f"{op.label} {what}", wanted="a tensor", got=_form(output), cure=cure))
 
 
-def checked_lists(label: str, method: str, found: Any, ops: int) -> tuple[Any, ...]:
+def checked_lists(op: Any, method: str, found: Any, ops: int) -> tuple[Any, ...]:
     """What a method of te.ops returned for so many ops: a tensor, then the lists of :data:`LISTS`, with an entry for each op.
 
     PipelineError for anything else. An empty list stands for one of empty entries.
@@ -97,22 +113,22 @@ def checked_lists(label: str, method: str, found: Any, ops: int) -> tuple[Any, .
     names, cure = LISTS[method]
     lists = found[1:] if isinstance(found, (tuple, list)) else ()
     if len(lists) == len(names) and all(isinstance(each, (tuple, list)) and len(each) in (0, ops) for each in lists):
-        entries = ([checked_tensors(label, name, one) for one in each] for name, each in zip(names, lists))
+        entries = ([checked_tensors(op, name, one) for one in each] for name, each in zip(names, lists))
         return (found[0], *(each or [()] * ops for each in entries))
     wanted = f"a tensor, then a list of {' and one of '.join(names)}, with an entry for each of {ops} ops"
-    raise PipelineError(describe(f"{label} {method}", wanted=wanted, got=_form(found), cure=cure))
+    raise PipelineError(describe(f"{op.label} {method}", wanted=wanted, got=_form(found), cure=cure))
 
 
-def checked_tensors(label: str, what: str, found: Any) -> tuple[torch.Tensor | None, ...]:
+def checked_tensors(op: Any, what: str, found: Any) -> tuple[torch.Tensor | None, ...]:
     """What an op gives several of, one by one; PipelineError for what is no collection of tensors and None."""
-    told = f"{label} {what}"
-    if not isinstance(found, Iterable) or isinstance(found, torch.Tensor):
+    if not isinstance(found, (tuple, list)) and (not isinstance(found, Iterable) or isinstance(found, torch.Tensor)):
         cure = "return them in a tuple, with None for one that is not there; () if the op has no such tensors"
-        raise PipelineError(describe(told, wanted="a tuple of tensors", got=_form(found), cure=cure))
+        raise PipelineError(describe(f"{op.label} {what}", wanted="a tuple of tensors", got=_form(found), cure=cure))
     given = tuple(found)
     for each in given:
         if each is not None and not isinstance(each, torch.Tensor):
-            raise PipelineError(describe(told, wanted="tensors, or None", got=_form(each), cure="return one tensor for each"))
+            where, wanted = f"{op.label} {what}", "tensors, or None"
+            raise PipelineError(describe(where, wanted=wanted, got=_form(each), cure="return one tensor for each"))
     return given
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade
+from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, stepped
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest
@@ -157,6 +157,7 @@ def _brief(plan: Plan) -> Iterator[str]:
     yield from _meetings(plan)
     if plan.remade:
         yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
+    yield from _in_steps(plan, MOST)
     told_of = [each for each in plan.outcomes if each.status not in ROUTINE]
     yield from ("  rules", *_alike(told_of)) if told_of else ("  rules: none fused",)
 
@@ -172,6 +173,7 @@ def _full(plan: Plan) -> Iterator[str]:
         yield "  made anew in the backward pass"
     for each in remade(plan):
         yield f"    {each['op']} {each['operand']}: {each['format'] or 'high precision'} of {' '.join(each['from'])}"
+    yield from _in_steps(plan)
     yield "  rules"
     yield from (f"    {each}" for each in plan.outcomes)
 
@@ -191,6 +193,16 @@ def _meetings(plan: Plan) -> Iterator[str]:
     for each in meetings(plan):
         how = each["format"] or f"values, cast anew: {each['why']}"
         yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
+
+
+def _in_steps(plan: Plan, most: int | None = None) -> Iterator[str]:
+    """What no program repeats, and why: code of the user's own runs at every call."""
+    found = dict.fromkeys(stepped(plan).values())
+    if found:
+        yield "  runs at every call"
+    yield from (f"    {why}" for why in list(found)[:most])
+    if most is not None and len(found) > most:
+        yield f"    and {len(found) - most} more"
 
 
 def _before_and_after(plan: Plan) -> Iterator[str]:

@@ -52,11 +52,15 @@ class Gradients:
 
     def has(self, outputs: Sequence[int]) -> bool:
         """Whether any of these values received a gradient."""
-        return any(self.graph.gradient_of(value) in self.values for value in outputs)
+        root = self.graph.root
+        roots = [root.get(value, value) for value in outputs]
+        return not self.values.keys().isdisjoint(roots)
 
     def collect(self, node: Node) -> None:
         """File the parameter and extra gradients that the implementation left in the node's context."""
         context = self.contexts[node.index]
+        if not (node.params or context.grad_params or len(node.inputs) > 1 or context.grad_inputs):
+            return
         names = tuple(name for name, sig in node.params if sig is not None)
         for name, grad in _each(context, "parameters", names, context.grad_params):
             self.params[node.op, name] = grad if name in node.needs else None
@@ -76,8 +80,9 @@ def check_input_gradient(context: Context | None, grad: Value | None) -> None:
     """PipelineError for a gradient that is no tensor, or of another shape than the input it belongs to."""
     if context is None or grad is None:
         return
-    where, cure = f"{context.op.label} gradient of the input", "return a gradient of the input's shape from its backward"
-    check_tensor(where, grad, cure)
+    cure = "return a gradient of the input's shape from its backward"
+    check_tensor(context.op, "gradient of the input", grad, cure)
     shape = context._input_shape
     if shape is not None and grad.shape != shape:
+        where = f"{context.op.label} gradient of the input"
         raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))

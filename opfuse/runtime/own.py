@@ -1,4 +1,4 @@
-"""Whether all code that runs in a stretch of a pipeline is the library's: what it does then follows from its plan's key."""
+"""What code in a stretch of a pipeline is the user's own. What the library's does follows from its plan's key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorT
 from typing import Any
 
 from opfuse.compiler.plan import Plan, Segment
+from opfuse.core.cast import Cast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
 from opfuse.core.watched import rewritten
@@ -14,32 +15,54 @@ from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
 
-def is_own(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> bool:
-    """Whether all that runs in the segment is the library's, and done when it is run."""
+def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> str:
+    """What in the segment is not the library's, or not done when it is run; empty where it all is."""
+    return next(_own_code(plan, segment, ops), "")
+
+
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[str]:
     nodes = [plan.graph.nodes[i] for i in segment.nodes]
     if not any(node.inputs for node in nodes):
-        return False
-    groups = (*segment.forward, *segment.backward)
-    rules = [function for group in groups if group.rule for function in (group.rule.forward, group.rule.backward) if function]
-    return (
-        not any(group.opaque for group in groups)
-        and all(is_ours(function) for function in rules)
-        and all(has_own_methods(ops[i]) and not _leaves_work(ops[i].spec) for i in segment.ops)
-        and all(is_own_quantizer(plan.casts[node.index].quantizer) for node in nodes if node.is_cast)
-    )
+        yield "nothing comes in"
+    for group in (*segment.forward, *segment.backward):
+        if group.opaque:
+            yield f"{group.name} is a fused op, with code of its own"
+        if group.rule and not all(is_ours(function) for function in (group.rule.forward, group.rule.backward) if function):
+            yield f"the rule {group.rule.name} is the user's own"
+    for op in (ops[i] for i in segment.ops):
+        if not has_own_methods(op):
+            yield f"{op.label} has code of the user's own"
+        if accumulates(op.spec):
+            yield f"{op.label} adds gradients to tensors of the caller"
+        if getattr(op.spec, "delay_wgrad_compute", False):
+            yield f"{op.label} puts products off"
+    for cast in (plan.casts[node.index] for node in nodes if node.is_cast):
+        if not is_own_quantizer(cast.quantizer):
+            yield f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
 
 
-def _leaves_work(spec: Any) -> bool:
-    """Whether an op writes to tensors of the caller, or puts products off."""
-    return accumulates(spec) or getattr(spec, "delay_wgrad_compute", False)
+def is_own_cast(cast: Cast) -> bool:
+    """Whether all code is the library's that a cast runs: its quantizer, and what it asks of its op."""
+    return is_own_quantizer(cast.quantizer) and _ASKED_BY_CASTS.isdisjoint(_replaced(cast.op))
+
+
+_ASKED_BY_CASTS = frozenset(
+    ("compute_dtype", "checked_dtype", "in_features", "quantizer_role", "__getattr__", "__getattribute__", "owner")
+    + ("parameter", "parameter_names", "parameter_values", "parameter_slots", "parameter_places", "_find_slots", "borrows")
+)
 
 
 def has_own_methods(op: BasicOperation) -> bool:
     """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
+    return not _replaced(op) - {"math"} and _is_fixed(getattr(op, "math", None))
+
+
+def _replaced(op: BasicOperation) -> set[str]:
+    """The names of the op's code that is not the library's: of its class, written into that later, or of itself."""
     theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
     later = {name for name in rewritten(type(op)) if _is_code(value := getattr(type(op), name, None)) and not is_ours(value)}
     on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return not (theirs | later | on_itself) - {"math"} and _is_fixed(getattr(op, "math", None))
+    return theirs | later | on_itself
 
 
 def _is_fixed(math: Any) -> bool:

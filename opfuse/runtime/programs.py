@@ -1,14 +1,15 @@
 """Runners of a segment: the interpreter, one that records what it does, and one that repeats the recording.
 
 A segment is interpreted when its inputs look new, recorded when they look so again, and repeated from then on. Only what the
-library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees.
+library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A segment that has
+one runs in steps (``stepped.py``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,24 +21,30 @@ from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
-from opfuse.kernels.engine.variants import VECTOR
-from opfuse.program.program import Program
-from opfuse.program.tape import Tape, Unrecordable
+from opfuse.program.tape import Tape
 from opfuse.runtime.kept import Held, held_casts
+from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
-from opfuse.runtime.own import is_own
+from opfuse.runtime.own import own_code
 from opfuse.runtime.recompute import saving_hooks
-from opfuse.runtime.recorded import REFUSED, SEEN, Packing, Programs, Recorded, RecordedBackward
+from opfuse.runtime.recorded import (
+    REFUSED,
+    Packing,
+    Programs,
+    Recorded,
+    RecordedBackward,
+    program_of,
+    structures_of,
+    without_autocast,
+)
 from opfuse.runtime.rehearsal import RehearsedRunner
 from opfuse.runtime.run import Kwargs, NamedSave, Runner
+from opfuse.runtime.stepped import SteppedRunner
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
-from opfuse.tensors.storage import QuantizedStorage, matrix_shape
-from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.tensors.storage import matrix_shape
 
 _log = logging.getLogger("opfuse.programs")
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
 
 
@@ -54,10 +61,6 @@ def interpreted() -> Iterator[None]:
         _enabled.reset(reset)
 
 
-BEFORE = 1
-"""Calls of a look that are interpreted before one is recorded."""
-
-
 def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Runner | Recorder | Repeater:
@@ -67,9 +70,12 @@ def runner_of(
         runner = ObservedRunner(plan, segment, ops, kwargs, held)
         runner.observer = observer
         return runner
-    look = look_of(tensors) if tensors is not None and _may_repeat(plan, segment, ops, kwargs) else None
-    if tensors is None or look is None:
+    own = _own_code(plan, segment, ops)
+    if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
         return Runner(plan, segment, ops, kwargs, held)
+    look = None if own or any(kwargs) else look_of(tensors)
+    if look is None:
+        return (SteppedRunner if own else Runner)(plan, segment, ops, kwargs, held)
     if held:
         tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
         look += tuple([(each.node, each.look) for each in held])
@@ -82,21 +88,20 @@ def runner_of(
     found = programs.get(look)
     if isinstance(found, Recorded):
         return Repeater(found, plan, segment, tensors)
-    if found is REFUSED or is_capturing():  # a program may want kernels that no call has launched, and a capture loads none
-        return Runner(plan, segment, ops, kwargs, held)
-    if found is None and BEFORE:
-        programs.note(look, SEEN)
-        return RehearsedRunner(plan, segment, ops, kwargs, held)
+    refused = found is REFUSED or is_capturing()  # a program may want kernels that no call has launched: a capture loads none
+    if refused or programs.is_new(look):
+        return (Runner if refused else RehearsedRunner)(plan, segment, ops, kwargs, held)
     return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
 
 
-def _may_repeat(plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs) -> bool:
-    if not _enabled.get() or any(kwargs) or torch._C._len_torch_dispatch_stack():
-        return False
-    own = plan.repeatable.get(segment.nodes.start)
-    if own is None:
-        own = plan.repeatable[segment.nodes.start] = is_own(plan, segment, ops)
-    return own
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> str:
+    """Why the segment runs in steps; empty where all that runs in it is the library's."""
+    found = plan.own_code.get(segment.nodes.start)
+    if found is None:
+        found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
+        if found:
+            _log.info("%s, nodes %s: runs in steps, since %s", plan.name, segment.nodes, found)
+    return found
 
 
 def _sizes(
@@ -125,47 +130,6 @@ def _sizes(
                 yield None
             else:
                 yield read_sizes(splits, rows, where=where) if casts or node.spec.use_bias else known_sizes(splits, rows)
-
-
-def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a program depends on besides the plan's key: how tensors lie, and which of them are one.
-
-    None if there is a tensor of a class that is not known, or two tensors for the same memory: each counts its own writes.
-    """
-    look: list[Any] = []
-    addresses: list[int] = []
-    seen: list[torch.Tensor] = []
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind in _PLAIN:
-            leaves = (tensor,)
-        elif kind is QuantizedTensor:
-            look.append((tensor.shape, tensor.signature))
-            leaves = tensor.held.tensors()
-        elif tensor is None:
-            look.append(None)
-            continue
-        else:
-            return None
-        for leaf in leaves:
-            address = leaf.data_ptr()
-            if address:  # a tensor without elements, as of a group without rows, lies nowhere
-                addresses.append(address)
-                seen.append(leaf)
-            look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % VECTOR))
-    if len(set(addresses)) < len(addresses):
-        first = [addresses.index(address) for address in addresses]
-        if any(seen[i] is not leaf for i, leaf in zip(first, seen)):
-            return None
-        look += first
-    return tuple(look)
-
-
-def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Those that there are, and after them the tensors of quantized ones."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.held.tensors()]
-    return [*there, *planes]
 
 
 # -- recording -------------------------------------------------------------------------------------------------------------------
@@ -212,32 +176,15 @@ class Recorder(Runner):
         tape, values, self._tape, self._values = self._tape, self._values, None, []
         if tape is None:
             return
-        outputs = [value if isinstance(value, QuantizedStorage) else None for value in values]
-        tensors = [t for value in values for t in (value.tensors() if isinstance(value, QuantizedStorage) else (value,))]
-        program = _program(self.plan, self.segment, tape, [*tensors, *saved])
+        structures, tensors = structures_of(values)
+        program = program_of(tape, [*tensors, *saved], self.plan.name, self.segment.nodes)
         if program is None:
             self._note(REFUSED)
             return
         interpreter = Runner(self.plan, self.segment, self.ops, ())
         if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
             interpreter.contexts = self.contexts
-        structures = tuple(None if value is None else value.with_tensors([_NOTHING] * len(value.tensors())) for value in outputs)
         self._note(Recorded(program, structures, interpreter))
-
-
-_NOTHING = torch.empty(0, device="cpu")
-
-
-def _program(plan: Plan, segment: Segment, tape: Tape, results: Sequence[torch.Tensor]) -> Program | None:
-    """The program of a tape that gives ``results``; None, and it is logged why, if there is none."""
-    refusal = tape.refusal
-    try:
-        if not refusal:
-            return Program(tape, [tape.number(tensor) for tensor in results])
-    except Unrecordable as reason:
-        refusal = str(reason)
-    _log.info("%s, nodes %s: interpreted at every call, since %s", plan.name, segment.nodes, refusal)
-    return None
 
 
 def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -268,17 +215,11 @@ class Repeater:
         # Hooks of saved tensors, such as a checkpoint's, may count what is saved, or compare it with an earlier call.
         if recorded.packing is not None and saving_hooks(True) is None:
             self._packing, program = recorded.packing, recorded.packing.forward
-        with self._without_autocast():
+        with without_autocast(self.plan.key.env.device):
             results = program(self._given)
         self._given = []
-        values: list[Value] = []
-        at = 0
-        for structure in recorded.outputs:
-            count = 1 if structure is None else len(structure.tensors())
-            values.append(results[at] if structure is None else structure.with_tensors(results[at : at + count]))
-            at += count
-        self._saved = results[at:]
-        return values
+        self._saved = results[recorded.results :]
+        return recorded.values(results)
 
     def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
@@ -317,14 +258,13 @@ class Repeater:
         if isinstance(found, RecordedBackward):
             self._pack(found, grad_outputs, packed_look)
             return self._repeated(found, grad_outputs, came, saved)
-        if found is REFUSED or (found is None and BEFORE) or is_capturing():
-            if found is None:
-                programs.note(look, SEEN)
+        if found is REFUSED or programs.is_new(look) or is_capturing():
             return self._interpreted(grad_outputs, saved, came)
         tape = Tape(given(came))
         with tape.recording():
             result = recorded.interpreter.gradients(grad_outputs, iter(saved))
-        program = _program(self.plan, self.segment, tape, [grad for grad in result if grad is not None])
+        results = [grad for grad in result if grad is not None]
+        program = program_of(tape, results, self.plan.name, self.segment.nodes)
         programs.note(look, REFUSED if program is None else RecordedBackward(program, tuple(grad is not None for grad in result)))
         return result
 
@@ -350,7 +290,7 @@ class Repeater:
         handed = [*given(came), *block]
         for held in (came, saved, grad_outputs):
             held.clear()
-        with self._without_autocast():
+        with without_autocast(self.plan.key.env.device):
             results = iter(backward.program(handed))
         return [next(results) if present else None for present in backward.present]
 
@@ -360,8 +300,3 @@ class Repeater:
         """By the interpreter, who alone holds what came."""
         came.clear()
         return self._recorded.interpreter.gradients(grad_outputs, _one_by_one(saved))
-
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        """torch.autocast had its say when the ops were recorded; one that is around a backward pass has none."""
-        device = self.plan.key.env.device
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from opfuse.core.context import Value
 from opfuse.program.line import MAKES_ROOM, plain_room
 from opfuse.program.program import Program
 from opfuse.program.slab import ALIGNMENT, Slab
 from opfuse.program.steps import OpStep, Step
+from opfuse.program.tape import Tape, Unrecordable
 from opfuse.runtime.run import Runner
 from opfuse.tensors.storage import QuantizedStorage
+
+_log = logging.getLogger("opfuse.programs")
+
+BEFORE = 1
+"""Calls of a look that are interpreted before one is recorded."""
 
 LOOKS, BACKWARD_LOOKS = 32, 8
 """Looks of inputs for which a segment of a plan keeps programs, and looks of gradients for each; what was entered first goes."""
@@ -29,12 +39,50 @@ class Programs(OrderedDict[Any, Any]):
         super().__init__()
         self.limit = limit
 
+    def is_new(self, look: Any) -> bool:
+        """Whether a look has not come before; from now on it has."""
+        if not BEFORE or look in self:
+            return False
+        self.note(look, SEEN)
+        return True
+
     def note(self, look: Any, what: Any) -> None:
         """Enter it, and forget the oldest if there are too many."""
         self[look] = what
         self.move_to_end(look)
         while len(self) > self.limit:
             self.popitem(last=False)
+
+
+Structures = tuple[QuantizedStorage | None, ...]
+"""Of values: those that are quantized, over no tensors."""
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def structures_of(values: Sequence[Value]) -> tuple[Structures, list[torch.Tensor]]:
+    """The structures of values, and the tensors that they are made of."""
+    parts = [value.tensors() if isinstance(value, QuantizedStorage) else (value,) for value in values]
+    pairs = zip(values, parts)
+    structures = (v.with_tensors([_NOTHING] * len(p)) if isinstance(v, QuantizedStorage) else None for v, p in pairs)
+    return tuple(structures), [tensor for part in parts for tensor in part]
+
+
+def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: range) -> Program | None:
+    """The program of a tape that gives ``results``; None, and the log says why, if there is none. name: of the pipeline."""
+    refusal = tape.refusal
+    try:
+        if not refusal:
+            return Program(tape, [tape.number(tensor) for tensor in results])
+    except Unrecordable as reason:
+        refusal = str(reason)
+    _log.info("%s, nodes %s: interpreted at every call, since %s", name, nodes, refusal)
+    return None
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """torch.autocast had its say when ops were recorded; one that is around a program has none."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @dataclass(eq=False)
@@ -46,16 +94,41 @@ class RecordedBackward:
 
 
 @dataclass(eq=False)
-class Recorded:
-    """A recorded segment.
+class RecordedValues:
+    """A recorded stretch of the library's code. outputs: for each value that it makes the structure, if that is quantized."""
 
-    outputs: for each output its structure, if it is quantized. interpreter: it, with what its ops know of the run, for a
+    program: Program
+    outputs: Structures
+
+    def programs(self) -> Iterator[Program]:
+        """All that are kept for this look."""
+        yield self.program
+
+    @cached_property
+    def results(self) -> int:
+        """How many tensors the outputs are made of."""
+        return sum(1 if output is None else len(output.tensors()) for output in self.outputs)
+
+    def values(self, results: Sequence[torch.Tensor]) -> list[Value]:
+        """The outputs of a call of the program that gave ``results``."""
+        values: list[Value] = []
+        at = 0
+        for structure in self.outputs:
+            count = 1 if structure is None else len(structure.tensors())
+            values.append(results[at] if structure is None else structure.with_tensors(results[at : at + count]))
+            at += count
+        return values
+
+
+@dataclass(eq=False)
+class Recorded(RecordedValues):
+    """A recorded segment; what is saved comes behind its outputs.
+
+    interpreter: it, with what its ops know of the run, for a
     backward pass that is not recorded yet. backward: programs by looks. packing: how what is saved goes in one block; None
     before a backward pass has been repeated, and where that would save nothing. packs: whether that is still open.
     """
 
-    program: Program
-    outputs: tuple[QuantizedStorage | None, ...]
     interpreter: Runner
     backward: Programs = field(default_factory=lambda: Programs(BACKWARD_LOOKS))
     packing: Packing | None = None
@@ -67,11 +140,6 @@ class Recorded:
         yield from (self.program, *(() if packed is None else (packed.forward,)))
         for looks in (self.backward, *(() if packed is None else (packed.backward,))):
             yield from (made.program for made in list(looks.values()) if isinstance(made, RecordedBackward))
-
-    @property
-    def results(self) -> int:
-        """How many tensors the outputs are made of; those that are saved come behind them."""
-        return sum(1 if output is None else len(output.tensors()) for output in self.outputs)
 
     def pack(self, backward: RecordedBackward, grads: int) -> None:
         """Have later calls save in one block what ``backward`` reads by address. grads: how many come in before what is saved."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -85,7 +84,8 @@ class Runner:
             context._input_shape, context._input_dtype = x.shape, x.dtype
         elif node.inputs:
             self._trace_input(context, node, values)
-        context.operands = {name: values[value] for name, value in node.operands if value in values}
+        if node.operands:
+            context.operands = {name: values[value] for name, value in node.operands if value in values}
         # What comes through a channel from the same fused op is not there yet.
         if len(node.inputs) > 1:
             context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
@@ -111,7 +111,11 @@ class Runner:
             return
         cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        values[node.outputs[0]] = cast(source, *[values[value] for value in node.inputs[1:]])
+        values[node.outputs[0]] = self._cast(node, cast, source, *[values[value] for value in node.inputs[1:]])
+
+    def _cast(self, node: Node, cast: Cast, source: Value, *by: Value) -> Value:
+        """What a quantize node makes of ``source``. by: what the cast reads besides, the rows of groups."""
+        return cast(source, *by)
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
@@ -145,8 +149,12 @@ class Runner:
         op = self.ops[node.op]
         context = self._context(node, values)
         x = values[node.inputs[0]]
-        with recording_gradients(self.plan.key.env.grad) if op.asks_quantizers else nullcontext():
-            output, extras = run_forward(op, context, x if node.takes_quantized else plain(x), self.kwargs[node.op])
+        x = x if node.takes_quantized else plain(x)
+        if op.asks_quantizers:
+            with recording_gradients(self.plan.key.env.grad):
+                output, extras = run_forward(op, context, x, self.kwargs[node.op])
+        else:
+            output, extras = run_forward(op, context, x, self.kwargs[node.op])
         if node.casts:
             output = plain(output)
         self._store(node, node.outputs, (output, *extras), values)
@@ -156,7 +164,8 @@ class Runner:
             cure = "return all of them, and set num_extra_outputs to their number"
             raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
         values.update(zip(numbers, outputs))
-        self.dirty += [(node.outputs[0], tensor) for tensor in self.contexts[node.index].dirty]
+        if dirty := self.contexts[node.index].dirty:
+            self.dirty += [(node.outputs[0], tensor) for tensor in dirty]
 
     def _forward_fused(self, rule: Fusion, group: Group, values: dict[int, Value]) -> None:
         nodes = self.plan.graph.nodes
@@ -181,7 +190,7 @@ class Runner:
                 **NEIGHBOURS,
                 basic_op_kwargs=[self.kwargs[i] for i in group.ops],
             )
-        output, extra_outputs = checked_lists(group.name, "fuser_forward", found, len(contexts))
+        output, extra_outputs = checked_lists(group.opaque, "fuser_forward", found, len(contexts))
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
@@ -243,7 +252,7 @@ class Runner:
         grads = self.backward(grad_outputs, tensors)
         inputs = [plain_or_none(grads.take(value)) for value in self.segment.inputs]
         again = [plain_or_none(grads.take(value)) for value in self.segment.again]
-        slots = [(op, name) for op in reversed(self.segment.ops) for name in self.ops[op].parameter_names]
+        slots = [(op, name) for op in reversed(self.segment.ops) for name, _ in self.ops[op].parameter_slots()]
         return [*inputs, *(grads.params.get(slot) for slot in slots), *again]
 
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
@@ -285,9 +294,9 @@ class Runner:
         if isinstance(made, GroupedCast):
             context = grads.contexts[self.plan.graph.producer[value]]
             context.grad_output = plain(dy)
-            grads.put(value, made(context.grad_output, context.sizes or context.saved.splits))
+            grads.put(value, self._cast(node, made, context.grad_output, context.sizes or context.saved.splits))
         else:
-            grads.put(value, made(dy))
+            grads.put(value, self._cast(node, made, dy))
 
     def _backward_op(self, node: Node, grads: Gradients) -> None:
         op = self.ops[node.op]
@@ -328,7 +337,7 @@ class Runner:
             plain_or_none(grads.take(chain[-1].outputs[0])),
             basic_op_grad_extra_outputs=[c.grad_extras for c in contexts],
         )
-        dx, params, extras = checked_lists(group.name, "fuser_backward", found, len(contexts))
+        dx, params, extras = checked_lists(group.opaque, "fuser_backward", found, len(contexts))
         if dx is not None:
             _check_result(f"{group.name} fuser_backward", dx)
         for context, grad_params, grad_extras in zip(contexts, params, extras):

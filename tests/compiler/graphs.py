@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opfuse import ops
+from opfuse.core.context import Context
 from tests.ops import op_cases as plain
 
 Params = dict[int, torch.Tensor]
@@ -97,6 +98,54 @@ SAME: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
     "tanh": (lambda _: nn.Tanh(), unary(torch.tanh)),
 }
 """Ops that keep the width, and a module that no pipeline takes in."""
+
+
+class OwnScale(ops.BasicOperation):
+    """1.5 times its input; the methods are a user's."""
+
+    def op_forward(self, ctx: Context, x: torch.Tensor) -> torch.Tensor:
+        return 1.5 * x
+
+    def op_backward(self, ctx: Context, dy: torch.Tensor) -> tuple:
+        return 1.5 * dy, ()
+
+
+class OwnGELU(ops.GELU):
+    """The library's method, called by a user's."""
+
+    def op_forward(self, ctx: Context, x: torch.Tensor, **given: object) -> torch.Tensor:
+        return super().op_forward(ctx, x, **given)
+
+
+class OwnView(ops.BasicOperation):
+    """Its input, seen anew."""
+
+    def op_forward(self, ctx: Context, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1).view(x.shape)
+
+    def op_backward(self, ctx: Context, dy: torch.Tensor) -> tuple:
+        return dy.view_as(dy), ()
+
+
+class OwnProduct(ops.BasicLinear):
+    """A product between casts of the library; the methods are a user's."""
+
+    roles = ("input", "weight", "grad_output")
+
+    def op_forward(self, ctx: Context, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return super().op_forward(ctx, x)
+
+    def op_backward(self, ctx: Context, dy: torch.Tensor) -> tuple:
+        return super().op_backward(ctx, dy)
+
+
+OWN: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
+    "own scale": (lambda _: OwnScale(), unary(lambda x: 1.5 * x)),
+    "own view": (lambda _: OwnView(), unary(lambda x: x)),
+    "own product": (lambda n: OwnProduct(n, n), lambda op, params, x: x @ params[id(op.weight)].T),
+    "own gelu": (lambda _: OwnGELU(), unary(plain.gelu)),
+}
+"""Ops with methods of a user's own, for graphs that are to have them."""
 WIDER = (lambda n: ops.Linear(n, 2 * n), linear)
 NARROWER: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
     "linear": (lambda n: ops.Linear(n, n // 2), linear),
@@ -110,7 +159,8 @@ NARROWER: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
 class Builder:
     """Puts a random graph together; the same seed gives the same one, parameter for parameter."""
 
-    def __init__(self, seed: int, *, unit: int, rows: tuple[int, ...], dtype: torch.dtype):
+    def __init__(self, seed: int, *, unit: int, rows: tuple[int, ...], dtype: torch.dtype, own: bool = False):
+        self.same = [*SAME.values(), *(3 * [*OWN.values()] if own else ())]
         self.random, self.values = random.Random(seed), torch.Generator().manual_seed(seed)
         self.unit, self.rows, self.dtype = unit, rows, dtype
         self.width, self.extras = unit, []  # type: ignore[var-annotated]
@@ -165,7 +215,7 @@ class Builder:
         elif choice > 0.8:
             yield self.made(*WIDER, 2 * self.width)
         else:
-            yield self.made(*self.random.choice(list(SAME.values())), self.width)
+            yield self.made(*self.random.choice(self.same), self.width)
 
     def made(self, make: Callable[[int], nn.Module], function: Callable, width: int) -> tuple[nn.Module, Step]:
         op = make(self.width)
@@ -240,6 +290,11 @@ class Builder:
         return op, step
 
 
-def graph(seed: int, dtype: torch.dtype = torch.float64, *, unit: int = 8, rows: tuple[int, ...] = (6,)) -> Graph:
-    """The graph of ``seed``, made anew at each call. unit: widths are ``unit`` or twice that. rows: leading dimensions."""
-    return Builder(seed, unit=unit, rows=rows, dtype=dtype).graph()
+def graph(
+    seed: int, dtype: torch.dtype = torch.float64, *, unit: int = 8, rows: tuple[int, ...] = (6,), own: bool = False
+) -> Graph:
+    """The graph of ``seed``, made anew at each call. unit: widths are ``unit`` or twice that. rows: leading dimensions.
+
+    own: with ops of :data:`OWN` as well.
+    """
+    return Builder(seed, unit=unit, rows=rows, dtype=dtype, own=own).graph()

@@ -12,8 +12,23 @@ import torch
 
 from opfuse import ops
 from opfuse.fusions import RULES
+from opfuse.runtime.programs import interpreted
 from tests.compiler.graphs import Graph, graph
-from tests.compiler.harness import CASES, UNFUSED, Result, Step, differences, gradient, randn, recipe_for, run, to, train
+from tests.compiler.harness import (
+    CASES,
+    UNFUSED,
+    Result,
+    Step,
+    delayed_state,
+    differences,
+    gradient,
+    randn,
+    recipe_for,
+    run,
+    to,
+    train,
+)
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast region of:opfuse.errors.OpfuseWarning")
 """Some graphs have nothing that a recipe quantizes."""
@@ -73,6 +88,26 @@ def quantized(seed: int) -> list[str]:
     return [f"{case}, {dtype}: {name}" for name in differences(fused.tensors, unfused.tensors)]
 
 
+def repeated(made: Graph, case: tuple, dtype: torch.dtype) -> list[dict[str, torch.Tensor | None]]:
+    """Results of training steps: interpreted, recorded and repeated, unless the scope around says otherwise."""
+    found = []
+    for call in range(4):
+        torch.manual_seed(call)
+        x = (made.x * (1 + call)).requires_grad_(made.input_grad)
+        extras = [extra.detach().clone().requires_grad_() for extra in made.extras]
+        made.model.zero_grad()
+        with step_of(made, recipe=recipe_for(*case, dtype=dtype)).scope():
+            outputs = made.model(x, *(extra.clone() for extra in extras))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        backward = [(y, gradient(y, i)) for i, y in enumerate(outputs) if y.requires_grad and i not in made.silent]
+        if backward:
+            torch.autograd.backward(*map(list, zip(*backward)))
+        leaves = {"input": x, **{f"extra {i}": each for i, each in enumerate(extras)}, **dict(made.model.named_parameters())}
+        results = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
+        found.append(results | {f"grad of {name}": leaf.grad for name, leaf in leaves.items()} | delayed_state(made.model))
+    return found
+
+
 def failures(seeds: range) -> list[str]:
     found = []
     for seed in seeds:
@@ -84,6 +119,18 @@ def failures(seeds: range) -> list[str]:
 @pytest.mark.parametrize("start", range(0, 100, 25))
 def test_r4_100_random_graphs(start: int) -> None:
     assert failures(range(start, start + 25)) == []
+
+
+@pytest.mark.parametrize("seed", in_turn(range(100), of=12))
+def test_graphs_with_ops_of_a_users_own_repeat_as_they_are_interpreted(seed: int) -> None:
+    """Their methods run at every call, between programs; in fp64 without a recipe the first step is that of plain torch."""
+    case, dtype = CASES[seed % len(CASES)], DTYPES[seed // len(CASES) % 2]
+    got = repeated(graph(seed, dtype, own=True, **LARGE), case, dtype)
+    with interpreted():
+        wanted = repeated(graph(seed, dtype, own=True, **LARGE), case, dtype)
+    assert [differences(one, other) for one, other in zip(got, wanted, strict=True)] == [[]] * len(wanted)
+    exact = ours(made := graph(seed, own=True), step_of(made)).tensors
+    assert [name for name, tensor in theirs(made, step_of(made)).items() if far(exact[name], tensor)] == []
 
 
 @pytest.mark.slow

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from opfuse.program.program import SMALL, Program
 from opfuse.program.tape import Tape
-from opfuse.runtime.programs import Repeater, given
+from opfuse.runtime.looks import given
+from opfuse.runtime.programs import Repeater
 from opfuse.runtime.recorded import REFUSED, Packing, Recorded, RecordedBackward
 from tests.program.fake import fake_device, launch
 
 pytestmark = pytest.mark.cpu
 
+SEGMENT: Any = SimpleNamespace(nodes=range(1))
 PLAN: Any = SimpleNamespace(name="fake", key=SimpleNamespace(env=SimpleNamespace(device="cpu")))
 
 
@@ -68,7 +70,7 @@ def recorded_forward(x: Tensor) -> Recorded:
 
 def step(recorded: Recorded, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Result, gradient, and what lay between the passes."""
-    repeater = Repeater(recorded, PLAN, None, [x])
+    repeater = Repeater(recorded, PLAN, SEGMENT, [x])
     with torch.no_grad():
         (y,) = repeater.forward([x])
         saved = repeater.released()
@@ -151,7 +153,7 @@ def test_a_backward_pass_holds_nothing_that_it_has_read():
     recorded = recorded_forward(torch.randn(40))
     for _ in range(5):
         step(recorded, torch.randn(40), torch.randn(40))
-    repeater = Repeater(recorded, PLAN, None, given([torch.randn(40)]))
+    repeater = Repeater(recorded, PLAN, SEGMENT, given([torch.randn(40)]))
     repeater.forward([])
     saved = repeater.released()
     alive = [weakref.ref(each) for each in saved]

@@ -1,0 +1,79 @@
+"""Segments with code of the user's own, in steps.
+
+An op, a rule, a fused op or a quantizer of the user's own may do what no tape sees. So it is run at every call, with contexts, as
+the interpreter runs it. The casts around it are the library's, as are those that methods of the library make where a user's
+method calls them: each is a program, by the looks of what it is given, as a whole segment is elsewhere. What the user's code
+returns may look another way at each call; a cast of it is then interpreted, and recorded if such a tensor comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opfuse.compiler.graph import Node
+from opfuse.compiler.plan import Plan
+from opfuse.core.cast import Cast
+from opfuse.core.context import Context, Value
+from opfuse.program.tape import Tape
+from opfuse.runtime.looks import given, look_of
+from opfuse.runtime.own import is_own_cast
+from opfuse.runtime.recorded import REFUSED, Programs, RecordedValues, program_of, structures_of, without_autocast
+from opfuse.runtime.run import Runner
+from opfuse.tensors.capture import is_capturing
+
+
+class SteppedRunner(Runner):
+    """The interpreter, with programs for casts."""
+
+    def _cast(self, node: Node, cast: Cast, source: Value, *by: Value) -> Value:
+        return _Repeated(self.plan, node.index, cast)(source, *by)
+
+    def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
+        context = super()._context(node, values)
+        context.casts = {role: _Repeated(self.plan, node.index, cast) for role, cast in context.casts.items()}
+        return context
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeated:
+    """A cast of a node: by a program, where it has made one of such a tensor twice."""
+
+    plan: Plan
+    node: int
+    cast: Cast
+
+    def __call__(self, source: Value, *by: Value) -> Value:
+        """As of the cast. by: the rows of groups, whose sizes the host may have to read."""
+        key = self.node, self.cast.role
+        programs = self.plan.programs.get(key)
+        if programs is None:
+            programs = self.plan.programs[key] = Programs() if is_own_cast(self.cast) else Programs(0)
+        look = None if by or not programs.limit else _look(source)
+        found = None if look is None else programs.get(look)
+        if isinstance(found, RecordedValues):
+            with without_autocast(self.plan.key.env.device):
+                return found.values(found.program(given([source])))[0]
+        if look is None or found is REFUSED or programs.is_new(look) or is_capturing():
+            return self.cast(source, *by)
+        return self._recorded(source, look, programs)
+
+    def _recorded(self, source: Value, look: tuple[Any, ...], programs: Programs) -> Value:
+        tape = Tape(given([source]))
+        with tape.recording():
+            value = self.cast(source)
+        structures, tensors = structures_of([value])
+        program = program_of(tape, tensors, self.plan.name, range(self.node, self.node + 1))
+        programs.note(look, REFUSED if program is None else RecordedValues(program, structures))
+        return value
+
+
+def _look(source: Value) -> tuple[Any, ...] | None:
+    """None where no program may run: a mode or a transform sees each op, or autograd follows them."""
+    seen = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    if seen or not isinstance(source, torch.Tensor) or (source.requires_grad and torch.is_grad_enabled()):
+        return None
+    return look_of([source])

@@ -61,7 +61,7 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them. programs,
     own_code, keepable: what was recorded of each segment, or of one of its casts, what in it is the user's own, and its casts of
-    weights that may be kept from call to call, by its first node; of a cast, by node and role.
+    weights that may be kept from call to call, by its first node; of a cast, by it.
     """
 
     key: PlanKey

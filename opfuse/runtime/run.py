@@ -46,7 +46,7 @@ class Runner:
         self.segment = segment
         self.ops = ops
         self.kwargs = kwargs
-        self.held = {each.node: each.storage for each in held}
+        self.held = {each.node: each.storage for each in held} if held else {}
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
 
@@ -91,7 +91,8 @@ class Runner:
             context.extras = tuple(plain(values[value]) if value in values else None for value in node.inputs[1:])
             context.extra_dtypes = [None if extra is None else extra.dtype for extra in context.extras]
         if node.casts:
-            context.casts = self.plan.own_casts[node.index]
+            own = self.plan.own_casts[node.index].items()
+            context.casts = {role: self._caster(node.index, cast) for role, cast in own}
         self.contexts[node.index] = context
         return context
 
@@ -111,11 +112,11 @@ class Runner:
             return
         cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        values[node.outputs[0]] = self._cast(node, cast, source, *[values[value] for value in node.inputs[1:]])
+        values[node.outputs[0]] = self._caster(node.index, cast)(source, *[values[value] for value in node.inputs[1:]])
 
-    def _cast(self, node: Node, cast: Cast, source: Value, *by: Value) -> Value:
-        """What a quantize node makes of ``source``. by: what the cast reads besides, the rows of groups."""
-        return cast(source, *by)
+    def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
+        """What does a cast of a node."""
+        return cast
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
@@ -226,12 +227,12 @@ class Runner:
             contexts.append(context)
         return contexts
 
-    def _absorbed(self, group: Group, op: int) -> dict[str, Cast]:
+    def _absorbed(self, group: Group, op: int) -> Mapping[str, Callable[..., Value]]:
         """The casts of one op that a user's fused op took over, or that the op makes by itself, by role."""
         nodes = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).op == op]
         own = [self.plan.own_casts.get(node.index, {}) for node in nodes]
         taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
-        return {role: cast for casts in (*own, taken) for role, cast in casts.items()}
+        return {role: self._caster(group.nodes[0], cast) for casts in (*own, taken) for role, cast in casts.items()}
 
     def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
@@ -294,9 +295,9 @@ class Runner:
         if isinstance(made, GroupedCast):
             context = grads.contexts[self.plan.graph.producer[value]]
             context.grad_output = plain(dy)
-            grads.put(value, self._cast(node, made, context.grad_output, context.sizes or context.saved.splits))
+            grads.put(value, made(context.grad_output, context.sizes or context.saved.splits))
         else:
-            grads.put(value, self._cast(node, made, dy))
+            grads.put(value, self._caster(node.index, made)(dy))
 
     def _backward_op(self, node: Node, grads: Gradients) -> None:
         op = self.ops[node.op]

@@ -8,16 +8,15 @@ returns may look another way at each call; a cast of it is then interpreted, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value
+from opfuse.core.context import Value
 from opfuse.program.tape import Tape
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.own import is_own_cast
@@ -29,18 +28,13 @@ from opfuse.tensors.capture import is_capturing
 class SteppedRunner(Runner):
     """The interpreter, with programs for casts."""
 
-    def _cast(self, node: Node, cast: Cast, source: Value, *by: Value) -> Value:
-        return _Repeated(self.plan, node.index, cast)(source, *by)
-
-    def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
-        context = super()._context(node, values)
-        context.casts = {role: _Repeated(self.plan, node.index, cast) for role, cast in context.casts.items()}
-        return context
+    def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
+        return _Repeated(self.plan, node, cast)
 
 
 @dataclass(frozen=True, eq=False)
 class _Repeated:
-    """A cast of a node: by a program, where it has made one of such a tensor twice."""
+    """A cast: by a program, where it has made one of such a tensor twice. node: for the log."""
 
     plan: Plan
     node: int
@@ -48,10 +42,9 @@ class _Repeated:
 
     def __call__(self, source: Value, *by: Value) -> Value:
         """As of the cast. by: the rows of groups, whose sizes the host may have to read."""
-        key = self.node, self.cast.role
-        programs = self.plan.programs.get(key)
+        programs = self.plan.programs.get(self.cast)
         if programs is None:
-            programs = self.plan.programs[key] = Programs() if is_own_cast(self.cast) else Programs(0)
+            programs = self.plan.programs[self.cast] = Programs() if is_own_cast(self.cast) else Programs(0)
         look = None if by or not programs.limit else _look(source)
         found = None if look is None else programs.get(look)
         if isinstance(found, RecordedValues):

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opfuse
@@ -18,6 +19,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.rules import fusion
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import LOOKS, RecordedValues
+from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, delayed_state, differences, gradient, outcome, randn, recipe_for, to
 from tests.turns import in_turn
 
@@ -296,16 +298,26 @@ def test_an_op_that_does_as_it_pleases(odd, recipe, alone):
     assert op.calls == 7
 
 
-class Within(Product):
-    """Misbehaves between the casts of its own segment."""
+class Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Within(Inherited):
+    """Has casts made by the way: where a mode of its own looks on, and where autograd follows."""
 
     def op_forward(self, ctx, x, **kwargs):
-        again = ctx.cast("input", randn(SIZE, SIZE).t()[:32])
+        with Counting() as counted:  # which sees every op, those that a program leaves out among them
+            ctx.cast("input", randn(SIZE, SIZE).t()[:32])
         with torch.enable_grad():
-            followed = ctx.cast("weight", self.weight)
-        assert again is not None
-        y = super().op_forward(ctx, x, **kwargs)
-        return y if followed is None else y.mul_(3).view(-1, 2, SIZE // 2).transpose(0, 1).contiguous().view(y.shape)
+            followed = ctx.cast("input", self.weight)
+        parts = followed.tensors() if isinstance(followed, QuantizedStorage) else (followed,)
+        factor = counted.ops + sum(part.requires_grad for part in parts)
+        y = super().op_forward(ctx, x, **kwargs).mul_(factor)
+        return y.view(-1, 2, SIZE // 2).transpose(0, 1).contiguous().view(y.shape)
 
 
 @pytest.mark.parametrize(("name", "override"), CASES)

@@ -4,8 +4,9 @@ First calls of a process: compiling a cast, finding it on disk, other numbers of
 with its own cache directory. NVRTC loads its library at its first call, which is timed apart, on a text of one line. Sizes or
 addresses that vectors of 16 bytes do not divide take a second variant, which is compiled when the first of them comes.
 
-First training steps: B of 1024 features on 1024 rows, forward and backward, each in a process that has imported what it needs and
-made model and input on the device. It includes imports of CuPy and of the rules, lowering, planning, compiling or loading each
+First training steps: B of 1024 features on 1024 rows, forward and backward, each in a process that has imported what it needs,
+made model and input on the device, and run a backward pass of one number on the CPU: torch imports at the first of a process what
+takes about two seconds. It includes imports of CuPy and of the rules, lowering, planning, compiling or loading each
 kernel. The same step of plain layers in bf16, in a process of its own after the same imports, is torch's own share: cuBLAS, the
 thread of the backward pass, the first launches. What a first step takes without that share has a limit, in the median of several
 processes. The second step records the pipeline.
@@ -95,6 +96,7 @@ def step():
     wait()
     return 1e3 * (time.perf_counter() - start)
 
+torch.ones(1, requires_grad=True).sum().backward()
 print(json.dumps([step() for _ in range(3)]))
 """
 

@@ -24,7 +24,7 @@ VALUES = "values.jsonl"
 def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
     """Write the page to ``out``, by default beside where the command runs, under the name of what it tells of."""
     made = page_of(subject)
-    path = out or Path(f"{subject.stem}.html")
+    path = out or Path(f"{subject.resolve().stem}.html")
     try:
         write(path, made.html().encode())
     except OSError as error:
@@ -38,9 +38,22 @@ def page_of(subject: Path) -> Page:
     """What is told of a directory of ``opfuse run``, a trace or a directory of them, or a configuration."""
     if subject.is_dir() and (subject / REPORT).exists():
         return _of_config(subject / CONFIGURATION, subject)
+    if subject.is_dir() and ((subject / CONFIGURATION).exists() or not any(subject.glob(f"*{SUFFIX}"))):
+        raise _no_subject(subject)
     if subject.suffix == SUFFIX or subject.is_dir():
         return _of_traces(subject, read(subject))
     return _of_config(subject, None)
+
+
+def _no_subject(directory: Path) -> OutputError:
+    """What a directory lacks that is neither one of a run that has ended nor one of traces."""
+    wanted = "a directory of opfuse run, one of traces, a trace or a configuration"
+    got, cure = f"a directory without {REPORT} and *{SUFFIX}", "name what opfuse run or OPFUSE_TRACE wrote to, or a configuration"
+    if (directory / CONFIGURATION).exists():
+        got, cure = f"a run without {REPORT}, which has not ended", "let it end; --resume has opfuse run go on with it"
+    elif files := sorted(directory.glob("*.yaml")):
+        cure = f"name a file in it: opfuse report {files[0]}"
+    return OutputError(describe(str(directory), wanted=wanted, got=got, cure=cure))
 
 
 def _of_config(path: Path, run: Path | None) -> Page:
@@ -79,7 +92,9 @@ def _of_config(path: Path, run: Path | None) -> Page:
         *(_run_tables(run) if run is not None else ()),
         _environment(),
     ]
-    return Page(f"opfuse {opfuse.__version__}: {path.stem if run is None else run.name}", facts, found["pipelines"], tables)
+    return Page(
+        f"opfuse {opfuse.__version__}: {path.stem if run is None else run.resolve().name}", facts, found["pipelines"], tables
+    )
 
 
 def _run_tables(run: Path) -> list[PageTable]:
@@ -128,4 +143,4 @@ def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
         PageTable("Cache", ("rank", "pipeline", "plans", "hits", "misses"), counts),
         PageTable("Environment", ("what", "value"), settings),
     ]
-    return Page(f"opfuse {first.versions.get('opfuse', '')}: {subject.name}", facts, pipelines, tables)
+    return Page(f"opfuse {first.versions.get('opfuse', '')}: {subject.resolve().name}", facts, pipelines, tables)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, NoReturn
 
@@ -59,6 +59,9 @@ class Policies:
         self.used: set[str] = set()
         self.heads = dict(heads_of(model))
         patterns = policy if isinstance(policy, Mapping) else ()
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                _refuse("policy", "patterns of paths, which are texts", pattern, "policy={'model.layers.3': None}")
         self.patterns = {pattern: tuple(_counted(model, pattern)) for pattern in patterns}
 
     def of(self, module: nn.Module, path: str) -> Choice:
@@ -86,21 +89,36 @@ class Policies:
         if not isinstance(self.policy, Mapping):
             said = self.policy(module, path)
             return ("function" if said != "default" else ""), said
-        parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)]
         for pattern, said in self.policy.items():
-            if any(fnmatchcase(each, counted) for each in parents for counted in self.patterns[pattern]):
+            if self._fits(path, pattern):
                 self.used.add(pattern)
                 return repr(pattern), said
         return "", "default"
 
+    def _fits(self, path: str, pattern: str) -> bool:
+        """Whether a pattern names the module at ``path``, or one that it is in."""
+        parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)]
+        return any(fnmatchcase(each, counted) for each in parents for counted in self.patterns[pattern])
+
     def check_used(self, paths: Iterator[str]) -> None:
         """ConversionError for a pattern that no module with weights has, or that an earlier one always covers."""
-        if isinstance(self.policy, Mapping):
-            unused = [pattern for pattern in self.policy if pattern not in self.used]
-            if unused:
-                got = f"{unused[0]!r}{nearest(unused[0], paths)}"
-                cure = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
-                raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+        unused = [pattern for pattern in self.patterns if pattern not in self.used]
+        if unused:
+            got, cure = self._unused(unused[0], [*paths])
+            raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+
+    def _unused(self, pattern: str, paths: Sequence[str]) -> tuple[str, str]:
+        """Why a pattern decided of nothing, and what to do about it."""
+        write = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
+        fitting = [path for path in paths if self._fits(path, pattern)]
+        if not fitting:
+            return f"{pattern!r}{nearest(pattern, paths)}", write
+        earlier = [next(each for each in self.patterns if self._fits(path, each)) for path in fitting]
+        decides = next((each for each in earlier if each != pattern), None)
+        if decides is None:
+            return f"{pattern!r}, which fits {fitting[0]!r} and no module with weights", write
+        cure = f"write {pattern!r} before {decides!r}, or take it out; the first that fits counts"
+        return f"{pattern!r}, which fits only where {decides!r} stands before it and decides", cure
 
 
 def _refuse(name: str, wanted: str, got: object, example: str) -> NoReturn:

@@ -186,6 +186,9 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
     if not isinstance(model, nn.Module) or not _paths(model):
         cure = "pass a model that is made of opfuse.ops, or that fuse_ has converted"
         raise PipelineError(describe("watch", wanted="a module with ops of opfuse", got=type(model).__name__, cure=cure))
+    if not isinstance(alarms, Mapping):
+        cure = "pass alarms={'sqnr': 30.0}, or alarms={} for none"
+        raise PipelineError(describe("watch(alarms=)", wanted="limits by figure", got=repr(alarms), cure=cure))
     for name, limit in alarms.items():
         if name not in ALARMS:
             got, cure = f"{name!r}{nearest(str(name), ALARMS)}", f"name some of {', '.join(ALARMS)}"

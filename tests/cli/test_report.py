@@ -101,6 +101,35 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path)]) == 1
 
 
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ((), "got a directory without report.json and *.jsonl. Cure: name what opfuse run or OPFUSE_TRACE wrote to"),
+        (("mine.yaml",), "Cure: name a file in it: opfuse report mine.yaml"),
+        (("config.yaml", "values.jsonl"), "got a run without report.json, which has not ended"),
+    ],
+)
+def test_a_directory_that_is_no_subject_is_told_what_would_be(
+    files: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "."]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_the_page_of_the_directory_one_is_in_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    opfuse.dump("one.jsonl")
+    assert main(["report", "."]) == 0
+    assert "wrote traces.html" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(screenshots.browser() is None, reason=f"wants one of {', '.join(screenshots.BROWSERS)} on PATH")
 @pytest.mark.parametrize("name", screenshots.SHOWN)

@@ -42,6 +42,20 @@ def test_a_layer_that_there_is_not_is_an_error(pattern):
         opfuse.fuse_(Model(), FP8, policy={pattern: None})
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ({3: None}, r"wants patterns of paths, which are texts, got 3\. Cure: write policy="),
+        ({"*": FP8, "layers.0": None}, r"got 'layers\.0', which fits only where '\*' stands before it and decides\. "),
+        ({"layers.-2": FP8, "layers.0.mlp": None}, r"Cure: write 'layers\.0\.mlp' before 'layers\.-2', or take it out"),
+    ],
+)
+def test_a_pattern_that_can_decide_of_nothing_is_told_why(policy, told):
+    with pytest.raises(ConversionError, match=told) as raised:
+        opfuse.fuse_(Model(), FP8, policy=policy)
+    assert "did you mean" not in str(raised.value)
+
+
 FILE = """\
 version: 1
 recipe: {kind: fp8_current}

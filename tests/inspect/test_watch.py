@@ -233,8 +233,13 @@ def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
-    refused = {"every": 0}, {"alarms": {"satrated": 1.0}}, {"alarms": {"sqnr": "high"}}
-    for given, match in zip(refused, ("every", "did you mean 'saturated'", r"watch\(alarms=\) sqnr: wants a finite number")):
+    refused = {
+        "every": {"every": 0},
+        "did you mean 'saturated'": {"alarms": {"satrated": 1.0}},
+        r"watch\(alarms=\) sqnr: wants a finite number": {"alarms": {"sqnr": "high"}},
+        r"watch\(alarms=\): wants limits by figure, got 30": {"alarms": 30},
+    }
+    for match, given in refused.items():
         with pytest.raises(PipelineError, match=match):
             opfuse.watch(mlp(), **given)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="ops of opfuse"):

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -337,12 +337,12 @@ class Cache(Generic[K, V]):
 
     def get(self, key: Hashable) -> V | None:
         """The entry of ``key``, counted as a hit, or None."""
-        entry = self._entries.get(cast(K, key))
+        entry = self._entries.get(key)  # type: ignore[arg-type]
         if entry is None:
             return None
         self.hits += 1
         entry.used = self.hits + self.misses
-        return cast(V, entry.value)
+        return entry.value
 
     def put(self, key: K, value: V) -> Miss:
         """Insert after a miss; returns and records why it was one."""

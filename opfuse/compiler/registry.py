@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, PASSES, Fusion
@@ -181,7 +181,7 @@ def default_rules() -> RuleSet:
     """The process-wide rule set: at first the table that the package names."""
     if _defaults is None:
         set_default_rules(resolve_name(sys.modules["opfuse"].RULE_TABLE))
-    return cast(RuleSet, _defaults)
+    return _defaults  # type: ignore[return-value]
 
 
 def checked_rules(rules: object) -> RuleSet:

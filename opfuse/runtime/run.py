@@ -253,8 +253,8 @@ class Runner:
         grads = self.backward(grad_outputs, tensors)
         inputs = [plain_or_none(grads.take(value)) for value in self.segment.inputs]
         again = [plain_or_none(grads.take(value)) for value in self.segment.again]
-        slots = [(op, name) for op in reversed(self.segment.ops) for name, _ in self.ops[op].parameter_slots()]
-        return [*inputs, *(grads.params.get(slot) for slot in slots), *again]
+        params = [grads.params.get((i, name)) for i in reversed(self.segment.ops) for name, _ in self.ops[i].parameter_slots()]
+        return [*inputs, *params, *again]
 
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
         """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""
@@ -276,7 +276,7 @@ class Runner:
 
     def _backward_group(self, group: Group, grads: Gradients) -> None:
         last = self.plan.graph.nodes[group.nodes[-1]]
-        if not any(grads.has(self.plan.graph.nodes[i].outputs) for i in group.nodes):
+        if not grads.has([value for i in group.nodes for value in self.plan.graph.nodes[i].outputs]):
             return
         if self.plan.remade:
             self._make_anew(group, grads.contexts)
@@ -303,7 +303,8 @@ class Runner:
         op = self.ops[node.op]
         context = grads.contexts[node.index]
         dy = grads.take(node.outputs[0])
-        context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
+        if len(node.outputs) > 1:
+            context.grad_extras = tuple(plain_or_none(grads.take(value)) for value in node.outputs[1:])
         grad_input, grad_params, grad_extras = run_backward(op, context, dy if node.takes_quantized else plain_or_none(dy))
         context.set_grads(params=grad_params, extras=grad_extras)
         grads.collect(node)

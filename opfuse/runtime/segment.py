@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -101,7 +101,7 @@ def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
     try:
-        return cast(tuple[torch.Tensor, ...], ctx.saved_tensors)
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "inplace" not in str(error):  # a saved tensor was written, or one that it is a view of
             raise
@@ -109,6 +109,7 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
         cure = "change inputs and parameters after the backward pass, or pass a clone"
         wanted = "saved tensors as the forward pass left them"
         raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
+    return saved
 
 
 def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:

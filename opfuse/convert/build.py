@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, arguments_of, chain_of
-from opfuse.convert.converted import Converted, Opaque, PipelineRun
+from opfuse.convert.converted import Converted
 from opfuse.convert.leaves import GATED, obstacle, op_of, weight_of
+from opfuse.convert.parts import Opaque, PipelineRun
 from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.probe import UNGATED, activation_of_module
-from opfuse.convert.weights import Weight, product_of
+from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import OpfuseError
 from opfuse.ops.linear import BasicLinear
@@ -125,13 +126,8 @@ class Build:
         self.told.append(type(op).__name__)
 
     def _product(self, paths: Sequence[str], weights: Sequence[Weight]) -> None:
-        ops, made = product_of(weights)
-        ops[0].name = "+".join(self._named(path) for path in paths)
-        name, run = "+".join(paths), self._run()
-        run.ops += ops
-        run.names += [name, f"{name}.bias"][: len(ops)]
-        if made is not None:
-            run.made.append(made)
+        name = "+".join(paths)
+        self._run().multiply(weights, "+".join(map(self._named, paths)), (name, f"{name}.bias"))
         self.weights += weights
         self.members.update(zip(paths, [weight.module for weight in weights]))
         self.told.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
@@ -169,9 +165,8 @@ def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, 
 
 def build_alone(weight: Weight, path: str, choice: Choice) -> Converted:
     """A product that is converted by itself."""
-    ops, made = product_of([weight])
-    ops[0].name = path
-    run = PipelineRun(ops, ["weight", "bias"][: len(ops)], made=[] if made is None else [made], path=path)
+    run = PipelineRun(path=path)
+    run.multiply([weight], path, ("weight", "bias"))
     names = arguments_of(weight.module)[:1]
     return Converted(weight.module, path, arguments=names, parts=(run,), members={}, recipe=choice.recipe)
 

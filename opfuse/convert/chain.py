@@ -159,12 +159,13 @@ class _TraceReader:
             return self._gate(value, users)
         _refuse(f"{_told(value)} read {len(users)} times", "a value that is read once, or by the two parts of a gated unit")
 
-    def _take(self, node: fx.Node) -> fx.Node:
-        self.nodes.discard(node)
-        return node
+    def _take(self, *nodes: fx.Node) -> fx.Node:
+        """The last of nodes that are accounted for."""
+        self.nodes.difference_update(nodes)
+        return nodes[-1]
 
     def _step(self, node: fx.Node, value: fx.Node) -> ChainStep:
-        if node.op == "call_module" and node.args == (value,) and not node.kwargs:
+        if _calls(node, value):
             return CallModule(str(node.target))
         if _is(node, ADD) and len(node.args) == 2 and not node.kwargs:
             other: Any = next((arg for arg in node.args if arg is not value), value)
@@ -177,16 +178,11 @@ class _TraceReader:
 
     def _gate(self, value: fx.Node, users: Sequence[fx.Node]) -> tuple[ChainStep, fx.Node]:
         for gate, up in (users, users[::-1]):
-            act: Any = next(iter(gate.users), None)
-            product: Any = None if act is None else next(iter(act.users), None)
-            if product is None or not all(_calls(each, value) for each in (gate, up)):
-                continue
-            if not _is_product(product, act, up) or any(len(each.users) != 1 for each in (gate, act, up)):
-                continue
-            step = GatedUnit(self._act(act, gate), str(gate.target), str(up.target))
-            for node in (gate, act, up):
-                self._take(node)
-            return step, self._take(product)
+            unit = _gated(gate, up)
+            if unit is not None and all(_calls(each, value) for each in users):
+                act, product = unit
+                step = GatedUnit(self._act(act, gate), str(gate.target), str(up.target))
+                return step, self._take(gate, up, act, product)
         _refuse(f"{_told(value)} read by {_told(users[0])} and {_told(users[1])}", "act(gate(x)) * up(x)")
 
     def _halves(self, chunk: fx.Node) -> tuple[ChainStep, fx.Node]:
@@ -196,14 +192,11 @@ class _TraceReader:
         if sorted(map(str, parts)) != ["0", "1"] or len(chunk.users) != 2 or _chunked(chunk) != (2, -1):
             _refuse(_told(chunk), wanted)
         a, b = parts[0], parts[1]
-        act: Any = next(iter(a.users), None)
-        product: Any = None if act is None else next(iter(act.users), None)
-        if product is None or not _is_product(product, act, b) or any(len(each.users) != 1 for each in (a, act, b)):
+        unit = _gated(a, b)
+        if unit is None:
             _refuse(_told(chunk), wanted)
-        step = GatedUnit(self._act(act, a))
-        for node in (chunk, a, act, b):
-            self._take(node)
-        return step, self._take(product)
+        act, product = unit
+        return GatedUnit(self._act(act, a)), self._take(chunk, a, b, act, product)
 
     def _act(self, node: Any, value: fx.Node) -> CallModule | Apply:
         step = self._step(node, value)
@@ -225,8 +218,14 @@ def _calls(node: fx.Node, value: fx.Node) -> bool:
     return node.op == "call_module" and node.args == (value,) and not node.kwargs
 
 
-def _is_product(node: Any, act: Any, other: fx.Node) -> bool:
-    return _is(node, MULTIPLY) and not node.kwargs and set(node.args) == {act, other}
+def _gated(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The activation that alone reads ``gate``, and its product with ``up``, which alone reads both; None where they are none."""
+    act = next(iter(gate.users), None)
+    product = None if act is None else next(iter(act.users), None)
+    if act is None or product is None or any(len(each.users) != 1 for each in (gate, act, up)):
+        return None
+    is_product = _is(product, MULTIPLY) and not product.kwargs and set(product.args) == {act, up}
+    return (act, product) if is_product else None
 
 
 def _chunked(node: fx.Node) -> tuple[Any, Any]:

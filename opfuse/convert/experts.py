@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, PipelineRun
+from opfuse.convert.converted import Converted
 from opfuse.convert.leaves import GATED
+from opfuse.convert.parts import PipelineRun
 from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, kept
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.grouped_linear import GroupedLinear

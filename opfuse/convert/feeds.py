@@ -18,9 +18,10 @@ from torch import fx, nn
 
 from opfuse.convert.around import arguments_around, graph_around, name_of, writes_before
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, PipelineRun, converted
+from opfuse.convert.converted import Converted, converted
 from opfuse.convert.leaves import norm_of, obstacle
 from opfuse.convert.members import HOOKS_OF_RESULTS, has_hooks
+from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation

@@ -10,12 +10,13 @@ from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone, refusal, unfit
 from opfuse.convert.chain import NoChain
-from opfuse.convert.converted import OWN, Converted, PipelineRun, converted
+from opfuse.convert.converted import OWN, Converted, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.norms import lone_norm
+from opfuse.convert.parts import PipelineRun
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings

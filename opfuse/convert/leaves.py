@@ -1,7 +1,6 @@
-"""The modules that have an op as their counterpart: one row of LEAVES each, which says what it recognises and what that
-becomes.
+"""The modules that have an op as their counterpart: one function of LEAVES each, which recognises a module and makes its op.
 
-A row looks at what a module computes: at the code of its forward, where that is torch's, at its trace, or at its values.
+A function looks at what a module computes: at the code of its forward, where that is torch's, at its trace, or at its values.
 The name of a class decides nothing.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -160,27 +159,22 @@ def _own(module: nn.Module) -> BasicOperation | None:
     return copy.deepcopy(module) if known and not module.num_extra_inputs else None  # type: ignore[return-value]
 
 
-class ModuleLeaf(NamedTuple):
-    """recognises: the module as an op, with its parameters; None for a module that is none."""
-
-    name: str
-    recognises: Callable[[nn.Module], BasicOperation | None]
-
-
-LEAVES = (
-    ModuleLeaf("layer norm", _layer_norm),
-    ModuleLeaf("RMS norm", _rms_norm),
-    ModuleLeaf("dropout", _dropout),
-    ModuleLeaf("identity", _identity),
-    ModuleLeaf("an activation of opfuse", _own),
-    ModuleLeaf("activation", _activation),
+LEAVES: tuple[Callable[[nn.Module], BasicOperation | None], ...] = (
+    _layer_norm,
+    _rms_norm,
+    _dropout,
+    _identity,
+    _own,
+    _activation,
 )
-"""Beside products, which :func:`weight_of` recognises, since several can become one."""
+"""What each makes of a module: an op with its parameters, None for one that it does not recognise. Products are not among them:
+:func:`weight_of` recognises these, since several can become one.
+"""
 
 
 def op_of(module: nn.Module) -> BasicOperation | None:
-    """The op that ``module`` is, by the first row that recognises it."""
-    return next((op for leaf in LEAVES if (op := leaf.recognises(module)) is not None), None)
+    """The op that ``module`` is, by the first of :data:`LEAVES` that recognises it."""
+    return next((op for recognised in LEAVES if (op := recognised(module)) is not None), None)
 
 
 def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | None:

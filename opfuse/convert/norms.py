@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted, PipelineRun
+from opfuse.convert.converted import Converted
 from opfuse.convert.leaves import norm_of, obstacle
+from opfuse.convert.parts import PipelineRun
 from opfuse.recipes import Recipe
 
 NARROW = 1024

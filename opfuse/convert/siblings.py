@@ -16,10 +16,11 @@ import torch
 from torch import fx, nn
 
 from opfuse.convert.around import beginning_of, name_of, writes_before
-from opfuse.convert.converted import Converted, PipelineRun, casting
+from opfuse.convert.converted import Converted, casting
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.weights import MadeParameters, Weight, product_of, state_of
+from opfuse.convert.parts import PipelineRun
+from opfuse.convert.weights import MadeParameters, Weight, state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe, note_use
@@ -202,10 +203,9 @@ def _together(paths: Sequence[str]) -> str:
 
 
 def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: bool) -> list[Sibling]:
-    ops, made = product_of(weights)
-    name, shown = "+".join(each.path for each in alone), _together([each.path for each in alone])
-    ops[0].name = name
-    run = PipelineRun(ops, [name, f"{name}.bias"][: len(ops)], made=[] if made is None else [made], path=shown)
+    paths = [each.path for each in alone]
+    name, run = "+".join(paths), PipelineRun(path=_together(paths))
+    run.multiply(weights, name, (name, f"{name}.bias"))
     shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
     for index, own in enumerate(alone):
         sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)

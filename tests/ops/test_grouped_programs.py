@@ -19,7 +19,7 @@ from opfuse.program.joining import Homes, joined_launches
 from opfuse.program.line import MAKES_ROOM
 from opfuse.program.steps import LaunchStep, OpStep, Step
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded, RecordedBackward
+from opfuse.runtime.recorded import Recorded, RecordedBackward, RecordedValues
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
 from tests.program.fake import launches_told
 
@@ -128,14 +128,23 @@ def test_a_mixture_of_experts_in_a_pipeline_repeats_its_grouped_layers():
 
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "accumulate_into_main_grad"])
 def test_products_that_are_put_off_or_added_by_hand_are_interpreted(option):
+    """Between the casts of their weights, which are programs."""
     model = to(ops.GroupedLinear(2, 128, 128, bias=False, **{option: True}), BF16)
-    for weight in model.parameters():
+    other = copy.deepcopy(model)
+    for weight in (*model.parameters(), *other.parameters()):
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     for call in range(4):
-        step(model, RECIPE, torch.tensor([128, 128]), call)
-        if option == "delay_wgrad_compute":
-            model.backward_dw()
-    assert made_for(model) == []
+        got = step(model, RECIPE, torch.tensor([128, 128]), call)
+        with interpreted():
+            wanted = step(other, RECIPE, torch.tensor([128, 128]), call)
+        assert all(map(torch.equal, got[:2], wanted[:2]))
+        for each in (model, other):
+            if option == "delay_wgrad_compute":
+                each.backward_dw()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.main_grad, theirs.main_grad)
+            assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+    assert [type(made) for made in made_for(model)] == 2 * [RecordedValues]
 
 
 def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, caplog):

@@ -5,6 +5,8 @@ recipe and under each backward override, beside torch's own linear layers in bf1
 each group has a weight, but for "device splits", where the device has the sizes and one tensor the weights. Formats that the
 device only emulates are measured at the first size. Of some layers it is also measured what the host takes, and what a user
 waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
+
+Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured.
 """
 
 from __future__ import annotations
@@ -175,6 +177,71 @@ def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[R
                     yield {"name": full, "value": speed, "unit": unit, "limit": limit, "met": limit and speed >= limit}
 
 
+# -- whole mixtures ------------------------------------------------------------------------------------------------------------
+
+
+class Mixture(NamedTuple):
+    """Tokens and their features, experts, to how many of them a token goes, and how many features an expert has inside."""
+
+    tokens: int
+    features: int
+    groups: int
+    top_k: int
+    inner: int
+
+    @property
+    def label(self) -> str:
+        """What stands in names of figures."""
+        return f"{self.tokens} tokens of {self.features} to {self.top_k} of {self.groups} rows"
+
+    def gate(self, device: str) -> ops.TokenDispatch:
+        """Which experts a token goes to."""
+        return ops.TokenDispatch(self.groups, self.features, top_k=self.top_k, dtype=BF16, device=device)
+
+
+MIXTURES = (Mixture(16384, 2048, 128, 8, 768), Mixture(8192, 7168, 8, 2, 2048))
+"""Qwen3-30B-A3B; one of few wide experts."""
+
+
+def mixture(problem: Mixture, device: str) -> ops.Sequential:
+    """Its layers as a pipeline: a SwiGLU scaled by the gate's probabilities, in every expert."""
+    options = {"bias": False, "single_grouped_weight": True, "dtype": BF16, "device": device}
+    gate, act, combine = problem.gate(device), ops.ScaledSwiGLU(), ops.TokenCombine()
+    up = ops.GroupedLinear(problem.groups, problem.features, 2 * problem.inner, **options)
+    down = ops.GroupedLinear(problem.groups, problem.inner, problem.features, **options)
+    for i, name in enumerate(("splits", "probabilities", "places")):
+        gate.set_extra_output_channel(i, name, output_to_caller=False)
+    for op, name in ((up, "splits"), (act, "probabilities"), (down, "splits"), (combine, "places")):
+        op.set_extra_input_channel(0, name)
+    return ops.Sequential(gate, up, act, down, combine)
+
+
+def steps(problem: Mixture, device: str) -> dict[str, Call]:
+    """A step of a mixture forward and back, in bf16 and under blocks."""
+    model = mixture(problem, device)
+    x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16).requires_grad_()
+    dy = torch.randn_like(x)
+
+    def step(recipe: recipes.Recipe | None) -> Call:
+        def call() -> object:
+            with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                return torch.autograd.grad(model(x), (x, *model.parameters()), dy)
+
+        return call
+
+    return {"bf16": step(None), "fp8_block": step(recipes.Float8BlockScaling())}
+
+
+def mixtures(timed: Callable[[Call], float], *, problems: Sequence[Mixture] = MIXTURES, device: str = "cuda") -> Iterator[Record]:
+    """Milliseconds, and speeds as multiples of that in bf16."""
+    for problem in problems:
+        took = {name: timed(call) for name, call in steps(problem, device).items()}
+        for name, us in took.items():
+            full = f"{problem.label}, {name}, mixture forward + backward"
+            for unit, value in {"ms": us / 1e3, SPEEDS[GROUPED]: took["bf16"] / us}.items():
+                yield {"name": full, "value": value, "unit": unit, "limit": None, "met": None}
+
+
 def timer(call: Call) -> float:
     """Microseconds of a call on the device."""
     return device_time([call], launches=3, repeats=3, waits=True).median
@@ -187,6 +254,7 @@ def records() -> Iterator[dict[str, Any]]:
         yield {"name": name, "value": row["us"] / 1e3, "unit": "ms", "limit": None, "met": None}
         yield {"name": name, "value": row["ratio"], "unit": "x torch bf16", "limit": None, "met": None}
     yield from used()
+    yield from mixtures(timer)
 
 
 def main() -> None:
@@ -195,7 +263,7 @@ def main() -> None:
         shape = f"{row['groups']} x {row['rows'] // row['groups']:<6}{row['what']:20s}{row['variant']:30s}"
         figures = f"{row['us'] / 1e3:8.3f} ms {row['tflops']:7.0f} TFLOP/s {row['ratio']:6.2f} x torch bf16"
         print(shape, figures, "" if row["backend"] == "native" else "(emulated)", flush=True)
-    for record in used():
+    for record in (*used(), *mixtures(timer)):
         print(f"{record['name']:80s} {record['value']:8.3f} {record['unit']}", flush=True)
 
 

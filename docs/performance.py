@@ -199,17 +199,18 @@ SPEEDS = {
 
 def groups(record: Mapping[str, Any]) -> Iterator[str]:
     found: dict[str, dict[str, dict[str, str]]] = {}
-    told: dict[str, str] = {}
+    told: dict[str, dict[str, None]] = {}
     for name, units in of_script(record, "grouped").items():
         problem, rest = name.split(" rows, ")
         variant, what = rest.rsplit(", ", 1)
         speeds = [unit for unit in SPEEDS if unit in units]
-        cell = f"{shown(units['ms'], 2)} ({', '.join(shown(units[unit], 2) for unit in speeds)})"
-        found.setdefault(what, {}).setdefault(variant, {})[problem] = cell
-        told[what] = ", and of ".join(SPEEDS[unit] for unit in speeds)
+        beside = f" ({', '.join(shown(units[unit], 2) for unit in speeds)})" if speeds else ""
+        found.setdefault(what, {}).setdefault(variant, {})[problem] = shown(units["ms"], 2) + beside
+        told.setdefault(what, {}).update(dict.fromkeys(speeds))
     for what, variants in found.items():
         problems = list(dict.fromkeys(problem for cells in variants.values() for problem in cells))
-        yield f"{what.capitalize()}, groups x rows of each: ms, and times the speed (at least) of {told[what]}.\n"
+        others = ", and of ".join(SPEEDS[unit] for unit in told[what])
+        yield f"{what.capitalize()}, groups x rows of each, or a mixture: ms, and times the speed (at least) of {others}.\n"
         rows = [(variant, *(cells.get(problem, "") for problem in problems)) for variant, cells in variants.items()]
         yield table(("recipe, override", *problems), rows) + "\n"
 

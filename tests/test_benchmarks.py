@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -325,6 +326,21 @@ def test_experts_are_measured_as_a_user_waits_for_them() -> None:
     assert {each["unit"] for each in found} == {"ms", *grouped.SPEEDS.values()}
     assert all(each["name"].startswith("2 x 128, 128 to 128 rows, ") for each in found)
     assert all(each["unit"] == "x bf16 grouped" for each in found if each["limit"] is not None)
+
+
+def test_whole_mixtures_are_measured_beside_bf16() -> None:
+    ran: list[Any] = []
+
+    def timed(call: timing.Call) -> float:
+        ran.append(call())
+        return 3.0 * len(ran)
+
+    found = [*grouped.mixtures(timed, problems=[grouped.Mixture(64, 128, 4, 2, 128)], device="cpu")]
+    assert [len(grads) for grads in ran] == [4, 4]  # of the tokens, the gate and both weights
+    assert {each["unit"] for each in found} == {"ms", "x bf16 grouped"}
+    page = "".join(performance.groups({"results": [{**each, "script": "grouped"} for each in found]}))
+    assert "| fp8_block | 0.01 (0.50) |" in page
+    assert "| 64 tokens of 128 to 2 of 4 |" in page
 
 
 @pytest.mark.slow

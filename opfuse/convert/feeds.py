@@ -77,6 +77,10 @@ class Fed(Converted):
         stands = self.holder._modules.get(self.name) is reader and converted(reader) is self.reader
         return stands and reader._compiled_call_impl is None
 
+    def _is_blind(self, x: torch.Tensor) -> bool:
+        """Whether hooks may write to ``x`` unseen: what is made in inference mode counts no writes."""
+        return x.is_inference() and (has_hooks(self.module) or has_hooks(self.reader.module))
+
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
 
@@ -110,7 +114,7 @@ class Fed(Converted):
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
         """The input itself, under another name; the norm of it if nobody reads that."""
-        if not self._is_read():
+        if not self._is_read() or self._is_blind(x):
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
         known, before = weakref.ref(handed), self._state(handed)

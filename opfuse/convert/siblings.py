@@ -19,6 +19,7 @@ from opfuse.convert.around import beginning_of, name_of, writes_before
 from opfuse.convert.converted import Converted, casting
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
+from opfuse.convert.members import has_hooks
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import MadeParameters, Weight, state_of
 from opfuse.core.context import versions
@@ -78,6 +79,10 @@ class Shared:
         if not waiting.left:
             self.waiting.pop(get_ident(), None)
         return found
+
+    def is_blind(self, x: torch.Tensor) -> bool:
+        """Whether hooks may write to ``x`` unseen: what is made in inference mode counts no writes."""
+        return x.is_inference() and any(has_hooks(each.module) for each in self.members)
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What columns of ``x`` depend on: the recipe, the modes, and which parameters there are and what was written to them."""
@@ -147,6 +152,8 @@ class Sibling(Converted):
         return self.shared.run(x, ())
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        if self.shared.is_blind(x):
+            return super().compute(x, arguments)
         if self.index == 0:
             return self.shared.first(x)
         found = self.shared.take(self.index, x)

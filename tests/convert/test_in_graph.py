@@ -1,4 +1,4 @@
-"""What converted modules hand to each other in a graph of torch.compile is what it was, or is made anew."""
+"""What converted modules hand to each other in a graph, or where nothing counts writes, is what it was, or is made anew."""
 
 from __future__ import annotations
 
@@ -88,6 +88,25 @@ def test_products_of_one_tensor_stay_one_and_none_outlives_its_graph():
     model.q.register_forward_hook(silently(WRITES["x"]))
     with torch.no_grad():
         assert torch.equal(torch.compile(Scaled(other), backend="eager")(x), Scaled(model)(x))
+
+
+def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
+    model, layer = Projections(), Layer()
+    plain = copy.deepcopy(layer)
+    opfuse.fuse_(model, FP8)
+    opfuse.fuse_(layer, FP8)
+    opfuse.fuse_(plain, FP8, filter_fn=lambda module, path: path != "second")
+    model.q.register_forward_hook(silently(WRITES["x"]))
+    for each in (layer, plain):
+        each.mlp.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+    with torch.inference_mode():
+        x = torch.randn(2, 16, 32)
+        assert torch.equal(model(x.clone())[1], model.k(x + 1))
+        assert torch.equal(layer(x), plain(x))
+        with listed_plans() as plans:
+            model.q._forward_hooks.clear()
+            model(x)
+    assert len(plans) == 1
 
 
 @pytest.mark.cpu

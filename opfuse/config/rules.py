@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from opfuse.compiler.patterns import Term, is_name, printed, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard
+from opfuse.compiler.rules import BACKWARD, Fusion, Guard, is_
 from opfuse.compiler.vocabulary import SEVERAL
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
@@ -155,6 +155,10 @@ ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "extends
 """The model of a rule entry by the key that tells it."""
 
 
+IMPLIED: Mapping[str, tuple[Guard, ...]] = {BACKWARD: (is_("env.grad", True),)}
+"""What holds wherever a rule of a direction is asked."""
+
+
 def _entry_key(value: Any) -> str | None:
     given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, Section) else {}
     return next((key for key in ENTRIES if key in given), None)
@@ -169,14 +173,15 @@ def to_change(section: Any) -> RuleChange:
         message = f"{orders[0]!r} and {orders[1]!r} both say when rule {getattr(section, 'use', None) or section.name!r} claims"
         raise Refused(Problem("bad-value", message, "keep one of the two", (orders[1],)))
     rule = _MADE[type(section)](section)
-    if path := contradiction(rule.when):
+    if path := contradiction((*rule.when, *IMPLIED.get(rule.direction, ()))):
         message = f"rule {rule.name!r} can never match: its guards on {path} exclude each other"
         raise Refused(Problem("never-matches", message, loc=("when",)))
     expected = None if section.expect is None else section.expect.model_dump(exclude_none=True)
     if expected == {}:
         raise Refused(Problem("bad-value", "expect names no outcome", "write `expect: {fused: 1}`", ("expect",)))
     order = {"before": section.before, "after": section.after}
-    return RuleChange(rule.name, rule, new=not isinstance(section, Use), expect=expected, **order)
+    base = section.extends if isinstance(section, Extend) else None
+    return RuleChange(rule.name, rule, new=not isinstance(section, Use), extends=base, expect=expected, **order)
 
 
 def _guards(section: Any, places: Places) -> tuple[Guard, ...]:

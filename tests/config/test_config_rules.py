@@ -619,6 +619,9 @@ def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:
         ),
         ("extends: epilogue, emit: chain", "unknown-key", "emit"),
         ("extends: epilogue, when: {linear.in_features: 64}", "unknown-path", "linear.in_features"),
+        ("extends: epilogue, pattern: [producer, 'chain=gelu|silu|relu{1,}'], after: epilogue", "shadowed-rule", "mine"),
+        ("extends: epilogue, pattern: [producer, 'chain=elementwise{40,}'], priority: -1", "shadowed-rule", "mine"),
+        ("extends: backward_elementwise, when: {env.grad: false}", "never-matches", "{env.grad: false}"),
     ],
 )
 def test_an_extension_beyond_its_rule_is_a_finding(written: str, code: str, at: str) -> None:

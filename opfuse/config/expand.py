@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from opfuse.config.document import Document, YamlNode
 from opfuse.config.findings import Span, shown, similar
@@ -168,11 +169,17 @@ def _renamed(op: YamlNode, names: Mapping[str, str]) -> YamlNode:
     return replace(op, value={key: renamed(each) if key in CHANNELS else each for key, each in op.value.items()})
 
 
-def expand(document: Document) -> None:
-    """Write out what the document says once and means several times; what is wrong with it is among its findings."""
+Written = Literal["all", "in part", "not"]
+
+
+def expand(document: Document) -> Written:
+    """Write out what the document says once and means several times; what is wrong with it is among its findings.
+
+    How much of it is written out: without an op that stands for nothing known, in part.
+    """
     root = document.root
     if not isinstance(root.value, dict):
-        return
+        return "all"
     sections = {name: _section(document, name) for name in (PARAMETERS, FRAGMENTS)}
     made = _Expansion(document, sections[PARAMETERS], sections[FRAGMENTS])
     try:
@@ -180,13 +187,15 @@ def expand(document: Document) -> None:
     except _TooMuch:
         message = f"ops wants at most {MAX_OPS} ops, with all that it repeats, and {_MOST} entries and values on the way"
         made.report(_place_of_ops(root), "bad-value", message, "repeat less")
-        return
+        return "not"
+    written: Written = "in part" if document.findings else "all"
     for name, known in sections.items():
         for each in known if not document.findings else ():  # what was left out for one may use it
             if (name, each) not in made.used:
                 span = root.value[name].keys.get(each, root.value[name].span)
                 made.report(span, f"unused-{name[:-1]}", f"nothing uses {name[:-1]} {shown(each)}", "take it out, or use it")
     document.root = replace(root, value=value)
+    return written
 
 
 def _expanded(made: _Expansion, key: str, node: YamlNode) -> YamlNode:

@@ -16,7 +16,7 @@ from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
-from opfuse.config.findings import Finding, Span, refuse, shown, similar
+from opfuse.config.findings import Finding, Loc, Span, refuse, shown, similar
 from opfuse.config.models import OwnFile, Text, Train, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
@@ -125,17 +125,25 @@ def _waiting(document: Document) -> list[str]:
     return [name for name in ("train", "watch") if {*_keys(document, name)} - {"batch_size"}]
 
 
+OF_ALL_OPS: tuple[Loc, ...] = ((), ("pipeline",), ("pipeline", "ops"))
+"""Places whose errors are those of the pipeline as a whole, which is not known where it is written out in part."""
+
+
 def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
     refuse(document.findings)
-    expand(document)
-    refuse(document.findings)
+    written, told = expand(document), len(document.findings)
+    if written == "not":
+        refuse(document.findings)
     try:
         root = Root.model_validate(document.root.plain(), context=document)
     except ValidationError as error:
-        report(document, error, SECTIONS)
+        report(document, error, SECTIONS, skip=OF_ALL_OPS if written == "in part" else ())
+        known = {finding.span for finding in document.findings[:told]}
+        document.findings[told:] = [finding for finding in document.findings[told:] if finding.span not in known]
         refuse(document.findings)
         raise
+    refuse(document.findings)
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
     places = _places(root, document)

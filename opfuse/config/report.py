@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -29,10 +29,14 @@ NAMED = {"list_type": "a list", "model_type": "a mapping", "model_attributes_typ
 """Types that are called otherwise in YAML than in Python."""
 
 
-def report(document: Document, error: ValidationError, sections: Sections) -> None:
-    """Add what ``error`` says to the findings of ``document``. sections: the model of each place, tags included."""
+def report(document: Document, error: ValidationError, sections: Sections, skip: Collection[Loc] = ()) -> None:
+    """Add what ``error`` says to the findings of ``document``.
+
+    sections: the model of each place, tags included. skip: places of which nothing is said.
+    """
     wanted: dict[Loc, list[str]] = {}
-    lines = [each for line in error.errors(include_url=False) for each in (line, *_hidden(line, sections))]
+    found = [line for line in error.errors(include_url=False) if line["loc"] not in skip]
+    lines = [each for line in found for each in (line, *_hidden(line, sections))]
     for line in lines:
         place = address(line["loc"], document, sections)
         make = PROBLEMS.get(line["type"])

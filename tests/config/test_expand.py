@@ -104,6 +104,36 @@ def test_what_is_wrong_is_found(code: str) -> None:
     assert [each.code for each in caught.value.findings if "unused" in each.code] == [code] * ("unused" in code)
 
 
+ASTRAY = """version: 1
+recipe: {kind: mxfp9}
+parameters: {hidden: 64, other: 1}
+pipeline:
+  dtype: bfloat16
+  ops:
+    - {use: mlpp}
+    - {op: linear, in_features: "${hiden}", out_features: 64, bias: maybe}
+    - {op: lineaar}
+    - {op: add_extra_input, extra_input: skip}
+fusions: {level: O7}
+"""
+
+
+def test_what_can_be_known_beside_a_block_that_is_not_is_told_at_once() -> None:
+    """Not what follows from the block alone, such as an input whose maker may be in it, and nothing of one place twice."""
+    with pytest.raises(ConfigError) as raised:
+        loads(ASTRAY)
+    told = [(finding.span.line, finding.code) for finding in raised.value.findings]
+    lines = {"mxfp9": 2, "mlpp": 7, "hiden": 8, "maybe": 8, "lineaar": 9, "O7": 11}
+    codes = ["unknown-recipe", "unknown-fragment", "unknown-parameter", "bad-value", "unknown-op", "bad-value"]
+    assert sorted(told) == sorted(zip(lines.values(), codes))
+
+
+def test_what_nothing_uses_hides_nothing() -> None:
+    with pytest.raises(ConfigError) as raised:
+        loads(SHORT.replace("times: 2", "times: 2, other: 1").replace("out_features: 32", "out_features: 32, bias: maybe"))
+    assert {finding.code for finding in raised.value.findings} == {"unused-parameter", "bad-value"}
+
+
 def test_repetitions_count_among_the_ops_of_a_file() -> None:
     with pytest.raises(ConfigError, match="at most 256 ops, with all that it repeats"):
         loads(SHORT.replace("times: 2", "times: 100000"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,35 +68,40 @@ def _of_config(path: Path, run: Path | None) -> Page:
     }
     facts["saved for backward"] = f"{found['saved_bytes']} bytes"
     outcomes = [*found["forward"], *(each for each in found["backward"] if each["direction"] != "joint")]
-    saved = [
-        (
-            each["op"],
-            each["name"],
-            each["format"],
-            "+".join(each["usages"]),
-            "x".join(map(str, each["shape"])),
-            each["bytes"],
-            each["memory"],
-        )
-        for each in found["saved"]
-    ]
-    overrides = [
-        (name, each if isinstance(each, int) else f"refused: {each['refused']}")
-        for name, each in found["saved_bytes_by_override"].items()
-    ]
     tables = [
         outcome_table(outcomes),
         product_table(found["pipelines"]),
-        PageTable("Bytes saved, by backward override", ("override", "bytes"), overrides),
-        PageTable(
-            "Saved for the backward pass", ("op", "name", "format", "planes", "shape", "bytes", "memory"), saved, filters=True
-        ),
+        _override_table(found["saved_bytes_by_override"]),
+        _saved_table(found["saved"]),
         *(_run_tables(run) if run is not None else ()),
         _environment(),
     ]
     return Page(
         f"opfuse {opfuse.__version__}: {path.stem if run is None else run.resolve().name}", facts, found["pipelines"], tables
     )
+
+
+def _override_table(found: Mapping[str, Any]) -> PageTable:
+    """Bytes, or why an override was refused, by its name."""
+    rows = [(name, each if isinstance(each, int) else f"refused: {each['refused']}") for name, each in found.items()]
+    return PageTable("Bytes saved, by backward override", ("override", "bytes"), rows)
+
+
+_SAVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "op": itemgetter("op"),
+    "name": itemgetter("name"),
+    "format": itemgetter("format"),
+    "planes": lambda each: "+".join(each["usages"]),
+    "shape": lambda each: "x".join(map(str, each["shape"])),
+    "bytes": itemgetter("bytes"),
+    "memory": itemgetter("memory"),
+}
+"""Columns of the table of saved tensors, and what stands in them."""
+
+
+def _saved_table(found: Sequence[Mapping[str, Any]]) -> PageTable:
+    rows = [tuple(cell(each) for cell in _SAVED.values()) for each in found]
+    return PageTable("Saved for the backward pass", tuple(_SAVED), rows, filters=True)
 
 
 def _run_tables(run: Path) -> list[PageTable]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.in_graph import InGraph
-from opfuse.convert.members import check_place, check_settings, has_hooks, settings_of, warn_of_hooks
+from opfuse.convert.members import check_place, check_settings, has_global_hooks, has_hooks, settings_of, warn_of_hooks
 from opfuse.convert.parts import Opaque, PipelineRun
 from opfuse.convert.weights import MadeParameters
 from opfuse.core.operation import BasicOperation
@@ -252,9 +252,12 @@ class Converted:
 
     def check_members(self) -> None:
         """ConversionError if a submodule was replaced, or what a forward reads was changed, since; an OpfuseWarning for the first
-        submodule that got hooks.
+        submodule that got hooks, also by hooks of all modules.
         """
         check_settings(self.module, self.label, self.settings[""])
+        if not self.warned and self.members and has_global_hooks():
+            self.warned = True
+            warn_of_hooks(f"{self.label}.{next(iter(self.members))}", self.label, of_all=True)
         for path, member in self.members.items():
             check_place(self.module, path, member, self.label)
             check_settings(member, f"{self.label}.{path}", self.settings[path])

@@ -84,10 +84,15 @@ def check_place(module: nn.Module, path: str, member: nn.Module, label: str) -> 
         raise ConversionError(describe(where, wanted=wanted, got=f"a {type(found).__name__}", cure=cure))
 
 
-def warn_of_hooks(where: str, label: str) -> None:
-    """An OpfuseWarning that those of the module at ``where`` do not run."""
+def warn_of_hooks(where: str, label: str, *, of_all: bool = False) -> None:
+    """An OpfuseWarning that those of the module at ``where`` do not run. of_all: those that torch has for all modules."""
     wanted, got = "none on a module that runs as a part of another", "hooks that do not run under a recipe"
     cure = f"register them on {label}, or before opfuse.fuse_"
+    if of_all:
+        got, cure = (
+            f"hooks of all modules, which run for {label} alone under a recipe",
+            "opfuse.unfuse_ the model to have them all",
+        )
     warnings.warn(describe(f"{where} hooks", wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=3)
 
 
@@ -99,6 +104,12 @@ def has_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS) -> bool:
     """Whether a call of the module runs more than its forward."""
     own = vars(module)
     return any(own.get(hooks) for hooks in kinds)
+
+
+def has_global_hooks() -> bool:
+    """Whether a call of any module runs hooks that torch has for all of them."""
+    own = vars(nn.modules.module)
+    return any(own.get(f"_global{hooks}") for hooks in HOOKS)
 
 
 def _now(module: nn.Module, names: Sequence[str]) -> Settings:

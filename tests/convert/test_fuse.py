@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -399,6 +400,21 @@ def test_hooks_that_come_later_are_told_once():
     with pytest.warns(OpfuseWarning, match="up_proj hooks: wants none on a module that runs as a part of another"):
         model(x)
     model(x)
+
+
+def test_hooks_of_all_modules_that_come_later_are_told_once():
+    model, x, seen = GatedMLP(), torch.randn(32, 32), []
+    opfuse.fuse_(model, FP8)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        with pytest.warns(OpfuseWarning, match=r"got hooks of all modules, which run for GatedMLP alone.*Cure: opfuse\.unfuse_"):
+            model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x)
+    finally:
+        hook.remove()
+    assert seen == [model, model]
 
 
 def test_a_matrix_that_nobody_calls_is_not_said_to_be_fused():

@@ -8,8 +8,8 @@ import dis
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from types import BuiltinFunctionType, CodeType, FunctionType
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from opfuse.errors import ConversionError, OpfuseWarning, describe
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 """Values that are compared, also where the class has them."""
 
-SIMPLE = (*CONSTANTS, FunctionType, BuiltinFunctionType)
+SIMPLE = (*CONSTANTS, FunctionType, BuiltinFunctionType, MethodType, partial)
 """Values of a module itself that are compared."""
 
 SIZES = ("in_features", "out_features")

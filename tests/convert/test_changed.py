@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 import random
 from types import MethodType
 
@@ -110,7 +112,7 @@ CHANGES = {
     "a bias": (lambda: block(bias=False), get_a_bias, r"got {'parameters': \('weight', 'bias'\)}"),
     "other sizes": (block, widened, r"Sequential.1: wants .*{'out_features': 64}, got {'out_features': 96}"),
     "a weight norm": (block, lambda model: parametrizations.weight_norm(model[1]), r"got {.*: \('parametrizations',\)}"),
-    "a forward": (block, another_forward, r"Sequential.1: wants .*{'forward': None}, got {'forward': 'method'}"),
+    "a forward": (block, another_forward, r"Sequential.1: wants .*{'forward': None}, got {'forward': <bound method"),
     "one more step": (block, lambda model: model.append(nn.Tanh()), r"got {'submodules': \('0', '1', '2', '3', '4'\)}"),
     "one step less": (block, lambda model: model.pop(3), r"got {'submodules': \('0', '1', '2'\)}. Cure: call opfuse.fuse_ again"),
     "another submodule": (GatedMLP, replaced, r"up_proj: wants the Linear that was there when fuse_ ran, got a Linear"),
@@ -305,3 +307,46 @@ def test_another_class_or_forward_of_a_class_is_seen(change, monkeypatch):
     CLASSES[change](model, monkeypatch)
     with pytest.raises(ConversionError, match="forward of its class"):
         model(X)
+
+
+class Activation:
+    """An activation as an object has it, whose method a module holds."""
+
+    def __init__(self, function) -> None:
+        self.function = function
+
+    def run(self, x):
+        return self.function(x)
+
+
+class Held(nn.Module):
+    """Linear layers around an activation that the module holds."""
+
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(32, 64), nn.Linear(64, 32), act
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("act", "other"),
+    [
+        (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu, approximate="none")),
+        (Activation(F.gelu).run, Activation(F.silu).run),
+    ],
+    ids=["partial", "bound method"],
+)
+def test_an_activation_that_was_bound_to_what_it_needs_is_watched(act, other):
+    """Another one is an error; a copy of the model has its own."""
+    model = Held(act)
+    opfuse.fuse_(model, FP8)
+    wanted = model(X)
+    assert torch.equal(copy.deepcopy(model)(X), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(X), wanted)
+    model.act = other
+    with pytest.raises(ConversionError, match=r"wants what it was when fuse_ ran, \{'act': .*Cure: call opfuse\.fuse_ again"):
+        model(X)
+    opfuse.fuse_(model, FP8)
+    assert not torch.equal(model(X), wanted)

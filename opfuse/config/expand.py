@@ -169,10 +169,10 @@ def _renamed(op: YamlNode, names: Mapping[str, str]) -> YamlNode:
     return replace(op, value={key: renamed(each) if key in CHANNELS else each for key, each in op.value.items()})
 
 
-Written = Literal["all", "in part", "not"]
+Expanded = Literal["all", "in part", "not"]
 
 
-def expand(document: Document) -> Written:
+def expand(document: Document) -> Expanded:
     """Write out what the document says once and means several times; what is wrong with it is among its findings.
 
     How much of it is written out: without an op that stands for nothing known, in part.
@@ -188,7 +188,7 @@ def expand(document: Document) -> Written:
         message = f"ops wants at most {MAX_OPS} ops, with all that it repeats, and {_MOST} entries and values on the way"
         made.report(_place_of_ops(root), "bad-value", message, "repeat less")
         return "not"
-    written: Written = "in part" if document.findings else "all"
+    written: Expanded = "in part" if document.findings else "all"
     for name, known in sections.items():
         for each in known if not document.findings else ():  # what was left out for one may use it
             if (name, each) not in made.used:

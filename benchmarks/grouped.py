@@ -6,7 +6,8 @@ each group has a weight, but for "device splits", where the device has the sizes
 device only emulates are measured at the first size. Of some layers it is also measured what the host takes, and what a user
 waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
 
-Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured.
+Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured, and how long rows take from the tokens to
+FP8 blocks: read through their index by the cast, or copied and then cast.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ import torch.nn.functional as F
 
 import opfuse
 from benchmarks.calls import KEPT, with_kept_weights
-from benchmarks.timing import Call, device_time, host_time, wall_time
+from benchmarks.timing import Call, Compared, compared, device_time, host_time, wall_time
 from opfuse import ops, recipes
+from opfuse.compiler.registry import use_rules
+from opfuse.fusions import RULES
 from opfuse.recipes.policy import OVERRIDES
+from opfuse.tensors.quantizers import Float8BlockQuantizer
+from opfuse.tensors.ragged import cast_in_groups
 
 ROWS = (16384, 32768, 65536, 98304)
 GROUPS = (4, 8)
@@ -156,6 +161,9 @@ USED = (
 SPEEDS = {TORCH: "x torch bf16", GROUPED: "x bf16 grouped"}
 """Units of a speed, by what it is a multiple of."""
 
+APART = "x apart"
+"""Unit of a speed, as a multiple of that of the same numbers from the kernel that copies rows and the one that casts them."""
+
 
 def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[Record]:
     """A step as a user waits for it, in milliseconds, and its speed as a multiple of others'; variants take turns."""
@@ -217,29 +225,55 @@ def mixture(problem: Mixture, device: str) -> ops.Sequential:
 
 
 def steps(problem: Mixture, device: str) -> dict[str, Call]:
-    """A step of a mixture forward and back, in bf16 and under blocks."""
+    """A step of a mixture forward and back: in bf16, under blocks, and under blocks with rows copied before they are cast."""
     model = mixture(problem, device)
     x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16).requires_grad_()
     dy = torch.randn_like(x)
 
-    def step(recipe: recipes.Recipe | None) -> Call:
+    def step(recipe: recipes.Recipe | None, *without: str) -> Call:
         def call() -> object:
-            with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            with use_rules(RULES.without(*without)), opfuse.autocast(enabled=recipe is not None, recipe=recipe):
                 return torch.autograd.grad(model(x), (x, *model.parameters()), dy)
 
         return call
 
-    return {"bf16": step(None), "fp8_block": step(recipes.Float8BlockScaling())}
+    blocks = recipes.Float8BlockScaling()
+    return {"bf16": step(None), "fp8_block": step(blocks), "fp8_block, rows copied": step(blocks, "dispatch_cast")}
 
 
-def mixtures(timed: Callable[[Call], float], *, problems: Sequence[Mixture] = MIXTURES, device: str = "cuda") -> Iterator[Record]:
-    """Milliseconds, and speeds as multiples of that in bf16."""
+def dispatches(problem: Mixture, device: str) -> tuple[Call, Call]:
+    """Both planes of the rows of all experts: of copies of the rows, and straight from the tokens."""
+    x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16)
+    with torch.no_grad():
+        _, splits, _, places = problem.gate(device)(x)
+    quantizer, places = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1), places.flatten()
+    token = torch.arange(len(places), device=device) // problem.top_k
+    index = torch.empty_like(places).scatter_(0, places, token)
+    return (
+        lambda: cast_in_groups(quantizer, x.index_select(0, index), splits),
+        lambda: cast_in_groups(quantizer, x, splits, index),
+    )
+
+
+def mixtures(
+    timed: Callable[[Call], float],
+    turns: Callable[[Call, Call], Compared],
+    *,
+    problems: Sequence[Mixture] = MIXTURES,
+    device: str = "cuda",
+) -> Iterator[Record]:
+    """Milliseconds, and speeds as multiples of others'."""
     for problem in problems:
+        apart, fused, speed = turns(*dispatches(problem, device))
+        cast = {"rows copied": (apart, {}), "rows read": (fused, {APART: speed})}
         took = {name: timed(call) for name, call in steps(problem, device).items()}
-        for name, us in took.items():
-            full = f"{problem.label}, {name}, mixture forward + backward"
-            for unit, value in {"ms": us / 1e3, SPEEDS[GROUPED]: took["bf16"] / us}.items():
-                yield {"name": full, "value": value, "unit": unit, "limit": None, "met": None}
+        named = {name: (us, {SPEEDS[GROUPED]: took["bf16"] / us}) for name, us in took.items()}
+        named["fp8_block"][1][APART] = took["fp8_block, rows copied"] / took["fp8_block"]
+        for what, figures in (("dispatch and cast", cast), ("mixture forward + backward", named)):
+            for name, (us, speeds) in figures.items():
+                for unit, value in {"ms": us / 1e3, **speeds}.items():
+                    full = f"{problem.label}, {name}, {what}"
+                    yield {"name": full, "value": value, "unit": unit, "limit": None, "met": None}
 
 
 def timer(call: Call) -> float:
@@ -254,7 +288,7 @@ def records() -> Iterator[dict[str, Any]]:
         yield {"name": name, "value": row["us"] / 1e3, "unit": "ms", "limit": None, "met": None}
         yield {"name": name, "value": row["ratio"], "unit": "x torch bf16", "limit": None, "met": None}
     yield from used()
-    yield from mixtures(timer)
+    yield from mixtures(timer, compared)
 
 
 def main() -> None:
@@ -263,7 +297,7 @@ def main() -> None:
         shape = f"{row['groups']} x {row['rows'] // row['groups']:<6}{row['what']:20s}{row['variant']:30s}"
         figures = f"{row['us'] / 1e3:8.3f} ms {row['tflops']:7.0f} TFLOP/s {row['ratio']:6.2f} x torch bf16"
         print(shape, figures, "" if row["backend"] == "native" else "(emulated)", flush=True)
-    for record in (*used(), *mixtures(timer)):
+    for record in (*used(), *mixtures(timer, compared)):
         print(f"{record['name']:80s} {record['value']:8.3f} {record['unit']}", flush=True)
 
 

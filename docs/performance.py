@@ -193,6 +193,7 @@ def least_of_b(record: Mapping[str, Any]) -> str:
 SPEEDS = {
     "x torch bf16": "torch's bf16 layers, one a group",
     "x bf16 grouped": "bf16 in torch's grouped product, one launch for all groups; 7168 features in and 2048 out, or as it says",
+    "x apart": "the same with rows that are copied first and then cast",
 }
 """What experts are compared with, by the unit of the figure."""
 

@@ -328,18 +328,24 @@ def test_experts_are_measured_as_a_user_waits_for_them() -> None:
     assert all(each["unit"] == "x bf16 grouped" for each in found if each["limit"] is not None)
 
 
-def test_whole_mixtures_are_measured_beside_bf16() -> None:
+def test_mixtures_are_measured_with_rows_that_are_copied_and_rows_that_are_read() -> None:
     ran: list[Any] = []
 
     def timed(call: timing.Call) -> float:
         ran.append(call())
-        return 3.0 * len(ran)
+        return 3.0
 
-    found = [*grouped.mixtures(timed, problems=[grouped.Mixture(64, 128, 4, 2, 128)], device="cpu")]
-    assert [len(grads) for grads in ran] == [4, 4]  # of the tokens, the gate and both weights
-    assert {each["unit"] for each in found} == {"ms", "x bf16 grouped"}
+    def turns(one: timing.Call, other: timing.Call) -> timing.Compared:
+        ran.append((one(), other()))
+        return timing.Compared(2.0, 1.0, 2.0)
+
+    found = [*grouped.mixtures(timed, turns, problems=[grouped.Mixture(64, 128, 4, 2, 128)], device="cpu")]
+    (copied, read), _, one, other = ran
+    assert all(map(torch.equal, copied.tensors(), read.tensors()))
+    assert all(map(torch.equal, one, other))
+    assert {each["unit"] for each in found} == {"ms", "x bf16 grouped", "x apart"} <= {"ms", *performance.SPEEDS}
     page = "".join(performance.groups({"results": [{**each, "script": "grouped"} for each in found]}))
-    assert "| fp8_block | 0.01 (0.50) |" in page
+    assert "| rows read | 0.00 (2.00) |" in page
     assert "| 64 tokens of 128 to 2 of 4 |" in page
 
 

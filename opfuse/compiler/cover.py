@@ -86,15 +86,15 @@ class MainChain:
             if graph.linked(node, follower, self.direction):
                 self.next[i] = follower
 
-    def takes(self, node: Node) -> bool:
-        """Whether a rule can run ``node``: a forward implementation returns the main output, and no extra ones."""
-        return self.direction == BACKWARD or len(node.outputs) == 1
+    def takes(self, node: Node, rule: Fusion) -> bool:
+        """Whether ``rule`` can run ``node``: a forward implementation returns the main output, and may leave extra ones."""
+        return self.direction == BACKWARD or len(node.outputs) == 1 or rule.extra_outputs
 
 
-def _runs(chain: MainChain, start: int, claimed: Collection[int]) -> Iterator[Node]:
-    """The nodes from ``start`` on that one rule could take, in order."""
+def _runs(rule: Fusion, chain: MainChain, start: int, claimed: Collection[int]) -> Iterator[Node]:
+    """The nodes from ``start`` on that the rule could take, in order."""
     position = start
-    while chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position]):
+    while chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position], rule):
         yield chain.nodes[position]
         if chain.next[position] is None:
             return
@@ -158,7 +158,7 @@ def match(
 
     A place takes as many nodes as leave enough for the places behind it. dead: what earlier starts found that cannot be.
     """
-    run = _Match(rule, _runs(chain, start, claimed), start, set() if dead is None else dead)
+    run = _Match(rule, _runs(rule, chain, start, claimed), start, set() if dead is None else dead)
     found = run.bind()
     if found is not None:
         return tuple(tuple(run.nodes[i].index for i in place) for place in found)

@@ -43,13 +43,15 @@ class CastSpec:
     """What an explicit quantize node does: the operand's role, and the quantizer with the planes that will be read.
 
     state: the op's delayed-scaling state; None for a quantizer without state. groups: how many groups of rows are cast apart,
-    each with a state of its own, of which ``state`` is then a tuple; 0: the tensor is cast as one.
+    each with a state of its own, of which ``state`` is then a tuple; 0: the tensor is cast as one. ragged: the products of the
+    op, where its casts in groups are such that the sizes of these may stay on a device.
     """
 
     role: str
     quantizer: Any
     state: Any = field(default=None, compare=False)
     groups: int = 0
+    ragged: Any = None
 
     @property
     def kind(self) -> str:
@@ -205,9 +207,11 @@ class Graph:
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
         """Whether ``follower`` alone continues ``node``: the value between them leaves nowhere.
 
-        It has no other reader, since what several ops read is an extra output.
+        It has no other reader, since what several ops read is an extra output. Forward, extra inputs of the one are the first
+        extra outputs of the other: so who runs both knows them apart.
         """
         value = node.outputs[0]
         if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:
             return False
-        return direction == BACKWARD or len(node.outputs) == 1
+        alone = direction == BACKWARD or len(node.outputs) == 1
+        return alone or node.outputs[1 : len(follower.inputs)] == follower.inputs[1:]

@@ -170,6 +170,9 @@ def _casts(
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
             raise GemmError(f"{op.label} {product.clash}")
         b.products.append(product)
+    if any(spec.groups for spec in casts.values()):
+        ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env)
+        casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}
     return casts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -155,20 +155,7 @@ def live_casts(
         if node.casts:
             op, label = ops[node.op], labels[node.op]
             own[node.index] = {spec.role: _live_cast(spec, op, env, group, label) for spec in node.casts}
-    _let_sizes_stay(casts, own, env)
     return casts, own
-
-
-def _let_sizes_stay(casts: dict[int, Cast], own: dict[int, dict[str, Cast]], env: Env) -> None:
-    """Tell the casts of groups of rows by which products of their op the sizes of groups may stay on a device."""
-    held: list[dict[Any, Cast]] = [casts, *own.values()]
-    for op in dict.fromkeys(cast.op for each in held for cast in each.values() if isinstance(cast, GroupedCast)):
-        mine = {cast.role: cast.quantizer for each in held for cast in each.values() if cast.op is op}
-        if (products := op.ragged_products(mine, env)) is None:
-            continue
-        for each in held:
-            told = {at: cast for at, cast in each.items() if cast.op is op and isinstance(cast, GroupedCast)}
-            each.update({at: replace(cast, ragged=products) for at, cast in told.items()})
 
 
 def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: str) -> Cast:
@@ -177,7 +164,7 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
         return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
     padded = bool(getattr(op.spec, "pad_splits", False))
     states = tuple(spec.state or ())
-    return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded)
+    return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
 
 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:

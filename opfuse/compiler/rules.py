@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.patterns import Term, is_name, is_single, maybe, one, printed, run, terms_of
-from opfuse.domains import keywords
+from opfuse.domains import BOOLEAN, keywords
 from opfuse.errors import FusionError, KeyValueError, describe, nearest
 from opfuse.keys import digest
 from opfuse.sources import caller
@@ -178,7 +178,8 @@ class Fusion:
     implementations. forward: ``(x, **bindings) -> y``. backward: ``(dy, **bindings) -> dx``, leaving parameter and extra
     gradients in the contexts. A binding is a Context, None (an absent ``maybe``) or a tuple (a ``run``). Both
     implementations make a joint rule, whose saved state is its own affair; a rule with one of them must leave, or read,
-    the saved state of the unfused ops.
+    the saved state of the unfused ops. extra_outputs: ``forward`` leaves those of its ops in the contexts, too
+    (``set_extra_outputs``); without that, a pattern takes no op that has any.
 
     A pattern that can only ever match one node gives one op another implementation. Any other takes two nodes at least: a
     producer alone is no chain, whatever could follow it. Words and paths are looked up when the rule enters a
@@ -191,6 +192,7 @@ class Fusion:
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
     priority: int = 0
+    extra_outputs: bool = False
     doc: str = field(default="", compare=False)
     source: str = field(default_factory=caller, compare=False, repr=False)
 
@@ -204,6 +206,7 @@ class Fusion:
         for implementation in implementations:
             self._check_implementation(implementation)
         self._check_guards()
+        BOOLEAN.checked(f"fusion {self.name!r} extra_outputs", self.extra_outputs, FusionError)
         if type(self.priority) is not int:
             self._refuse("an integer as its priority", repr(self.priority), "leave it out, or pass 1")
         digest(self, f"fusion {self.name!r}")

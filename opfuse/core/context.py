@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opfuse.core.protocol import checked_tensors
+from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import SavedTensorError, describe
 from opfuse.tensors.meeting import Travel
@@ -36,7 +36,7 @@ class Context:
     remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: of a collective, how the cast
     that it gets comes to all ranks; None: values do. dirty: tensors of the caller that the
     op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that of its output, where ``op_backward``
-    gets a cast of it in groups.
+    gets a cast of it in groups. extra_outputs: those that a rule left which ran the op.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
 
     What the backward pass of a built-in op reads beside the saved values is here whoever ran the forward pass: ``input_dtype``,
@@ -59,6 +59,7 @@ class Context:
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self.extra_outputs: tuple[torch.Tensor, ...] = ()
         self._input_shape: torch.Size | None = None
         self._input_dtype: torch.dtype | None = None
         self._before: Context | None = None
@@ -121,6 +122,12 @@ class Context:
         """Leave the gradients of the op's parameters and of its extra inputs. PipelineError for what is no tuple of tensors."""
         self.grad_params = checked_tensors(self.op, "gradients of parameters", params)
         self.grad_inputs = checked_tensors(self.op, "gradients of extra inputs", extras)
+
+    def set_extra_outputs(self, *values: torch.Tensor) -> None:
+        """Leave the op's extra outputs, where a rule runs it. PipelineError for what is no tensor."""
+        for value in values:
+            check_tensor(self.op, "extra outputs", value, "pass each of them, in order")
+        self.extra_outputs = values
 
     @property
     def saved(self) -> SimpleNamespace:
@@ -195,7 +202,7 @@ class Context:
                 self._saved[name] = value.with_tensors([_RELEASED] * len(parts))
             elif value is not None:
                 self._saved[name] = _RELEASED
-        self.operands, self.extras, self.dirty = {}, (), []
+        self.operands, self.extras, self.extra_outputs, self.dirty = {}, (), (), []
         return tensors
 
     def restored(self, tensors: Iterator[torch.Tensor]) -> Context:

@@ -36,24 +36,30 @@ class GroupedCast(Cast):
     def live_states(self) -> tuple[DelayedScalingState, ...]:
         return self.states
 
-    def __call__(self, x: Value, splits: torch.Tensor | Sizes | None = None) -> QuantizedStorage:
-        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal.
+    def __call__(
+        self, x: Value, splits: torch.Tensor | Sizes | None = None, index: torch.Tensor | None = None
+    ) -> QuantizedStorage:
+        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal. index: int64, which row of ``x`` (M, K)
+        each row is that is cast; None: all, as they are.
 
-        The host reads a tensor, unless the sizes stay on the device, or are copied there.
+        The host reads a tensor, unless the sizes stay on the device, or are copied there. A kernel reads rows through ``index``
+        where sizes stay; elsewhere they are copied first.
         """
         if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
             return x
         x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
-        rows = matrix_shape(x.shape)[0]
+        shape = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
+        rows = matrix_shape(shape)[0]
         if isinstance(splits, torch.Tensor):
             check_splits(splits, self.groups, where=self.op.label)
-            if self.stays(splits, x.shape):
-                return self._on_device(x, splits)
+            if self.stays(splits, shape):
+                return self._on_device(x, splits, index, shape)
             splits = read_sizes(splits, rows, where=self.op.label)
         sizes = splits or (rows // self.groups,) * self.groups
         quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
+        x = x if index is None else x.index_select(0, index)
         dtype = self.op.compute_dtype(self.env, x)
-        self._check(quantizer, x.shape, dtype)
+        self._check(quantizer, shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
@@ -64,12 +70,14 @@ class GroupedCast(Cast):
         weight = self.op.parameter(self.op.parameter_names[0])
         return self.ragged.are_made_on(weight.device, self.op.compute_dtype(self.env, weight))
 
-    def _on_device(self, x: torch.Tensor, splits: torch.Tensor) -> QuantizedStorage:
+    def _on_device(
+        self, x: torch.Tensor, splits: torch.Tensor, index: torch.Tensor | None, shape: torch.Size
+    ) -> QuantizedStorage:
         dtype = self.op.compute_dtype(self.env, x)
-        self._check(self.quantizer, x.shape, dtype)
-        check_copied(splits, matrix_shape(x.shape)[0], where=self.op.label)
+        self._check(self.quantizer, shape, dtype)
+        check_copied(splits, matrix_shape(shape)[0], where=self.op.label)
         each = tuple(self._delayed(state, x.device) for state in self.states)
-        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, each=each)
+        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=each)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:

@@ -9,6 +9,7 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_SCALE,
 )
 from opfuse.fusions.chain import ELEMENTWISE
+from opfuse.fusions.dispatch import DISPATCH_CAST
 from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD
 
 RULES = RuleSet(
@@ -17,6 +18,7 @@ RULES = RuleSet(
         LINEAR_ADD,
         EPILOGUE,
         ELEMENTWISE,
+        DISPATCH_CAST,
         BACKWARD_LINEAR_ADD,
         BACKWARD_LINEAR_SCALE,
         BACKWARD_ADD_RMS_NORM,

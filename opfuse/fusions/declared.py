@@ -276,7 +276,8 @@ def extended(base: Fusion, name: str, pattern: Sequence[Term], *, when: Sequence
     made = {side: run if run is None or same else _as_base(run, absent, alone, places) for side, run in sides.items()}
     held = tuple(guard for guard in base.when if guard.reads.split(".")[0] in ("env", *places))
     doc = f"{base.name} where {printed(pattern)}."
-    return fusion(name, tuple(pattern), when=(*held, *when), priority=priority, doc=doc, **made)
+    options: dict[str, Any] = {"priority": priority, "extra_outputs": base.extra_outputs, "doc": doc}
+    return fusion(name, tuple(pattern), when=(*held, *when), **options, **made)
 
 
 def _is_bound_as_tuple(term: Term) -> bool:

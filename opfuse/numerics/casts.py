@@ -157,13 +157,20 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
 
 
 def cast_block_groups(
-    x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+    x: torch.Tensor,
+    groups: RowGroups,
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pow2: bool = True,
 ) -> list[Encoded]:
     """:func:`cast_block` of a matrix whose groups of rows are cast apart: 1x128 blocks, and no block has rows of two groups.
 
     Rowwise planes, in which groups show nowhere, are those of ``x``; columnwise ones are of the matrix in which each group begins
-    on a tile (:func:`padded`).
+    on a tile (:func:`padded`). index: int64 (rows,), which row of ``x`` each row of the matrix is; None: the matrix is ``x``.
     """
+    x = x if index is None else x.index_select(0, index)
     return [
         cast_block(padded(x, groups) if layout.usage == COLUMNWISE else x, [layout], eps=eps, pow2=pow2)[0] for layout in layouts
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,14 @@ from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
 
 
+class Route(NamedTuple):
+    """Where tokens go: ``rows``, int64 (tokens * top_k,), says which rows of ``x`` (tokens, features) the output is."""
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    extra_outputs: tuple[torch.Tensor, ...]
+
+
 class TokenDispatch(BasicOperation):
     """Rows of x (tokens, features) once for each of the ``top_k`` groups that a learned gate chooses for them, group by group.
 
@@ -22,6 +30,9 @@ class TokenDispatch(BasicOperation):
     ``top_k`` of a token are its groups. The output is (tokens * top_k, features), by group, then by token. Extra outputs: split
     sizes, int64 (num_groups,); the p of each row, in the dtype of the output; and the place of each token's rows in the output,
     int64 (tokens, top_k), for :class:`TokenCombine`. The gradient flows through the rows and through p.
+
+    Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
+    ``dispatch_cast``), and exist in their format alone.
     """
 
     saves = ("x", "weight", "probabilities", "chosen", "places")
@@ -48,6 +59,11 @@ class TokenDispatch(BasicOperation):
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        route = self.route(ctx, input_)
+        return route.x.index_select(0, route.rows), *route.extra_outputs
+
+    def route(self, ctx: Context, input_: torch.Tensor) -> Route:
+        """All but the copies of rows, with what the backward pass needs kept in ``ctx``."""
         weight = self.weight
         _check_rows(self.label, input_, self.features)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
@@ -68,8 +84,7 @@ class TokenDispatch(BasicOperation):
             chosen=chosen if ctx.needs else None,
             places=places if ctx.needs else None,
         )
-        rows = x.index_select(0, order // self.top_k)
-        return rows, splits, picked.flatten().index_select(0, order).to(x.dtype), places
+        return Route(x, order // self.top_k, (splits, picked.flatten().index_select(0, order).to(x.dtype), places))
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
         saved, wide = ctx.saved, ctx.saved.probabilities.dtype

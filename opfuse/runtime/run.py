@@ -162,7 +162,7 @@ class Runner:
 
     def _store(self, node: Node, numbers: Sequence[int], outputs: Sequence[Any], values: dict[int, Value]) -> None:
         if len(outputs) != len(numbers):
-            cure = "return all of them, and set num_extra_outputs to their number"
+            cure = "return all of them, or leave them in its context, and set num_extra_outputs to their number"
             raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
         values.update(zip(numbers, outputs))
         if dirty := self.contexts[node.index].dirty:
@@ -177,7 +177,9 @@ class Runner:
         _check_result(f"{rule.name} forward", output)
         if rule.backward is None:
             _check_saved(rule.name, made.values())
-        self._store(last, last.outputs, (output,), values)
+        for i in group.nodes[:-1]:
+            self._store(nodes[i], nodes[i].outputs[1:], made[i].extra_outputs, values)
+        self._store(last, last.outputs, (output, *made[last.index].extra_outputs), values)
 
     def _forward_opaque(self, group: Group, values: dict[int, Value]) -> None:
         nodes = self._op_nodes(group)

@@ -90,30 +90,41 @@ def copied_to(splits: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def cast_in_groups(
-    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, *, each: Sequence[Quantizer] = ()
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    splits: torch.Tensor,
+    index: torch.Tensor | None = None,
+    *,
+    each: Sequence[Quantizer] = (),
 ) -> QuantizedStorage:
     """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
 
+    index: int64 (M,); then the planes are those of the rows ``x[index]`` of a matrix ``x``, which are nowhere but in them.
     Splits on the CPU are copied. Where they do not add up to the rows, the device stops with an assertion; nothing is read or
     written outside of ``x`` and its planes. each: the quantizers of the groups, where these have states of their own.
     """
-    rows, columns = shape = matrix_shape(x.shape)
+    given = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
+    rows, columns = shape = matrix_shape(given)
     there = copied_to(splits, x.device)
     groups = RowGroups(row_groups(there, rows), rows, len(splits))
     formats = dict(zip(USAGES, quantizer.formats))
     layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]
-    matrix = x.detach().reshape(rows, columns)
-    encoded = _CASTS[type(quantizer)].cast(each or (quantizer,) * len(splits), matrix, groups, layouts)
+    matrix, made = x.detach().reshape(-1, columns), _CASTS[type(quantizer)]
+    options = {} if index is None or not made.indexed else {"index": index}
+    read = matrix if index is None or options else matrix.index_select(0, index)
+    encoded = made.cast(each or (quantizer,) * len(splits), read, groups, layouts, **options)
     planes = {
         layout.usage: RaggedPlane(usage=layout.usage, format=layout.format, shape=shape, data=data, scale=scale, groups=groups)
         for layout, (data, scale) in zip(layouts, encoded, strict=True)
     }
     rowwise, columnwise = map(planes.get, USAGES)
-    return QuantizedStorage(x.shape, x.dtype, rowwise, columnwise, quantizer._why)
+    return QuantizedStorage(given, x.dtype, rowwise, columnwise, quantizer._why)
 
 
-def _blocks(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
-    return cast_block_groups(x, groups, layouts, **_options(each))
+def _blocks(
+    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, index: torch.Tensor | None = None
+) -> Sequence[Encoded]:
+    return cast_block_groups(x, groups, layouts, index=index, **_options(each))
 
 
 def _rows(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
@@ -136,14 +147,17 @@ def _options(each: Sequence[Any]) -> Mapping[str, Any]:
 
 
 class _CastOfGroups(NamedTuple):
-    """The cast of groups by quantizers of a class, one for each. takes: whether kernels cast so by this one."""
+    """The cast of groups by quantizers of a class, one for each. takes: whether kernels cast so by this one. indexed: whether
+    they read rows through an index.
+    """
 
-    cast: Callable[[Sequence[Any], torch.Tensor, RowGroups, Sequence[Layout]], Sequence[Encoded]]
+    cast: Callable[..., Sequence[Encoded]]
     takes: Callable[[Any], bool]
+    indexed: bool = False
 
 
 _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
-    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1),
+    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1, indexed=True),
     Float8RowQuantizer: _CastOfGroups(_rows, lambda q: not q.runs_in_torch),
     Float8CurrentScalingQuantizer: _CastOfGroups(_current, lambda q: not (q.runs_in_torch or q.with_amax_reduction)),
     Float8Quantizer: _CastOfGroups(_delayed, lambda _: True),

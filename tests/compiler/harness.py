@@ -188,9 +188,11 @@ def _flat(name: str, value: object) -> dict[str, torch.Tensor | None]:
     tensors = {}
     for usage in value.usages:
         plane = value.plane(usage)
-        for field in ("data", "scale", "amax"):
-            part = getattr(plane, field)
-            tensors[f"{name} {usage} {plane.format} {field}"] = None if part is None else part.detach().clone()
+        for i, each in enumerate(getattr(plane, "members", (plane,))):
+            group = f" of group {i}" if each is not plane else ""
+            for field in ("data", "scale", "amax"):
+                part = getattr(each, field)
+                tensors[f"{name} {usage} {plane.format} {field}{group}"] = None if part is None else part.detach().clone()
     return tensors
 
 

@@ -537,7 +537,7 @@ def test_a_hundred_rules_are_no_trouble():
         return f"{{name: r{i}, pattern: 'basic_linear bias? gelu|silu|relu quantize?', {guard}, before: {after[i]}}}"
 
     after = [*(f"r{i}" for i in range(1, 100)), "epilogue"]
-    assert names(*map(rule, range(100)))[-102:] == [f"r{i}" for i in range(100)] + ["epilogue", "elementwise"]
+    assert names(*map(rule, range(100)))[-103:] == [f"r{i}" for i in range(100)] + ["epilogue", "elementwise", "dispatch_cast"]
 
 
 # -- rules that extend others ----------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ def on_device(monkeypatch):
     """Say that the CPU is a device that makes products of groups of unknown sizes; the list has what was cast so."""
     cast: list[tuple[int, ...]] = []
 
-    def counted(quantizer, x, splits, **options):
+    def counted(quantizer, x, splits, index=None, **options):
         cast.append(tuple(splits.tolist()))
-        return cast_in_groups(quantizer, x, splits, **options)
+        return cast_in_groups(quantizer, x, splits, index, **options)
 
     monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
     monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", counted)

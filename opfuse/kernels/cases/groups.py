@@ -69,15 +69,19 @@ class _GroupsCast(NamedTuple):
     dtype: str
     usages: Sequence[Usage]
     pow2: bool
+    indexed: bool = False
 
     def arguments(self, device: torch.device) -> Arguments:
         groups = known_groups(self.sizes, device)
         shape = groups.rows, self.columns
-        x = matrix(self.sizes, lambda draw, dtype: hard(*shape, draw, dtype), DTYPES[self.dtype], device)
+        read = 1 + groups.rows // 2 if self.indexed else groups.rows
+        x = matrix(self.sizes, lambda draw, dtype: hard(read, self.columns, draw, dtype), DTYPES[self.dtype], device)
+        index = torch.randint(read, (groups.rows,), generator=torch.Generator().manual_seed(3)).to(device)
         shapes = {ROWWISE: shape, COLUMNWISE: (groups.padded_rows, self.columns)}
         fmt = fp8_block(E4M3 if self.pow2 else E5M2, 1)
         layouts = [Layout(fmt, usage, shapes[usage]) for usage in self.usages]
-        return Arguments((x, groups, layouts), {"eps": 0.0 if self.pow2 else 0.25, "pow2": self.pow2})
+        options = {"eps": 0.0 if self.pow2 else 0.25, "pow2": self.pow2}
+        return Arguments((x, groups, layouts), {**options, "index": index} if self.indexed else options)
 
 
 class _GroupsProduct(NamedTuple):
@@ -216,6 +220,17 @@ _SCALED_CASTS = {
         itertools.cycle((True, False)),
     )
 }
+_INDEXED: dict[str, Case] = {
+    f"{name}, {columns} columns, {dtype}, {'+'.join(usages)}, indexed": _GroupsCast(
+        name, columns, dtype, usages, True, True
+    ).arguments
+    for name, columns, dtype, usages in zip(
+        SIZES,
+        itertools.cycle((256, 200, 67, 1120)),
+        itertools.cycle(DTYPES),
+        itertools.cycle((USAGES, (ROWWISE,), USAGES, (COLUMNWISE,))),
+    )
+}
 
 
 def _cases(made: Callable[[_ScaledCast, torch.device], Arguments]) -> dict[str, Case]:
@@ -232,7 +247,7 @@ _INTO: dict[str, Case] = {
 
 CASES: CaseTable = {
     row_groups: _TABLES,
-    cast_block_groups: _CASTS,
+    cast_block_groups: {**_CASTS, **_INDEXED},
     group_amaxes: _cases(_ScaledCast.amaxes),
     cast_current_groups: _cases(_ScaledCast.current),
     cast_recording_groups: _cases(_ScaledCast.recording),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.errors import ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.formats import ROWWISE, USAGES
 from opfuse.kernels.casts.block import BLOCKS, cast_block, new_blocks
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
@@ -46,26 +46,38 @@ def row_groups(launch: Launcher, splits: torch.Tensor, rows: int) -> torch.Tenso
 
 @kernel("cast_block_groups.cu", reference=definition.cast_block_groups, tolerance=BITWISE)
 def cast_block_groups(
-    launch: Launcher, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
+    launch: Launcher,
+    x: torch.Tensor,
+    groups: RowGroups,
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pow2: bool = True,
 ) -> list[definition.Encoded]:
-    """One read of ``x``. Rows alone know no groups: they are what :func:`cast_block` makes."""
-    if all(layout.usage == ROWWISE for layout in layouts):
+    """One read of each row that is cast. Rows alone know no groups: they are what :func:`cast_block` makes.
+
+    Nothing looks at the values of ``index``, which must be rows of ``x``.
+    """
+    if index is None and all(layout.usage == ROWWISE for layout in layouts):
         return cast_block.run(launch, x, layouts, eps=eps, pow2=pow2)
-    x = x.contiguous()
-    variant = _variant(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
+    x, index = x.contiguous(), None if index is None else index.contiguous()
+    shape = len(x if index is None else index), *x.shape[1:]
+    variant = _variant(tuple(layouts), shape, x.dtype, on_bytes(x, VECTOR), index is not None)
     planes, blocks = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
     tiles = groups.table.data_ptr() + groups.at(TILE) * _FOUR_BYTES
-    fields = _CAST(x=x.data_ptr(), tiles=tiles, blocks=BLOCKS(**{**blocks, "rows": groups.rows}), down=groups.tiles)
+    read = {"x": x.data_ptr(), "tiles": tiles, "index": 0 if index is None else index.data_ptr()}
+    fields = _CAST(**read, blocks=BLOCKS(**{**blocks, "rows": groups.rows}), down=groups.tiles)
     grid = Grid(groups.tiles * ceil_div(x.shape[1], TILE), _THREADS)
     launch(variant, "cast_block_groups", grid, _CAST.layout, *fields, device=x.get_device())
     return planes
 
 
 @functools.lru_cache(maxsize=4096)
-def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> Variant:
+def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, indexed: bool) -> Variant:
     """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes; in columnwise ones, groups are on tiles."""
-    rowwise = [layout for layout in layouts if layout.usage == ROWWISE]
-    for each in (*rowwise, *(layout.replace(shape=tuple(shape)) for layout in layouts if layout.usage == COLUMNWISE)):
+    rowwise, columnwise = ([layout for layout in layouts if layout.usage == usage] for usage in USAGES)
+    for each in (*rowwise, *(layout.replace(shape=tuple(shape)) for layout in columnwise)):
         check_cast(shape, dtype, [each], family="block", where="cast_block_groups")
     rows, columns = shape
     if layouts[0].block != (1, TILE) or (rows > 1 and columns >= WIDEST):
@@ -77,6 +89,7 @@ def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=bool(rowwise),
-        COLUMNWISE=True,
+        COLUMNWISE=bool(columnwise),
+        INDEXED=indexed,
         ALIGNED=on_vectors and columns % PACK == 0,
     )

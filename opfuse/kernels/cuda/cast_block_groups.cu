@@ -2,6 +2,7 @@
 //
 // tiles          the tiles of 128 rows of row_groups.cu: [group, first row, end of the group, 0]; those behind the last are zeros
 // x, rowwise     as there; codes and scales of rows do not know groups
+// index          where INDEXED, the row of x that each row of the matrix is, inside of x; x has rows in any number
 // columnwise     [columns, 128 * down] codes, each group from a tile on; zeros behind its rows, and in tiles behind the last
 // column_scale   [down, columns], as there
 // down           tiles of rows that there is room for
@@ -22,6 +23,7 @@ struct RowTile {
 struct Parameters {
     const IN* x;
     const RowTile* tiles;
+    const long long* index;
     Blocks blocks;
     u32 down, unused;
 };
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block_
     tile.row = rows.first, p.rows = rows.end;
     p.column_scale += (stored.row / BLOCK - tile.row / BLOCK) * p.column_pitch;
     Values v;
-    load_values(v, parameters.x, p, tile);
+    load_values(v, parameters.x, p, tile, parameters.index);
     cast_lines(p, tile, v, shared);
     if constexpr (!COLUMNWISE) return;
     __syncthreads();

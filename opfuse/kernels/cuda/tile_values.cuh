@@ -1,15 +1,20 @@
 // tile_values: a tile of a matrix in memory, as the values that a block of threads casts.
 //
 // Compiled       after blocks.cuh
+// INDEXED        whether row i of the matrix is row index[i] of what is read
 #pragma once
 
+#ifndef INDEXED
+#define INDEXED 0
+#endif
+
 // Where the matrix of p has nothing, 0.
-OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile) {
+OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile, const long long* index = nullptr) {
     long long column = tile.column + tile.across * 8, there = p.columns - column;
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
         long long row = tile.row + own_row(tile, i);
-        const IN* x = from + row * p.columns + column;
+        const IN* x = from + (INDEXED && row < p.rows ? index[row] : row) * p.columns + column;
         if constexpr (ALIGNED)
             v[i] = row < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
         else

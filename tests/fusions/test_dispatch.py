@@ -1,0 +1,180 @@
+"""Rows on their way to experts: cast as they are read where one kernel casts them in groups, with the bits of copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.compiler.registry import use_rules
+from opfuse.compiler.rules import fusion
+from opfuse.errors import FusionError, PipelineError
+from opfuse.formats import USAGES
+from opfuse.fusions import RULES
+from opfuse.fusions.declared import extended
+from opfuse.fusions.dispatch import DISPATCH_CAST, dispatch_cast
+from opfuse.kernels.engine.registry import Kernel
+from opfuse.runtime.fuser import listed_plans
+from opfuse.tensors.quantizers import Float8BlockQuantizer
+from opfuse.tensors.ragged import RaggedProducts, cast_in_groups
+from tests.compiler.harness import UNFUSED, Step, differences, randn, run
+
+BF16 = torch.bfloat16
+BLOCKS = recipes.Float8BlockScaling()
+TOKENS, K, GROUPS, TOP_K = 37, 128, 4, 2
+
+
+def wired(first: torch.nn.Module, *between: torch.nn.Module, groups: int = GROUPS, top_k: int = TOP_K) -> ops.Sequential:
+    """A dispatch, what stands behind it, a grouped layer that takes its splits, and sums over the rows of a token."""
+    torch.manual_seed(4)
+    gate, combine = ops.TokenDispatch(groups, K, top_k=top_k, dtype=BF16), ops.TokenCombine()
+    gate.set_extra_output_channel(0, "splits")
+    gate.set_extra_output_channel(2, "places", output_to_caller=False)
+    first.set_extra_input_channel(0, "splits")
+    combine.set_extra_input_channel(0, "places")
+    return ops.Sequential(gate, *between, first, combine)
+
+
+def layer(groups: int = GROUPS, **options: object) -> ops.GroupedLinear:
+    torch.manual_seed(3)
+    return ops.GroupedLinear(groups, K, 160, dtype=BF16, **{"bias": False, "pad_splits": True, **options})
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Say that the CPU is a device that makes products of groups of unknown sizes."""
+    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+
+
+class _Copies(TorchDispatchMode):
+    """The shapes of what rows are copied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index_select.default and made.ndim == 2:
+            self.made.append((*made.shape,))
+        return made
+
+
+# -- the bits --------------------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(37, 4, 2), (1, 4, 4), (5, 4, 1), (200, 2, 1), (300, 16, 3)]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(("tokens", "groups", "top_k"), SHAPES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_r4_rows_cast_as_they_are_read_have_the_bits_of_copies(tokens, groups, top_k, grad):
+    model, x = wired(layer(groups, single_grouped_weight=True), groups=groups, top_k=top_k), randn(tokens, K)
+    for parameter in model.parameters():
+        parameter.requires_grad_(grad)
+    fused, unfused = (run(model, x, step=Step(BLOCKS, rules, input_grad=grad)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert fused.outcomes("dispatch_cast")[0].status == "fused"
+
+
+@pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
+def test_a_cast_through_an_index_is_that_of_the_rows(usages):
+    wanted = {usage: usage in usages for usage in USAGES}
+    quantizer = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1).wanting(**wanted)
+    x, splits = randn(50, 144), torch.tensor([100, 0, 28, 1])
+    index = torch.randint(50, (129,), generator=torch.Generator().manual_seed(1))
+    found, wanted = cast_in_groups(quantizer, x, splits, index), cast_in_groups(quantizer, x[index], splits)
+    assert (found.shape, found.usages) == (wanted.shape, wanted.usages) == ((129, 144), usages)
+    assert all(map(torch.equal, found.tensors(), wanted.tensors()))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_rows_are_read_by_the_kernel_that_casts_them(monkeypatch):
+    """A GPU is asked for one cast through an index; the only copies of rows left are those of sums over the rows of a token."""
+    launched = []
+
+    def call(self, *args, **kwargs):
+        if kwargs.get("index") is not None:
+            self.run(lambda variant, entry, *_, device: launched.append((entry, variant.defines)), *args, **kwargs)
+            assert args[0].shape == (TOKENS, K)
+        return self.reference(*args, **kwargs)
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    model, x = wired(layer()), randn(TOKENS, K)
+    copies = {}
+    for rules in (RULES, UNFUSED):
+        with Step(BLOCKS, rules).scope(), torch.no_grad(), _Copies() as seen:
+            model(x)
+        copies[rules] = seen.made
+    ((entry, defines),) = launched
+    assert entry == "cast_block_groups"
+    assert {"INDEXED=1", "ROWWISE=1", "COLUMNWISE=0"} <= {*defines}
+    assert copies[UNFUSED].count((TOKENS * TOP_K, K)) == 1
+    assert copies[RULES].count((TOKENS * TOP_K, K)) == 1  # that of the definition, which ran in place of the kernel
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------------------
+
+
+def told(model: torch.nn.Module, recipe: recipes.Recipe | None, *extras: torch.Tensor) -> tuple[str, str | None, str | None]:
+    """Status of the rule, what it wanted, and what it got."""
+    (found,) = run(model, randn(TOKENS, K), *extras, step=Step(recipe, RULES)).outcomes("dispatch_cast")
+    return found.status, found.guard and f"{found.guard}: {found.wanted}", found.got
+
+
+NO_CAST, OTHER_CAST = (("missed", "quantize.ragged.inputs.family: 'block'", got) for got in ("nothing", "'tensor'"))
+NO_PLACE = "pattern.quantize: quantize_groups"
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "wanted"),
+    [
+        (lambda: wired(layer()), BLOCKS, ("fused", None, None)),
+        (lambda: wired(layer()), None, ("absent", NO_PLACE, "grouped_linear")),
+        (lambda: wired(layer()), recipes.MXFP8BlockScaling(), NO_CAST),
+        (lambda: wired(layer()), recipes.Float8CurrentScaling(), OTHER_CAST),
+        (lambda: wired(layer()), recipes.Float8BlockScaling(backward_override="dequantized"), NO_CAST),
+        (lambda: wired(layer(bias=True)), BLOCKS, NO_CAST),
+        (lambda: wired(layer(), ops.MakeExtraOutput()), BLOCKS, ("absent", NO_PLACE, "make_extra_output")),
+        (lambda: wired(layer(), ops.GELU()), BLOCKS, ("absent", NO_PLACE, "gelu")),
+    ],
+    ids=["fires", "no recipe", "mxfp8", "per tensor", "override", "bias", "another reader", "an op between"],
+)
+def test_it_is_told_why_rows_are_copied(make, recipe, wanted):
+    assert told(make(), recipe) == wanted
+
+
+def test_splits_of_the_caller_are_another_matter():
+    """Of those of the dispatch alone the rule knows that they are where its rows are."""
+    gate, _, combine = wired(layer())
+    splits = torch.bincount(torch.arange(TOKENS * TOP_K) % GROUPS, minlength=GROUPS)
+    with use_rules(RULES), opfuse.autocast(recipe=BLOCKS), listed_plans() as plans:
+        ops.Sequential(gate, layer(), combine)(randn(TOKENS, K), splits)
+    (outcome,) = (each for each in plans[0].outcomes if each.rule == "dispatch_cast")
+    assert (outcome.status, outcome.got) == ("absent", "the end of the run")
+
+
+# -- rules that leave extra outputs ----------------------------------------------------------------------------------------------
+
+
+def forgetful(x, *, dispatch, quantize):
+    route = dispatch.op.route(dispatch, x)
+    return quantize.op(route.x, route.extra_outputs[0], route.rows)
+
+
+def with_rule(rule) -> None:
+    with use_rules(RULES.replaced(rule)), opfuse.autocast(recipe=BLOCKS):
+        wired(layer())(randn(TOKENS, K))
+
+
+def test_a_rule_takes_ops_with_extra_outputs_only_if_it_leaves_them():
+    pattern = {term.name: term for term in DISPATCH_CAST.pattern}
+    with pytest.raises(PipelineError, match=r"outputs: wants 3, got 0.*leave them in its context"):
+        with_rule(fusion("dispatch_cast", pattern, forward=forgetful, extra_outputs=True))
+    with_rule(fusion("dispatch_cast", pattern, forward=forgetful))  # takes none
+    with pytest.raises(FusionError, match="True or False"):
+        fusion("dispatch_cast", pattern, forward=dispatch_cast, extra_outputs=1.5)
+    assert extended(DISPATCH_CAST, "mine", DISPATCH_CAST.pattern).extra_outputs

@@ -1,0 +1,70 @@
+"""Rows that are cast as they are read: a dispatch and the cast of its rows in one kernel, and the same numbers apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opfuse
+from benchmarks.grouped import Mixture, mixture
+from opfuse import ops, recipes
+from opfuse.fusions import RULES
+from opfuse.recipes import availability
+from opfuse.runtime.programs import interpreted
+from tests.compiler.harness import UNFUSED, Step, differences, randn, run
+
+native_groups = pytest.mark.skipif(not (9, 0) <= availability.device_arch() < (10, 0), reason="no kernel multiplies here")
+BLOCKS = recipes.Float8BlockScaling()
+SIZES = ((300, 256, 8, 2, 128), (1, 128, 128, 8, 128), (1024, 144, 4, 4, 272), (777, 640, 64, 1, 384))
+PROBLEMS = [Mixture(*sizes) for sizes in SIZES]
+
+
+def drawn(problem: Mixture, device: torch.device) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(5)
+    return mixture(problem, str(device)), randn(problem.tokens, problem.features).to(device)
+
+
+@native_groups
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_r4_a_dispatch_and_its_cast_are_what_they_are_apart(problem, x_dtype, device):
+    model, x = drawn(problem, device)
+    runs = [run(model, x.to(x_dtype), step=Step(BLOCKS, rules)) for rules in (RULES, UNFUSED)]
+    assert differences(*(each.tensors for each in runs)) == []
+    assert runs[0].outcomes("dispatch_cast")[0].status == "fused"
+
+
+@native_groups
+def test_a_program_repeats_it_for_tokens_that_go_elsewhere_and_nothing_waits(device):
+    model, x = drawn(PROBLEMS[0], device)
+
+    def step(call: int) -> list[torch.Tensor]:
+        given = x.roll(call, 1).requires_grad_()
+        with opfuse.autocast(recipe=BLOCKS):
+            y = model(given)
+        return [y.detach(), *torch.autograd.grad(y, (given, *model.parameters()), x)]
+
+    for call in range(6):
+        torch.cuda.set_sync_debug_mode("error" if call > 1 else "default")
+        try:
+            found = step(call)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with interpreted():
+            assert all(map(torch.equal, found, step(call)))
+
+
+@native_groups
+def test_rows_of_experts_are_nowhere_in_high_precision(device):
+    """What the first layer takes at its peak is less by all of them."""
+    problem = Mixture(8192, 2048, 8, 8, 8)
+    model, x = drawn(problem, device)
+    gate, up = list(model)[:2]
+    layer, peaks = ops.Sequential(gate, up), []
+    for rules in (RULES, RULES.without("dispatch_cast")):
+        with torch.no_grad(), Step(BLOCKS, rules).scope(), interpreted():
+            layer(x)
+            torch.cuda.reset_peak_memory_stats()
+            layer(x)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] - peaks[0] >= problem.tokens * problem.top_k * problem.features * 2 * 0.9

@@ -35,7 +35,7 @@ IN_PLACE = {
 """``x += y`` and the like: torch.fx traces them as if they made something new."""
 
 
-class _Written(fx.Proxy):
+class _WriteProxy(fx.Proxy):
     """Has the trace tell where it is written."""
 
 
@@ -44,17 +44,17 @@ def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 
 
 for _name, _function in IN_PLACE.items():
-    setattr(_Written, _name, _in_place(_function))
+    setattr(_WriteProxy, _name, _in_place(_function))
 
 
 class _WritesTold(Tracer):
     """Follows a forward, with what it writes."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Written(node, self)
+        return _WriteProxy(node, self)
 
 
-class _TracedValue(_Written):
+class _TracedValue(_WriteProxy):
     def __len__(self) -> int:
         raise TypeError("unknown")  # as of what has none: a list that takes its parts asks, and does without
 

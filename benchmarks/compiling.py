@@ -5,11 +5,10 @@ with its own cache directory. NVRTC loads its library at its first call, which i
 addresses that vectors of 16 bytes do not divide take a second variant, which is compiled when the first of them comes.
 
 First training steps: B of 1024 features on 1024 rows, forward and backward, each in a process that has imported what it needs,
-made model and input on the device, and run a backward pass of one number on the CPU: torch imports at the first of a process what
-takes about two seconds. It includes imports of CuPy and of the rules, lowering, planning, compiling or loading each
-kernel. The same step of plain layers in bf16, in a process of its own after the same imports, is torch's own share: cuBLAS, the
-thread of the backward pass, the first launches. What a first step takes without that share has a limit, in the median of several
-processes. The second step records the pipeline.
+made model and input on the device, and made a step of the same layers in plain bf16. That step is torch's own share: cuBLAS, the
+thread of the backward pass, and about two seconds of modules that torch imports at its first backward pass. What is left to the
+first step under a recipe has a limit, in the median of several processes: imports of CuPy and of the rules, lowering, planning,
+compiling or loading each kernel. The second step records the pipeline.
 """
 
 from __future__ import annotations
@@ -78,16 +77,14 @@ from benchmarks.models import PIPELINES, Sizes, active
 from opfuse import recipes
 
 kind, device, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-recipe = None if kind == "torch" else recipes.recipe_of(kind, {})
-make = PIPELINES["B"].eager if recipe is None else PIPELINES["B"].fused
-model = make(Sizes(size, size, size)).to(device, torch.bfloat16)
 x = torch.randn(size, size, device=device, dtype=torch.bfloat16).requires_grad_()
+plain, fused = (make(Sizes(size, size, size)).to(device, torch.bfloat16) for make in (PIPELINES["B"].eager, PIPELINES["B"].fused))
 
 def wait():
     if device == "cuda":
         torch.cuda.synchronize()
 
-def step():
+def step(model, recipe=None):
     wait()
     start = time.perf_counter()
     with active(recipe):
@@ -96,8 +93,8 @@ def step():
     wait()
     return 1e3 * (time.perf_counter() - start)
 
-torch.ones(1, requires_grad=True).sum().backward()
-print(json.dumps([step() for _ in range(3)]))
+own = step(plain)
+print(json.dumps([own, *(step(fused, recipes.recipe_of(kind, {})) for _ in range(3))]))
 """
 
 KINDS = ("delayed", "fp8_current", "fp8_block", "mxfp8")
@@ -105,7 +102,7 @@ PROCESSES = 3
 """Whose median counts."""
 
 MOST_FIRST = {"empty cache": 600, "kernels on disk": 150}
-"""Milliseconds of a first training step without torch's own share."""
+"""Milliseconds of a first training step, after torch's own."""
 
 
 def run(directory: str, script: str = SCRIPT, *arguments: str) -> Any:
@@ -118,22 +115,18 @@ def run(directory: str, script: str = SCRIPT, *arguments: str) -> Any:
 
 def first_steps(device: str = "cuda", size: int = 1024, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """Training steps of new processes, the first with a limit: the kernels compiled in it, or on disk."""
-    shape = f"B {size}x{size}"
-    with tempfile.TemporaryDirectory() as empty:
-        own, *_ = _steps("torch", device, size, [empty] * PROCESSES)
-    yield _record(f"first training step, plain torch in bf16, {shape}", own, "ms")
     for kind in kinds:
         with contextlib.ExitStack() as stack:
             directories = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(PROCESSES)]
             for cache, most in MOST_FIRST.items():
                 took = _steps(kind, device, size, directories)
-                for which, ms in zip(("first", "second", "third"), took):
-                    yield _record(f"{which} training step, {cache}, {shape}, {kind}", ms, "ms")
-                yield _record(f"first training step, {cache}, {shape}, {kind}, without torch's own", took[0] - own, "ms", most)
+                for which, ms in zip(("plain torch's", "first", "second", "third"), took):
+                    limit = most if which == "first" else None
+                    yield _record(f"{which} training step, {cache}, B {size}x{size}, {kind}", ms, "ms", limit)
 
 
 def _steps(kind: str, device: str, size: int, directories: Sequence[str]) -> list[float]:
-    """Milliseconds of the first steps, the median of a process for each directory with kernels."""
+    """Milliseconds of torch's own first step and of three, the median of a process for each directory with kernels."""
     return [*map(statistics.median, zip(*(run(directory, STEPS, kind, device, str(size)) for directory in directories)))]
 
 

@@ -217,10 +217,11 @@ def groups(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 TOOLS_SAY = (
-    "Initcheck does not see what the engine of Hopper stores, so two cases in which a cast reads what a product stored are left "
-    "out of it. `python -m benchmarks.sanitizer --unseen` shows it of a short program that stores the same values by threads and "
-    "by the engine. Racecheck reported products of 1x128 by 1x128 as long as one lane told the loader for its warp that a stage "
-    "may be filled again, also when the lanes met before. Each lane tells for itself now."
+    "Initcheck does not see what the engine of Hopper stores, so two cases in which a cast reads what a product stored are "
+    "left out of it. `python -m benchmarks.sanitizer --unseen` shows it of a short program that stores the same values by "
+    "threads and by the engine. Racecheck reported products of 1x128 by 1x128 as long as one lane told the loader for its "
+    "warp that a stage may be filled again, also when the lanes met before. Each lane tells for itself now. Racecheck has "
+    "not run over all cases since; of these products it reports nothing."
 )
 
 
@@ -345,11 +346,9 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
 HOST = "Infer is a forward pass under `torch.no_grad`; in parentheses, what it may be at most.\n\n"
 
 COMPILING = (
-    "A first training step is a forward and a backward pass of a new process, from the call on: imports, the plan, kernels "
-    "that are compiled or loaded, and what torch does at a first step of its own, as to start cuBLAS. How long the latter takes "
-    "is measured in a process of its own: the same layers in plain bf16 after the same imports. A limit is for the first step "
-    "without that, medians of processes. What torch imports at the first backward pass of a process, which takes two seconds, "
-    "it has imported before.\n\n"
+    "A first training step is a forward and a backward pass of a process that has made a step of the same layers in plain "
+    "bf16. So what torch does at its own first step, and imports then for two seconds, is done. The figures are medians of "
+    "processes, from the call on, with imports, the plan, and kernels that are compiled or loaded. No record has them yet.\n\n"
 )
 
 CONVERTED = (

@@ -59,7 +59,7 @@ ARGUMENTS = {
 """Functions that are harmless under one value of an argument, which must stand there."""
 NAMES = {
     "__init__.py": ("_NAMES[name]", "f'opfuse.{name}'"),
-    "kernels/engine/bindings.py": ("name",),
+    "kernels/engine/bindings.py": ("name", "self.__name__"),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
 }
 """Imports of what a table of the source names: public names of the package, commands, parts of CuPy, the built-in rules."""

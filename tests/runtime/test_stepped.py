@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:autocast region of:opfuse.errors
 BF16, SIZE = torch.bfloat16, 64
 
 
-class Own(ops.BasicOperation):
+class OwnStep(ops.BasicOperation):
     """Twice its input."""
 
     def op_forward(self, ctx, x):
@@ -80,11 +80,11 @@ class Both(ops.FusedOperation):
 
 
 PIPELINES = {
-    "own": lambda: [ops.Linear(SIZE, SIZE), Own(), ops.Linear(SIZE, SIZE)],
-    "casts": lambda: [ops.RMSNorm(SIZE), Product(SIZE, SIZE), Own(), Product(SIZE, SIZE)],
+    "own": lambda: [ops.Linear(SIZE, SIZE), OwnStep(), ops.Linear(SIZE, SIZE)],
+    "casts": lambda: [ops.RMSNorm(SIZE), Product(SIZE, SIZE), OwnStep(), Product(SIZE, SIZE)],
     "inherited": lambda: [Inherited(SIZE, SIZE), ops.GELU(), Inherited(SIZE, SIZE)],
     "numbered": lambda: [ops.Linear(SIZE, SIZE), Numbered(), ops.Dropout(0.25), Product(SIZE, SIZE)],
-    "fused": lambda: [Both([ops.Linear(SIZE, SIZE).basic_ops[0], Own()]), Product(SIZE, SIZE)],
+    "fused": lambda: [Both([ops.Linear(SIZE, SIZE).basic_ops[0], OwnStep()]), Product(SIZE, SIZE)],
 }
 
 
@@ -322,7 +322,7 @@ class Within(Inherited):
 
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_methods_between_casts_of_their_own_segment(name, override):
-    compared(model_of(ops.Linear(SIZE, SIZE), Within(SIZE, SIZE), Own()), recipe_for(name, override))
+    compared(model_of(ops.Linear(SIZE, SIZE), Within(SIZE, SIZE), OwnStep()), recipe_for(name, override))
 
 
 class Dtyped(Product):
@@ -354,8 +354,8 @@ def test_a_rule_of_the_users_own_runs_at_every_call():
         calls.append(1)
         return own.op.op_forward(own, linear.op.op_forward(linear, x))
 
-    rule = fusion("own_rule", "linear=basic_linear own", forward=doubled)
-    model = model_of(ops.Linear(SIZE, SIZE, bias=False), Own())
+    rule = fusion("own_rule", "linear=basic_linear own=own_step", forward=doubled)
+    model = model_of(ops.Linear(SIZE, SIZE, bias=False), OwnStep())
     with opfuse.register_fusion(rule, prepend=True):
         compared(model, recipe_for("fp8_current"))
     assert len(calls) == 10
@@ -435,17 +435,17 @@ def test_python_calls_of_a_step(pipeline, name):
 @pytest.mark.cpu
 def test_python_calls_of_an_op_of_ones_own():
     """Beside its own, those of an autograd node."""
-    assert python_calls(model_of(Own()), None) < 250
+    assert python_calls(model_of(OwnStep()), None) < 250
 
 
 def test_the_log_and_the_explanation_say_what_runs_at_every_call_and_why(caplog):
     caplog.set_level(logging.INFO, logger="opfuse.programs")
-    model = model_of(ops.Linear(SIZE, SIZE), Own(), ops.Linear(SIZE, SIZE))
+    model = model_of(ops.Linear(SIZE, SIZE), OwnStep(), ops.Linear(SIZE, SIZE))
     told = opfuse.explain(model, randn(32, SIZE))
-    assert "runs at every call\n    Own() has code of the user's own" in str(told)
-    assert "Own() has code of the user's own" in told.details()
-    assert told.to_dict()["pipelines"][0]["runs_at_every_call"] == {"2:own": "Own() has code of the user's own"}
-    assert "runs in steps, since Own() has code of the user's own" in caplog.text
+    assert "runs at every call\n    OwnStep() has code of the user's own" in str(told)
+    assert "OwnStep() has code of the user's own" in told.details()
+    assert told.to_dict()["pipelines"][0]["runs_at_every_call"] == {"2:own_step": "OwnStep() has code of the user's own"}
+    assert "runs in steps, since OwnStep() has code of the user's own" in caplog.text
     assert "runs at every call" not in str(opfuse.explain(model_of(ops.Linear(SIZE, SIZE)), randn(32, SIZE)))
 
 

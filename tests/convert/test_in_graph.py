@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
 import opfuse
@@ -133,7 +133,9 @@ def test_parameters_that_a_graph_writes_to_are_refused():
 
 
 @pytest.mark.cpu
-def test_a_norm_whose_reader_computes_it_is_in_no_compiled_graph():
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_a_layer_that_nobody_writes_to_runs_its_pipelines_and_one_norm(trains):
+    """What compares moments, and a norm that its reader computes, are in no graph that runs, forward or backward."""
     seen, layer = [], Layer()
     opfuse.fuse_(layer, FP8)
 
@@ -141,11 +143,14 @@ def test_a_norm_whose_reader_computes_it_is_in_no_compiled_graph():
         seen.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    with torch.no_grad():
-        torch.compile(layer, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(torch.randn(2, 16, 32))
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    with torch.set_grad_enabled(trains):
+        result = torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(2, 16, 32, requires_grad=trains))
+    if trains:
+        result.sum().backward()
     assert seen.count("aten.rsqrt.default") == 1  # that before attention, whose products read its result
-    assert seen.count("opfuse.pipeline.default") == 3
-    assert "opfuse.stamp.default" not in seen
+    counts = {target: seen.count(target) for target in seen if target.startswith("opfuse.")}
+    assert counts == {"opfuse.pipeline.default": 3} | ({"opfuse.pipeline_backward.default": 3} if trains else {})
 
 
 CHANGES = {

@@ -276,8 +276,14 @@ def mixtures(
                     yield {"name": full, "value": value, "unit": unit, "limit": None, "met": None}
 
 
+WARM = 8
+"""Calls before a measurement: the first ones compile kernels and record what later calls repeat."""
+
+
 def timer(call: Call) -> float:
-    """Microseconds of a call on the device."""
+    """Microseconds of a call on the device, of those that repeat what was recorded."""
+    for _ in range(WARM):
+        call()
     return device_time([call], launches=3, repeats=3, waits=True).median
 
 

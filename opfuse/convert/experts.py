@@ -22,6 +22,7 @@ from opfuse.convert.parts import PipelineRun
 from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, kept
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.grouped_linear import GroupedLinear
+from opfuse.ops.routing import by_group
 from opfuse.recipes import Recipe
 
 CLOSE = 1e-9
@@ -104,13 +105,10 @@ class Routed(Converted):
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         """Each token once for each of its experts, sorted by expert; the results back in order, weighted, and summed."""
         index, weights = arguments
-        chosen = index.reshape(-1)
-        order = chosen.argsort(stable=True)
-        splits = order.new_zeros(self.experts).index_add_(0, chosen, torch.ones_like(order))  # bincount waits for the device
+        order, places, splits = by_group(index, self.experts)
         (run,) = self.parts
         rows = run(x.index_select(0, order // index.shape[-1]), [splits])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        parts = rows.index_select(0, back).view(*index.shape, -1)
+        parts = rows.index_select(0, places.flatten()).view(*index.shape, -1)
         return (parts * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
 

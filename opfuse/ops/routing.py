@@ -23,6 +23,30 @@ class Route(NamedTuple):
     extra_outputs: tuple[torch.Tensor, ...]
 
 
+class Sorted(NamedTuple):
+    """Tokens by the groups that they go to, and within one as they came. ``order``, int64 (tokens * top_k,): the places among
+    ``chosen``, flattened, group by group. ``places``, int64 (tokens, top_k): where each stands in that order. ``splits``, int64
+    (groups,): how many each group has.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    splits: torch.Tensor
+
+
+def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
+    """Sort the groups that tokens go to, integers (tokens, top_k) from 0 to ``groups`` - 1. Nothing waits for the device.
+
+    What is no group is counted for none, so splits do not add up to the rows.
+    """
+    ids, order = chosen.flatten().sort(stable=True)
+    rows = torch.arange(order.numel(), device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, rows).view_as(chosen)
+    # A search finds where groups begin: bincount waits for the device, and a one-hot matrix has each number once for every group.
+    begins = torch.searchsorted(ids, torch.arange(groups + 1, dtype=ids.dtype, device=ids.device))
+    return Sorted(order, places, begins[1:] - begins[:-1])
+
+
 class TokenDispatch(BasicOperation):
     """Rows of x (tokens, features) once for each of the ``top_k`` groups that a learned gate chooses for them, group by group.
 
@@ -72,10 +96,7 @@ class TokenDispatch(BasicOperation):
         options = ctx.env.product("fprop")  # a gate of other bits chooses other groups
         probabilities = gemm("fprop", input_.to(wide), weight.to(wide), dtype=wide, **options).softmax(-1)
         picked, chosen = probabilities.topk(self.top_k)
-        # A stable sort keeps the tokens of a group in order.
-        order = chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device)).view_as(chosen)
-        splits = torch.nn.functional.one_hot(chosen.flatten(), self.num_groups).sum(0)
+        order, places, splits = by_group(chosen.to(_narrowest(self.num_groups)), self.num_groups)
         trains, routed = "weight" in ctx.needs, "input" in ctx.needs
         ctx.save(
             x=input_ if trains else None,
@@ -128,8 +149,13 @@ class TokenCombine(BasicOperation):
             return None, (), (None,)
         places = ctx.saved.places
         dx = grad_output.new_empty(places.numel(), grad_output.shape[-1])
-        dx[places.flatten()] = grad_output.repeat_interleave(places.shape[1], 0)
+        dx[places] = grad_output.unsqueeze(1)
         return dx.to(ctx.input_dtype), (), (None,)
+
+
+def _narrowest(most: int) -> torch.dtype:
+    """The integers with the fewest bytes that hold ``most``: a GPU sorts numbers byte by byte."""
+    return next(t for t in (torch.uint8, torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(t).max)
 
 
 def _gathered(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Tokens to experts and back: the order is a stable sort's, in few launches, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opfuse import ops
+from opfuse.ops.routing import by_group
+from tests.compiler.harness import randn
+
+TOKENS, FEATURES, GROUPS, TOP_K = 37, 16, 12, 3
+ROWS = TOKENS * TOP_K
+
+
+class Made(TorchDispatchMode):
+    """Ops that read or write values, with the shapes that they give; not views, and not memory without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...] | None] = []
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and name not in ("empty", "empty_like", "new_empty"):
+            self.names.append(name)
+            self.shapes += [tuple(result.shape) if isinstance(result, torch.Tensor) else None]
+        return result
+
+
+def made_by(call: Callable[[], Any]) -> Made:
+    with Made() as made:
+        call()
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("tokens", "groups", "top_k"), [(37, 12, 3), (1, 1, 1), (0, 4, 2), (200, 100, 1), (9, 128, 8)])
+def test_tokens_are_sorted_by_group_and_counted(tokens, groups, top_k, dtype):
+    draw = torch.Generator().manual_seed(tokens)
+    chosen = torch.stack([torch.randperm(groups, generator=draw)[:top_k] for _ in range(tokens)] or [torch.empty(0, top_k)])
+    found = by_group(chosen.to(dtype), groups)
+    flat = chosen.flatten().long()
+    order = torch.tensor(sorted(range(len(flat)), key=lambda i: int(flat[i])), dtype=torch.int64)
+    assert torch.equal(found.order, order)
+    assert torch.equal(found.splits, torch.bincount(flat, minlength=groups))
+    assert found.places.shape == chosen.shape
+    assert torch.equal(order[found.places.flatten()], torch.arange(len(flat)))
+    assert {each.dtype for each in found} == {torch.int64}
+
+
+@pytest.mark.parametrize("strange", [-1, GROUPS, 1 << 40])
+def test_what_is_no_group_counts_for_none(strange):
+    """So that the sizes of groups do not add up, which whoever reads them says."""
+    chosen = torch.tensor([[0, 3], [strange, 3]])
+    assert by_group(chosen, GROUPS).splits.sum() == 3
+
+
+@pytest.mark.parametrize("groups", [255, 256, 32767, 32768])
+def test_gates_may_choose_any_group(groups):
+    """The numbers that are sorted hold them all."""
+    gate, x = ops.TokenDispatch(groups, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    with torch.no_grad():
+        gate.weight.zero_()[groups - 1, 0] = 5
+        gate.weight[groups // 2, 1] = 5
+    _, splits, *_ = gate(x)
+    assert splits.nonzero().flatten().tolist() == [groups // 2, groups - 1]
+
+
+def test_the_gate_reads_no_value_and_makes_no_matrix_of_rows_and_groups():
+    gate, x = ops.TokenDispatch(GROUPS, FEATURES, top_k=TOP_K, dtype=torch.bfloat16), randn(TOKENS, FEATURES)
+    made = made_by(lambda: gate(x))
+    assert "_local_scalar_dense" not in made.names
+    assert (ROWS, GROUPS) not in made.shapes
+    assert len(made.names) <= 16
+    assert made.names.count("sort") == 1
+
+
+def test_gradients_of_rows_are_written_once():
+    """Not repeated for each place of a token, and then put there."""
+    combine, draw = ops.TokenCombine(), torch.Generator().manual_seed(1)
+    places = torch.randperm(ROWS, generator=draw).view(TOKENS, TOP_K)
+    rows, dy = randn(ROWS, FEATURES).requires_grad_(), randn(TOKENS, FEATURES, seed=2)
+    y = combine(rows, places)
+    made = made_by(lambda: torch.autograd.grad(y, rows, dy))
+    assert made.shapes.count((ROWS, FEATURES)) + made.shapes.count((TOKENS, TOP_K, FEATURES)) == 1
+    (found,) = torch.autograd.grad(combine(rows, places), rows, dy)
+    assert torch.equal(found, dy[places.flatten().argsort() // TOP_K])

@@ -168,9 +168,10 @@ def host() -> str:
     found = {name.split(", ")[-2]: times for name, times in took.items() if name.endswith("forward + backward")}
     few = [found[name] for name in ("none", "fp8_block", "fp8_current", "delayed")]
     return (
-        f"On a model so small that Python takes longer than the GPU (256 wide), a step takes {min(few):.1f} to {max(few):.1f} "
-        f"times what eager bf16 takes without a recipe and under FP8,\n{found['mxfp8']:.1f} times under MXFP8 and "
-        f"{found['nvfp4']:.1f} under NVFP4, which are emulated."
+        f"Small models are slower than eager bf16. At hidden size 256, where Python takes longer than the GPU, a training step "
+        f"takes {min(few):.1f} to {max(few):.1f} times as long\n"
+        f"without a recipe and in FP8, {found['mxfp8']:.1f} times in MXFP8 and {found['nvfp4']:.1f} times in NVFP4, "
+        "which are emulated."
     )
 
 
@@ -202,7 +203,7 @@ CONVERTED = {
     "delayed called": "`fuse_` with `DelayedScaling`",
     "delayed compiled": "`fuse_` with `DelayedScaling`, then `torch.compile`",
 }
-OF_LLAMA = "Four layers of Llama 3 8B as transformers has them (4096 tokens), both passes and AdamW:"
+OF_LLAMA = "Four Llama 3 8B layers of transformers (4096 tokens): forward, backward and AdamW, converted by `opfuse.fuse_`:"
 
 
 TABLES = {

@@ -45,7 +45,7 @@ def test_every_table_has_a_page() -> None:
 
 
 def test_what_the_readme_quotes_is_printed(names: dict[str, Any]) -> None:
-    (quoted,) = re.findall(r"Eight lines of what that prints:\n\n```\n(.*?)```", TEXT, re.DOTALL)
+    (quoted,) = re.findall(r"Eight of the lines it prints:\n\n```\n(.*?)```", TEXT, re.DOTALL)
     x = torch.randn(128, 256, requires_grad=True)
     with recipes.autocast(recipe=recipes.MXFP8BlockScaling(backward_override="dequantized")):
         printed = str(opfuse.explain(names["mlp"], x)).splitlines()

@@ -1,0 +1,156 @@
+"""The prose of docs/performance.md, section by section; performance.py puts figures and tables to it."""
+
+HEAD = """\
+# Performance
+
+Measured on {device} by `{script}`, with {versions}.
+
+- Every table is measured in one process, on random data. Each section gives its date, and digests of the kernels' sources (as
+  `opfuse kernels --digest` prints) and of the package.
+- A figure in parentheses is the limit that the project sets itself. A figure that misses its limit is **bold**.
+- Bandwidths count the fewest bytes that a kernel can move.
+- Two pipelines come up again and again, with inputs and weights in bf16. **A** is Linear, GELU, Linear, with biases. **B** is
+  RMSNorm, Linear to twice the inner width, SwiGLU, Linear, without biases; the README shows its training step.
+- Recipes go by their kind: `delayed` is DelayedScaling, `fp8_current` Float8CurrentScaling, `fp8_block` Float8BlockScaling,
+  `mxfp8` and `nvfp4` the emulated formats, `none` opfuse without a recipe.
+- *Product* means matrix product (GEMM): fprop of the forward pass, dgrad and wgrad of the backward pass.
+
+{code}. tests/gpu: {tests}.
+"""
+
+KERNELS = """\
+Speed of the casts, elementwise chains and norms. 100 % of copy is the bandwidth of torch's copy of a bf16 matrix of that
+shape.
+
+- `row`, `col`, `both`: the cast writes data quantized along rows, along columns, or both.
+- `delayed`, and `cast` after an activation: FP8 under a known scale. `current`: the amax is found first. `measured`: the same
+  for NVFP4, in contrast to `known amax`. `blocks`: 1x128.
+- `swizzled`, `swz`: scales in the order in which hardware with such products reads them.
+- `decode`: back to bf16. `kept`: the input of the activation is also written, for the backward pass. `d`: a derivative.
+
+"""
+
+PEERS = "How many times as long PyTorch takes for the same result.\n\n"
+
+PRODUCTS = """\
+TFLOP/s, and in parentheses the speed relative to bf16, of operands that are already cast, with a result in bf16. fprop uses
+the FP8 units' fast accumulation, dgrad and wgrad promote partial sums to fp32 (`split_accumulator`). MXFP8 and NVFP4 are
+emulated.
+
+"""
+
+OWN = """\
+Columns are problem sizes: rows x length of each sum x columns. A cell has the time or speed of opfuse's kernel, and how many
+times as fast it is as what follows the `x`; the limit is a minimum.
+
+"""
+
+TWICE = """\
+The product 1x128 by 1x128 is slower than 1x128 by 128x128, in cuBLASLt too: after every 128 products it multiplies the
+partial sum by one scale, and then adds it, times the other scale, by an fma, where the other product needs the fma alone.
+Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H200, in place of 923 to 1006. What was tried:
+
+- tiles of 128x128, in which one consumer adds while the matrix unit computes its next sums: 0.95 to 1.02 times the speed;
+- reading no scales of columns: 7 to 9 % faster;
+- one barrier arrival for each warp in place of one for each thread: nothing."""
+
+CHAINED = """\
+A product with the elementwise ops that follow it and the cast of the result, in one kernel; *apart* is one kernel after the
+other.
+
+"""
+
+PIPELINES = """\
+`x products`: the time of the pipeline, relative to its matrix products alone; both take turns in one process. Forward
+products are in the recipe's format, backward products too, or in bf16 under an override. *forward* is inference; *training*
+is one forward and backward pass.
+
+"""
+
+BYTES_OF_A = (
+    "What a pipeline adds to its products is memory traffic. In a training step of A under `fp8_current` and `dequantized`, "
+    "in GB: "
+)
+
+BYTES_OF_B = """\
+The same for B. In inference: the norm and SwiGLU, each with a cast, and the casts of weights unless they are kept. In
+training: all casts, rowwise and columnwise, the derivatives of SwiGLU and of the norm, and the cast of the gradient. At the
+speed of copy that takes, relative to the products:
+
+"""
+
+LESS_THAN_BYTES = """\
+A measured training step can be a little faster than that: products that alternate with memory-bound kernels have more electrical power
+available than products back to back. Running SwiGLU inside its product would save inference two thirds of these bytes, but
+was slower: [architecture.md](architecture.md#decisions-worth-their-reasons)."""
+
+INVARIANCE = "Time with `batch_invariant=True`, relative to the same call without.\n\n"
+
+EXPERTS = """\
+**Why blocks miss their limits.** torch.profiler, of one training step of an earlier version:
+
+| groups x rows, features | products | casts of rows | casts of weights | tables of groups | together | torch's bf16 products |
+| --- | --- | --- | --- | --- | --- | --- |
+| 8 x 8192, 7168 to 2048 | 4.74 ms, 5.77 TFLOP | 0.63 ms, 2.42 GB | 0.12 ms, 0.47 GB | 0.01 ms | 5.50 ms | 7.39 ms |
+| 128 x 1024, 2048 to 768 | 1.21 ms, 1.24 TFLOP | 0.41 ms, 1.48 GB | 0.24 ms, 0.81 GB | 0.02 ms | 1.87 ms | 1.83 ms |
+
+In the first, the products run as fast as cuBLASLt's for blocks and limit the speedup over bf16 to 1.56, with casts at the
+speed of copy to 1.36. In the second, many weights and short sums leave few FLOPs for each byte that is cast: the limit is
+1.04. With one weight tensor for each of so many experts, CPU time dominates; one tensor for all of them
+(`single_grouped_weight=True`) is cast in one launch."""
+
+HOST = """\
+For small models the CPU decides. *infer* is a forward pass under `torch.no_grad()`; *host* is the CPU time to queue a call,
+*wall* what a user waits, *replayed* the same step as a CUDA graph. Relative times are to eager bf16.
+
+"""
+
+INSIDE = """\
+Medians of rounds in which the variants of one table take turns. *Compiled*: the whole model in one graph, the same graph for
+all recipes. *Offload*: what autograd saves is copied to pinned host memory and back; the share of the copies' time during
+which a kernel ran too is by torch.profiler."""
+
+OVERHEAD = """\
+Extra time of observing, relative to the same step without. `watch(every=100)` looks at one step in a hundred, which runs op
+by op; `watch(every=1)` at every step. *tracing* is `OPFUSE_TRACE`; *without sources* does not record the lines of code that
+values come from. The first columns are wall times of a step of B, where the GPU decides; the last two are CPU time of a step
+and of a plan of A.
+
+"""
+
+CONVERTED = """\
+Layers of Llama 3 8B from transformers with random weights, one sequence, converted by `fuse_`. *called* runs them as they
+are, *compiled* with torch.compile on each layer. Speedups are over the plain layers in bf16 under torch.compile. AdamW is
+torch's fused one.
+
+"""
+
+MEMORY = """\
+*saved* is what autograd keeps for the backward pass, in parentheses what the formats require, also relative to torch's own
+modules in bf16. *peak* is that of one forward and backward pass.
+
+"""
+
+TRAINING = "Final loss of `opfuse run` with native products, and its distance from the same run in bf16.\n\n"
+
+COMPILING = """\
+A first call of a kernel compiles it with NVRTC, or loads it from the disk cache; each figure is of a process of its own.
+First training steps, where the record has them, are one forward and backward pass in a process that has run a step of the
+same layers in plain bf16, the median of several processes; they include imports, planning, and compiling or loading kernels.
+
+"""
+
+SANITIZER = """\
+Initcheck does not see what Hopper's copy engine (TMA) stores, so two cases in which a cast reads what a product stored are
+left out of it; `python -m benchmarks.sanitizer --unseen` shows this with a short program. Racecheck reported products of
+1x128 by 1x128 while one lane of a warp released a pipeline stage for all; now each lane does. Racecheck has not run over all
+cases since; run on these products alone, it reports nothing."""
+
+SEVERAL = """\
+FSDP2 over four layers with the sizes of an 8B model (4096 wide, 14336 inside, 32 heads, 8 key-value heads), 4096 tokens on
+each rank, each layer sharded by itself and freed between the passes. *gathered* is what a rank sends to all-gathers in a
+step, relative to bf16. Times are medians of the slowest rank, relative to eager torch. *beside kernels* is the share of the
+gathers' time during which other kernels ran, by torch.profiler. AdamW updates fp32 masters of weights stored quantized,
+otherwise bf16 weights.
+
+"""

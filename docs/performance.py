@@ -260,7 +260,7 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "invariance": ("Batch-invariant forward passes", lambda record: prose.INVARIANCE + others(record, "invariance")),
         "grouped": (
             "Mixtures of experts, 7168 features in, 2048 out",
-            lambda record: "\n".join([*groups(record), prose.EXPERTS]),
+            lambda record: prose.GROUPED + "\n".join([*groups(record), prose.EXPERTS]),
         ),
         "host": ("CPU time", lambda record: prose.HOST + problems(record, "host")),
         "pytorch": ("CUDA graphs, torch.compile, offload", inside),

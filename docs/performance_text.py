@@ -80,11 +80,18 @@ speed of copy that takes, relative to the products:
 """
 
 LESS_THAN_BYTES = """\
-A measured training step can be a little faster than that: products that alternate with memory-bound kernels have more electrical power
-available than products back to back. Running SwiGLU inside its product would save inference two thirds of these bytes, but
-was slower: [architecture.md](architecture.md#decisions-worth-their-reasons)."""
+A measured training step can be a little faster than that: products that alternate with memory-bound kernels have more
+electrical power available than products back to back. Running SwiGLU inside its product would save inference two thirds of
+these bytes, but was slower: [architecture.md](architecture.md#decisions-worth-their-reasons)."""
 
 INVARIANCE = "Time with `batch_invariant=True`, relative to the same call without.\n\n"
+
+GROUPED = """\
+Columns are groups x rows of each; a layer has 7168 features in and 2048 out, unless the column says otherwise. *device
+splits*: the sizes of groups are on the GPU, and one tensor has all weights. MXFP8 and NVFP4 are emulated and measured at the
+smallest size alone.
+
+"""
 
 EXPERTS = """\
 **Why blocks miss their limits.** torch.profiler, of one training step of an earlier version:

@@ -96,7 +96,8 @@ class PipelineRun:
 
 
 def _rows(x: torch.Tensor) -> int:
-    return x.numel() // (x.shape[-1] or 1) if x.dim() else 1
+    """None of a scalar or of rows without values, which the product refuses as they came."""
+    return x.numel() // (x.shape[-1] or 1) if x.dim() else 0
 
 
 @dataclass(eq=False)

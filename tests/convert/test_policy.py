@@ -47,6 +47,11 @@ def test_a_layer_that_there_is_not_is_an_error(pattern):
     [
         ({3: None}, r"wants patterns of paths, which are texts, got 3\. Cure: write policy="),
         ({"*": FP8, "layers.0": None}, r"got 'layers\.0', which fits only where '\*' stands before it and decides\. "),
+        (
+            {"*.act_fn": None},
+            r"got '\*\.act_fn', which fits 'layers\.0\.mlp\.act_fn' and no module with weights\. Cure: write a path",
+        ),
+        ({"*": FP8, "layers.1": None, "layers.0": None}, r"got 'layers\.1', which fits only where '\*'"),
         ({"layers.-2": FP8, "layers.0.mlp": None}, r"Cure: write 'layers\.0\.mlp' before 'layers\.-2', or take it out"),
     ],
 )

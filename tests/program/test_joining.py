@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from opfuse.formats import E4M3, NVFP4, USAGES, fp8_block, fp8_row, fp8_tensor, 
 from opfuse.kernels.casts import block, nvfp4, row, tensor
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Launcher
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
@@ -194,6 +196,48 @@ def test_casts_with_another_kernel_between_them_are_not_compiled_as_one():
 
 def test_a_parameter_has_its_parts_and_where_each_begins():
     parameter = joining.joined_parameter([b"12345678", b"abcdefgh", b"ABCDEFGH"], [3, 1, 4])
-    assert parameter[:24] == b"12345678abcdefghABCDEFGH"
+    assert parameter[: 8 * joining.JOINED] == b"12345678abcdefghABCDEFGH" + bytes(8 * (joining.JOINED - 3))
     words = memoryview(parameter[8 * joining.JOINED :]).cast("I").tolist()
     assert words == [0, 3, 4, *itertools.repeat(0xFFFFFFFF, joining.JOINED - 3)]
+
+
+def test_launches_that_are_gathered_are_one_for_eight_of_a_kind():
+    """With the parameter of joined launches, as that of a program is; none before the block ends."""
+    layout, made = struct.Struct("QIf"), []
+    variant, other = Variant("a.cu", ("PARAMETER_BYTES=16", "OUT=bf16")), Variant("a.cu", ("PARAMETER_BYTES=16",))
+    fields = [(1 << 40 | i, i, i / 2) for i in range(joining.JOINED + 2)]
+    grids = [Grid(i + 1, 64, 512) for i in range(len(fields))]
+
+    def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: float, device: int) -> None:
+        made.append((variant, entry, grid, layout.pack(*fields), device))
+
+    with joining.together(launch) as each:
+        each(other, "cast", Grid(3, 64), layout, 7, 8, 9.0, device=1)
+        for grid, words in zip(grids, fields, strict=True):
+            each(variant, "cast", grid, layout, *words, device=0)
+        each(variant, "cast", Grid(5, 32, 512), layout, *fields[0], device=0)
+        each(variant, "cast", Grid(5, 64, 512), layout, *fields[0], device=1)
+        assert made == []
+    joined, parts = joining.joined_variant(variant), [layout.pack(*words) for words in fields]
+    assert joined.defines == (f"PARAMETER_BYTES={16 * joining.JOINED + 32}", "OUT=bf16", "JOINED=8")
+    eight, two = (joining.joined_parameter(parts[some], range(1, 11)[some]) for some in (slice(8), slice(8, None)))
+    assert made == [
+        (other, "cast", Grid(3, 64), layout.pack(7, 8, 9.0), 1),
+        (joined, "cast", Grid(36, 64, 512), eight, 0),
+        (joined, "cast", Grid(19, 64, 512), two, 0),
+        (variant, "cast", Grid(5, 32, 512), parts[0], 0),
+        (variant, "cast", Grid(5, 64, 512), parts[0], 1),
+    ]
+
+
+def test_launches_of_a_block_that_breaks_off_are_not_made():
+    made = []
+
+    def broken() -> None:
+        with joining.together(lambda *launch, **_: made.append(launch)) as each:
+            each(VARIANT, "cast", Grid(1, 64), struct.Struct("Q"), 1, device=0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert made == []

@@ -50,7 +50,7 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
     targets: list[Quantized] = written(cls, func, args, kwargs)
     for tensor in targets:
         if "c10d" in func.namespace:
-            exchange.refuse(func, tensor)
+            exchange.refuse(func, func, args, tensor)
         tensor.check_writable(str(func))
     aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
     plain: dict[int, torch.Tensor] = {}

@@ -1,20 +1,23 @@
-"""Collectives of torch.distributed that write into quantized tensors.
+"""Collectives of torch.distributed over quantized tensors.
 
-A broadcast sends bytes, for all ranks have a tensor of one format. The others are refused: what they write is there when their
-work is done, which is later than their call, and the cast of values that were decoded for it is no copy of what was sent.
+What one reads are values, as any operation does. A broadcast sends bytes, for all ranks have a tensor of one format. Others that
+write into a quantized tensor are refused: what they write is there when their work is done, which is later than their call, and
+the cast of values that were decoded for it is no copy of what was sent. A rank that refuses takes part all the same, on plain
+tensors, for it may be the only one that does: others would wait for it.
 
 In lists of lists, as scatter has for what it sends, torch's dispatcher does not look for tensors of a class of their own: a back
-end would take the address of their values, and they have none. So these collectives are looked at before they are dispatched.
+end would take the address of their values, and they have none. So these collectives are looked at before a back end has them, as
+soon as there is a quantized tensor in this process: the look takes longer than the call of a small one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NoReturn, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.planes import map_tensors
@@ -30,11 +33,24 @@ def outputs(func: Any, args: Sequence[Any]) -> list[Any]:
     return tree_leaves(args[0]) if writes else []
 
 
-def refuse(func: Any, target: torch.Tensor) -> NoReturn:
-    """QuantizedTensorError for a collective that would write into ``target``."""
+def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torch.Tensor) -> NoReturn:
+    """QuantizedTensorError for a collective that would write into ``target``, once this rank has taken part by ``run``."""
+    for made in tree_leaves(run(*tree_map(_stand_in, tuple(args)))):
+        if isinstance(made, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(made).wait()
     wanted, got = "a plain tensor to write into", "one that lives quantized"
     cure = "let it write into a plain one, and copy_ that; broadcast sends the bytes of a quantized tensor"
     raise QuantizedTensorError(describe(f"{func} on {target!r}", wanted=wanted, got=got, cure=cure))
+
+
+def _stand_in(x: Any) -> Any:
+    """Of a quantized tensor its values, which may be written."""
+    return x.dequantize().clone() if isinstance(x, Quantized) else x
+
+
+def _values(x: Any) -> Any:
+    """Of a quantized tensor its values, which are read."""
+    return x.dequantize() if isinstance(x, Quantized) else x
 
 
 def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
@@ -53,22 +69,39 @@ def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
 
 
 _NESTED = ("scatter_", "reduce_scatter_", "gather_", "allgather_", "allgather_coalesced_")
-"""Operations of ``torch.ops.c10d`` with a list of lists among their first two arguments."""
+"""Operations of ``torch.ops.c10d`` that read or write a list of lists: their first argument is written, their second one read."""
 
 
-def _run_nested(func: Callable[..., Any], *args: Any) -> Any:
-    """The collective; QuantizedTensorError if a tensor in its list of lists lives quantized."""
-    for inner in (inner for outer in args[:2] for inner in outer if isinstance(inner, (list, tuple))):
-        for tensor in inner:
+def _run_nested(func: Any, keys: torch._C.DispatchKeySet, written: Sequence[Any], read: Sequence[Any], *rest: Any) -> Any:
+    """The collective over values; QuantizedTensorError if one of ``written`` lives quantized."""
+    run = partial(func.redispatch, keys & _BACK_ENDS)
+    target = next(_quantized(written), None)
+    if target is not None:
+        refuse(func, run, (written, read, *rest), target)
+    return run(written, tree_map(_values, read) if any(True for _ in _quantized(read)) else read, *rest)
+
+
+def _quantized(lists: Sequence[Any]) -> Iterator[Quantized]:
+    """Those in a list of tensors, or of lists of them."""
+    for each in lists:
+        for tensor in each if isinstance(each, (list, tuple)) else (each,):
             if isinstance(tensor, Quantized):
-                wanted, got = "plain tensors in its lists", f"{tensor!r}"
-                cure = "give it dequantize() of what it sends, and plain tensors to write into; broadcast sends the bytes"
-                raise QuantizedTensorError(describe(str(func), wanted=wanted, got=got, cure=cure))
-    with torch._C._AutoDispatchBelowAutograd():
-        return func(*args)
+                yield tensor
 
 
-if torch.distributed.is_available():
-    _LIBRARY: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for _name in _NESTED:
-        _LIBRARY.impl(_name, partial(_run_nested, getattr(torch.ops.c10d, _name).default), "Autograd")
+_BACK_ENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+"""The keys behind the last one that all calls have, those in inference mode too."""
+
+
+@cache
+def look_into_lists() -> None:
+    """Have collectives find quantized tensors in lists of lists, from now on."""
+    if torch.distributed.is_available():
+        for name in _NESTED:
+            _library().impl(name, partial(_run_nested, getattr(torch.ops.c10d, name).default), "BackendSelect", with_keyset=True)
+
+
+@cache
+def _library() -> Any:
+    """As long as it lives, what it has of operations holds."""
+    return torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]

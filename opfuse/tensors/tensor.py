@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
-from opfuse.tensors import dispatch, gather, halves, pieces, shards
+from opfuse.tensors import dispatch, exchange, gather, halves, pieces, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
     as_matrix,
@@ -76,6 +76,7 @@ class QuantizedTensor(Quantized):
             raise QuantizedTensorError(
                 describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
             )
+        exchange.look_into_lists()
         return torch.Tensor._make_wrapper_subclass(
             cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -160,11 +161,8 @@ def check_layer(kind: str, rank: int, ranks: int, device: str, **options: Any) -
 
 
 def check_broadcast(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
-    """The bytes of one rank come to all; collectives whose values would have to be cast are refused before they begin."""
-    with opfuse.quantized_model_init(recipe=RECIPES[recipe]()):
-        weights = [ops.Linear(128, 128, device=device, dtype=torch.bfloat16).weight.data for _ in range(ranks)]
-        for i, weight in enumerate(weights):
-            weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(i)) * 10**i)
+    """The bytes of one rank come to all; what is read is values; collectives whose values would have to be cast are refused."""
+    weights = _weights(recipe, ranks, device)
     mine, count = weights[rank], weights[rank]._version
     dist.broadcast(mine, ranks - 1)
     pairs = zip(mine.record.tensors(), weights[-1].record.tensors(), strict=True)
@@ -173,24 +171,53 @@ def check_broadcast(recipe: str, rank: int, ranks: int, device: str) -> list[str
     values = [torch.empty_like(mine.dequantize()) for _ in range(ranks)]
     dist.all_gather(values, mine)
     wrong += [] if all(torch.equal(each, mine.dequantize()) for each in values) else ["other values"]
+    dist.reduce_scatter(values[0], [mine] * ranks, dist.ReduceOp.MAX)
+    wrong += [] if torch.equal(values[0], mine.dequantize()) else ["other maxima"]
     for call in (
         dist.all_reduce,
         lambda into: dist.reduce_scatter_tensor(into, torch.cat(values)),
-        lambda into: dist.recv(into, 0),
+        lambda into: dist.all_gather([into] * ranks, values[0]),
     ):
         with pytest.raises(QuantizedTensorError, match="a plain tensor to write into"):
-            call(mine)
-    for call in (
-        lambda into: dist.all_gather([into] * ranks, values[0]),
-        lambda into: dist.reduce_scatter(values[0], [into] * ranks),
-    ):
-        with pytest.raises(QuantizedTensorError, match="wants plain tensors in its lists"):
             call(mine)
     return wrong
 
 
+def _weights(recipe: str, count: int, device: str) -> list[Any]:
+    """Parameters that live quantized, each of other values."""
+    with opfuse.quantized_model_init(recipe=RECIPES[recipe]()):
+        weights = [ops.Linear(128, 128, device=device, dtype=torch.bfloat16).weight.data for _ in range(count)]
+    for i, weight in enumerate(weights):
+        weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(i)) * 10**i)
+    return weights
+
+
+def check_refused_alone(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A collective that one rank refuses, or whose lists one rank alone has, ends on all of them."""
+    weights = _weights(recipe, ranks, device)
+    values = [each.dequantize() for each in weights]
+    into, most, alone = torch.empty_like(values[0]), torch.full_like(values[0], -torch.inf), rank == 0
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            dist.scatter(into, weights if alone else None, src=0)
+    wrong = [] if torch.equal(into, values[rank]) else ["scatter: other values"]
+    refused = [
+        lambda: dist.gather(values[rank], [weights[0]] * ranks if alone else None, dst=0),
+        lambda: dist.all_reduce(weights[0] if alone else most, dist.ReduceOp.MAX),
+        lambda: dist.scatter(weights[0] if alone else into, values[::-1] if rank == 1 else None, src=1),
+        lambda: dist.recv(weights[0], 1) if alone else dist.send(values[0], 0) if rank == 1 else None,
+    ]
+    for call in refused:
+        with pytest.raises(QuantizedTensorError, match="a plain tensor to write into") if alone else nullcontext():
+            call()
+    wrong += [] if alone or torch.equal(most, values[0]) else ["all_reduce: other maxima"]
+    wrong += [] if alone or torch.equal(into, values[::-1][rank]) else ["scatter: other values beside a refusal"]
+    return wrong + ([] if torch.equal(weights[0].dequantize(), values[0]) else ["written"])
+
+
 TASKS: list[Task] = [
     *((check_broadcast, recipe) for recipe in ("current", "nvfp4")),
+    (check_refused_alone, "current"),
     *((check_layer, kind) for kind in ("mxfp8", "mxfp8_swizzled", "hybrid", "current", "nvfp4")),
     *((check_offloaded_layer, kind) for kind in ("mxfp8", "current")),
     (check_written_apart, "current"),

@@ -166,8 +166,8 @@ COMMANDS = {"R07": "`make sanitize`"}
 
 HEAD = """# Acceptance
 
-What the package must do, and the tests that fail without it. Written by `python docs/acceptance.py` from the markers of the
-tests; `pytest --row B06` runs the tests of a row, `pytest -k r10_` those of R10, whose names say it. tests/gpu needs a GPU.
+What the package must do, and the tests that prove it. `python docs/acceptance.py` writes this page from the markers of the
+tests. To run the tests of a row: `pytest --row B06`; of a row in R: `pytest -k r10_`. tests/gpu needs a GPU.
 """
 
 _NAMED = re.compile(r"(?<![a-z0-9])r(\d+)(?=_)")

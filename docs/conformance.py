@@ -33,10 +33,10 @@ from tests.oracles import libraries
 DOCUMENT = Path(__file__).resolve().parent / "conformance.md"
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 
-_HEAD = """# Bytes beside other libraries
+_HEAD = """# Bytes compared with other libraries
 
-A format says how a value is stored, not how its scale is found. Libraries differ in that, and so in bytes. `scale_rule`, a field
-of quantizers and recipes, says whose rule a cast follows:
+A format defines how a value is stored, but not how its scale is computed. Libraries compute scales differently, so their bytes
+differ. The field `scale_rule` of quantizers and recipes chooses the library whose rule a cast follows:
 
 ```python
 from opfuse import recipes
@@ -49,14 +49,15 @@ recipes.Float8BlockScaling(scale_rule="compressed_tensors", use_f32_scales=True)
 """
 
 _KERNELS = """
-*Kernels* says where a rule runs on a GPU: in the kernels of its format, fused ones too, or by its torch definition, as on a CPU.
-Bytes of both are the same. A block with an infinity or a NaN is decoded as NaN under every rule, whatever the library does.
+The last column says how a rule runs on a GPU: in kernels, fused ones included, or by its torch definition, as on a CPU, with the
+same bytes. A block with an infinity or a NaN decodes as NaN under every rule, whatever the library does.
 
 ## Bytes that differ
 
-Casts of normal values that grow from 1e-6 to 1e6 (*ordinary*), and of blocks whose largest values run through every exponent of
-bf16 (*every exponent*), in {libraries}. DeepGEMM needs a GPU: its published formulas are written out in numpy. Codes and scales
-both count.
+How many bytes of codes and scales differ between opfuse's cast and the library's ({libraries}; DeepGEMM needs a GPU, so its
+published formulas are reimplemented in numpy). Inputs are normally distributed values growing from 1e-6 to 1e6 (*ordinary*), and
+blocks whose largest values go through every exponent of bf16 (*every exponent*). The last column says in which blocks bytes
+differ, and why.
 
 """
 

@@ -29,16 +29,16 @@ from opfuse.runtime import trace
 
 DOCUMENT = Path(__file__).resolve().parent / "questions.md"
 
-TEXT = """# Questions, and what answers them
+TEXT = """# Questions
 
-One command or one call each. Every case below is planted by the code that stands with it, asked, and printed: `python -m docs.questions`
-writes this page, and a test compares. Each answers in less than a second once what answers it is imported; `python -m docs.questions_timed`
-tells how long both take. All cases begin with
+Debugging questions, each with code that plants the problem, the one command or call that answers it, and its output. `python -m docs.questions`
+writes this page from real runs, and a test compares. Each answer takes less than a second after imports (`python -m docs.questions_timed`).
+All cases begin with
 
 ```py
 {prelude}```
 
-Keys are written by their order here, and milliseconds and versions by their names.
+`KEY1` and `N` stand for keys and numbers that differ from run to run.
 """
 
 PLAIN = (

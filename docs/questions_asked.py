@@ -43,14 +43,14 @@ QUESTIONS = (
     ),
     Question(
         KEYS,
-        "Why does evaluation need a plan of its own?",
+        "Why does evaluation need another plan?",
         "model = ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.1))\nmodel(batch().float())\nmodel.eval()(batch().float())\n",
         "print(model.cache_info().last_miss)",
         ("inputs.training.1: True -> False",),
     ),
     Question(
         KEYS,
-        "How many plans are there, how often were they found, and what did each cost?",
+        "Which plans are there, why was each made, and how long did it take?",
         TRACED,
         "opfuse cache ls --trace run",
         ("first plan: the cache was empty", "env.recipe.backward_override"),
@@ -73,14 +73,14 @@ QUESTIONS = (
     ),
     Question(
         KEYS,
-        "Which rank plans something else than the others?",
+        "Which rank makes other plans than the rest?",
         RANKS,
         "opfuse cache why run",
         ("rank 2 disagrees in plan 1", "env.recipe.rounding: 'per_op' -> 'single'"),
     ),
     Question(
         KEYS,
-        "Does something make my model plan in every step?",
+        "Is my model planned again in every step?",
         "model = mlp()\ndef step():\n    recipe = recipes.CustomRecipe(qfactory=lambda role: recipes.zoo.mxfp8_fwd_high_precision_bwd(role))\n"
         "    with opfuse.autocast(recipe=recipe):\n        model(batch())\nfor _ in range(16):\n    step()\n",
         "step()",
@@ -88,7 +88,7 @@ QUESTIONS = (
     ),
     Question(
         KEYS,
-        "How do I make sure that nothing is planned while I serve?",
+        "How do I make sure that no plan is made while I serve?",
         "model = mlp().eval()\nwith torch.no_grad():\n    model(batch(128))\n",
         'with torch.no_grad(), opfuse.on_miss("error"):\n    model(batch(100))\n',
         ("PlanMissError", "env.rows_class: 128 -> 4"),
@@ -109,14 +109,14 @@ QUESTIONS = (
     ),
     Question(
         FUSIONS,
-        "What took the ops that a rule asked for?",
+        "Which rule took the ops that mine matches?",
         "model, x = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(in_place=True)), torch.randn(32, 64)\n",
         "print(opfuse.explain(model, x, x.clone()).narrowed('epilogue'))\n",
         ("shadowed", "by linear_add", "to fire"),
     ),
     Question(
         FUSIONS,
-        "Does one rule of my file leave nothing to another?",
+        "Does one rule of my file hide another?",
         config(
             "  rules:\n    - {name: all, pattern: 'basic_linear bias? gelu'}\n    - {name: mine, pattern: 'basic_linear bias gelu', when: {recipe.kind: mxfp8}}"
         ),
@@ -139,7 +139,7 @@ QUESTIONS = (
     ),
     Question(
         FUSIONS,
-        "In which order do rules claim?",
+        "In which order do rules take ops?",
         "",
         "print(*opfuse.active_rules().names, sep='\\n')",
         ("linear_scale_add", "epilogue"),
@@ -167,7 +167,7 @@ QUESTIONS = (
     ),
     Question(
         NUMBERS,
-        "Why is a plane of a tensor not there?",
+        "Why does a quantized tensor lack its columnwise data?",
         "from opfuse.tensors.quantizers import MXFP8Quantizer\nt = MXFP8Quantizer(columnwise=False)(batch())\n",
         "t.record.plane('columnwise')",
         ("MissingPlaneError", "columnwise"),
@@ -195,7 +195,7 @@ QUESTIONS = (
     ),
     Question(
         NUMBERS,
-        "Which op takes the host the longest?",
+        "Which op takes the most CPU time?",
         "model, x = mlp(), batch(128)\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n    print(sorted({row.name for row in opfuse.host_times(model, x).rows}))\n",
         ("epilogue", "backward_activation_bias"),
@@ -218,7 +218,7 @@ QUESTIONS = (
     ),
     Question(
         MEMORY,
-        "How many bytes would each backward override save, and what do gradients pay for it?",
+        "How many bytes does each backward override keep, and how far are its gradients from those without a recipe?",
         "model, x = mlp(), batch().requires_grad_()\n",
         "with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):\n"
         "    found = opfuse.saved(model, x, errors=True)\n"
@@ -235,7 +235,7 @@ QUESTIONS = (
     ),
     Question(
         MACHINE,
-        "Which environment variables are in force?",
+        "Which environment variables have an effect?",
         'import os\nos.environ |= {"NVTE_BACKWARD_OVERRIDE": "dequantized", "OPFUSE_PROGRAMS": "0", "OPFUSE_TRACES": "run"}\n',
         "opfuse doctor --only environment",
         (
@@ -259,14 +259,14 @@ QUESTIONS = (
     ),
     Question(
         MACHINE,
-        "What may go from the cache of compiled kernels?",
+        "Which compiled kernels can be removed?",
         KERNELS + "for path in location().glob('*.cu'):\n    path.write_text(path.read_text().replace('blockIdx', 'block'))\n",
         "opfuse cache prune",
         ("removed 2 keys",),
     ),
     Question(
         FILES,
-        "What changed between two runs, and when did their losses part?",
+        "What changed between two runs, and when did their losses diverge?",
         TWO_RUNS % ("mxfp8", "mxfp8, backward_override: dequantized"),
         "opfuse diff one two",
         ("recipe.backward_override: None -> 'dequantized'", "losses differ from step 2 on"),
@@ -287,7 +287,7 @@ QUESTIONS = (
     ),
     Question(
         FILES,
-        "What do two files not share?",
+        "How do two configurations differ?",
         config("  rules: []")
         + 'Path("yours.yaml").write_text(Path("mine.yaml").read_text().replace("mxfp8", "fp8_block").replace("O1", "O2"))\n',
         "opfuse diff mine.yaml yours.yaml",
@@ -295,7 +295,7 @@ QUESTIONS = (
     ),
     Question(
         FILES,
-        "Which layers had better stay in bf16?",
+        "Which layers should stay in bf16?",
         "model = torch.nn.ModuleDict({name: torch.nn.Linear(4096, size, device='meta') for name, size in "
         "(('up', 14336), ('gate', 64), ('lm_head', 32000), ('small', 32))})\n",
         "print(opfuse.advise(model))",
@@ -310,7 +310,7 @@ QUESTIONS = (
     ),
     Question(
         FILES,
-        "Does this file mean what I think?",
+        "What does my file set, with defaults and environment variables?",
         'import os\nos.environ["OPFUSE_BACKWARD_OVERRIDE"] = "high_precision"\n'
         + CONFIG.replace(", backward_override: dequantized", "") % "  rules: []",
         "opfuse check mine.yaml --values",
@@ -318,7 +318,7 @@ QUESTIONS = (
     ),
     Question(
         FILES,
-        "Can weights that live quantized be used under another recipe?",
+        "Can weights stored quantized be used under another recipe?",
         "with opfuse.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):\n    model = ops.Sequential(ops.Linear(32, 32, dtype=torch.bfloat16))\n",
         "with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()):\n    print(opfuse.explain(model, batch()))\n",
         ("on_recipe_change",),

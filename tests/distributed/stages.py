@@ -13,8 +13,6 @@ from opfuse.recipes import quantized_model_init
 from tests.distributed.running import Task
 from tests.distributed.training import RECIPES, whole
 
-MICRO = 3
-
 
 def part(seed: int, device: str, *, stored: str = "none") -> ops.Sequential:
     torch.manual_seed(seed)
@@ -31,19 +29,20 @@ def check_stages(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     """torch's 1F1B over the ranks has the gradients of one process, bit for bit; a stage reduces amaxes over its own ranks."""
     parts = [part(i, device) for i in range(ranks)]
     own = [dist.new_group([i]) for i in range(ranks)][rank]
-    x = torch.randn(32 * MICRO, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    micro = ranks + 1  # microbatches: torch asks for one for each stage, and one more comes when the pipeline is full
+    x = torch.randn(32 * micro, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     made = recipes.DelayedScaling(amax_history_len=2) if recipe == "delayed" else RECIPES[recipe]()
     stage, wrong = part(rank, device), []
     looks = {"input_args": x[:32].clone().requires_grad_(rank > 0), "output_args": x[:32].clone().requires_grad_()}
-    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, torch.device(device), **looks), MICRO, loss_fn=loss)
+    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, torch.device(device), **looks), micro, loss_fn=loss)
     for step in range(2):
         with autocast(recipe=made, amax_reduction_group=own):
             schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == ranks - 1 else {}))
         with autocast(recipe=made, amax_reduction_group=own):
-            for each in x.chunk(MICRO):
+            for each in x.chunk(micro):
                 loss(nn.Sequential(*parts)(each), each).backward()
         pairs = zip(stage.parameters(), parts[rank].parameters(), strict=True)
-        if not all(torch.equal(mine.grad, its.grad / MICRO) for mine, its in pairs):
+        if not all(torch.equal(mine.grad, its.grad / micro) for mine, its in pairs):
             wrong.append(f"gradients of step {step}")
         for each in (stage, *parts):
             each.zero_grad()

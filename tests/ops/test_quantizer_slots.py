@@ -1,5 +1,7 @@
 """Quantizers that an op asks for by mode and slot, as ops written for te.ops do."""
 
+import functools
+
 import pytest
 import torch
 
@@ -122,3 +124,28 @@ def test_after_a_forward_pass_that_failed_nothing_counts_that_records_no_gradien
     with torch.no_grad(), opfuse.autocast(recipe=DELAYED):
         op.get_quantizer("forward", 0).quantize(x)
     assert [state.amax_history.max().item() for state in op.quantizer_states] == [0.0]
+
+
+def with_neighbours(ctx, x, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    assert prev_op_grad_output_quantizer is next_op_input_quantizer is None
+    return x * 2
+
+
+class Wrapping(ops.BasicOperation):
+    """Its method is called as it is written, whatever the function takes that it wraps."""
+
+    @functools.wraps(with_neighbours)
+    def op_forward(self, ctx, x):
+        return with_neighbours(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+
+    def op_backward(self, ctx, dy):
+        return dy * 2, ()
+
+
+@pytest.mark.parametrize("method", [None, with_neighbours, lambda ctx, x: x * 2])
+def test_quantizers_of_neighbours_go_to_methods_that_take_them(method):
+    """Of the class, or of the op itself."""
+    op, x = Wrapping(), torch.randn(4, 4)
+    if method is not None:
+        op.op_forward = method
+    assert torch.equal(ops.Sequential(op)(x), x * 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import ShapeError
-from opfuse.formats import COLUMNWISE, E4M3, USAGES, fp8_block
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, USAGES, fp8_block, fp8_tensor
 from opfuse.inspect.casts import figures
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
+from opfuse.tensors import gemm
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -286,6 +288,37 @@ def test_the_host_reads_the_sizes_of_what_no_kernel_takes(why, monkeypatch):
     monkeypatch.setattr(RaggedProducts, "are_made_on", lambda products, *_: asked.append(products) is not None)
     step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipe)
     assert why == "features of no whole pieces" or not asked
+
+
+FAST = {"all": (False,) * 3, "backward": (True, False, False), "none": (True,) * 3}
+"""By ``split_accumulator``: whether sums may have fewer bits than fp32, of fprop, dgrad and wgrad."""
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("split", FAST)
+def test_each_product_is_asked_for_with_the_sums_of_the_recipe(split, added, monkeypatch):
+    asked = []
+
+    def noted(definition, *args, **options):
+        asked.append(options["fast"])
+        return definition(*args, **options)
+
+    for name in ("product_of_rows", "product_over_rows", "products_into"):
+        monkeypatch.setattr(gemm, name, partial(noted, getattr(gemm, name)))
+    op = layer(accumulate_into_main_grad=added)
+    for weight in op.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    recipe = RECIPE.replace(split_accumulator=split)
+    step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipe)
+    assert tuple(asked) == FAST[split]
+
+
+def test_a_device_is_asked_for_the_formats_of_each_operand(monkeypatch):
+    asked = set()
+    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda products, *_: bool(asked.add(products)))
+    step(layer(), randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipes.Float8CurrentScaling())
+    assert asked == {RaggedProducts(fp8_tensor(E4M3), fp8_tensor(E5M2), fp8_tensor(E4M3), (128, 144))}
 
 
 @pytest.mark.usefixtures("on_device")

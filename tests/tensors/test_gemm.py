@@ -12,7 +12,7 @@ from opfuse import ops, recipes
 from opfuse.errors import GemmError, MissingPlaneError, ShapeError
 from opfuse.numerics.sums import balanced
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.tensors.gemm import GEMMS, gemm
+from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -333,3 +333,20 @@ def test_shapes_that_do_not_fit(name):
         gemm(name, left, right, dtype=torch.float32)
     for text in (f"{name} of {GEMMS[name].left}", str(shapes[0]), str(shapes[1]), "equal summed dimensions"):
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "quantizer", [MXFP8Quantizer(), Float8CurrentScalingQuantizer(E4M3), Float8BlockQuantizer(E4M3, block_scaling_dim=1)], ids=str
+)
+@pytest.mark.parametrize("name", GEMMS)
+def test_shapes_of_a_group_that_do_not_fit(name, quantizer):
+    shapes = {
+        "fprop": ((32, 64), (96, 64), (96, 32)),
+        "dgrad": ((32, 64), (64, 96), (32, 96)),
+        "wgrad": ((32, 64), (32, 96), (64, 96)),
+    }
+    left, right, other = (quantizer.quantize(torch.zeros(shape)) for shape in shapes[name])
+    lines = [64 if name == "wgrad" else 32] * 2
+    gemm_of_groups(name, [left, left], [right, right], lines, out_dtype=BF16)
+    with pytest.raises(ShapeError, match="equal summed dimensions"):
+        gemm_of_groups(name, [left, left], [right, other], lines, out_dtype=BF16)

@@ -171,7 +171,7 @@ def _casts(
             raise GemmError(f"{op.label} {product.clash}")
         b.products.append(product)
     if any(spec.groups for spec in casts.values()):
-        ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env)
+        ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)
         casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}
     return casts
 

@@ -325,8 +325,11 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         """How many groups of rows of the operand are cast apart; 0: it is cast as one tensor."""
         return 0
 
-    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env) -> RaggedProducts | None:
-        """The products of groups of rows under the quantizers of these roles, if their sizes may stay on a device."""
+    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env, needs: Collection[str]) -> RaggedProducts | None:
+        """The products of groups of rows under the quantizers of these roles, if their sizes may stay on a device.
+
+        needs: what wants a gradient, as of a context.
+        """
         return None
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:

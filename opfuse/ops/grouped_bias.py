@@ -1,4 +1,7 @@
-"""The biases of groups of rows: each is added to its rows, times a scale for each row. Computed in fp32 (fp64 for fp64)."""
+"""The biases of groups of rows: each is added to its rows, times a scale for each row. Computed in fp32 (fp64 for fp64).
+
+All groups are one op, whether the host knows their sizes or not. A sum over the rows of a group wants their number on the host.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ import torch
 from opfuse.kernels.chains.chain import backward_chain
 from opfuse.numerics import activations, pointwise
 from opfuse.numerics.chain import Stage
-from opfuse.tensors.groups import Sizes, offsets
+from opfuse.tensors.gemm_grouped import Groups
+from opfuse.tensors.groups import Sizes
+
+Biases = torch.Tensor | Sequence[torch.Tensor]
+"""Of all groups: one tensor (G, N), or (N,) of each."""
 
 
-def add_biases(y: torch.Tensor, biases: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes) -> None:
-    """Add to each row of ``y`` (M, N) the bias (N,) of its group, times its scale; rounded once."""
+def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, groups: Groups) -> None:
+    """Add to each row of ``y`` (M, N) the bias of its group, times its scale; rounded once."""
     wide = pointwise.compute_dtype(y.dtype)
-    factors = None if scales is None else scales.reshape(-1, 1).to(wide)
-    for (start, end), bias in zip(offsets(sizes), biases):
-        term = bias.to(wide)
-        y[start:end] = y[start:end].to(wide) + (term if factors is None else factors[start:end] * term)
+    rows = _of_rows(biases, groups, len(y), wide)
+    y.add_(rows if scales is None else scales.reshape(-1, 1).to(wide) * rows.to(wide))  # torch adds in the wider dtype
 
 
 def bias_gradients(
@@ -38,8 +43,22 @@ def bias_gradients(
     ]
 
 
-def scale_gradient(dy: torch.Tensor, biases: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+def scale_gradient(dy: torch.Tensor, biases: Biases, groups: Groups) -> torch.Tensor:
     """The gradient (M,) of the scales: for each row the product of ``dy`` (..., N) and its group's bias."""
     wide = pointwise.compute_dtype(dy.dtype)
-    pieces = dy.reshape(-1, dy.shape[-1]).split(sizes)
-    return torch.cat([(piece.to(wide) * bias.to(wide)).sum(1) for piece, bias in zip(pieces, biases)])
+    rows = dy.reshape(-1, dy.shape[-1]).to(wide)
+    return (rows * _of_rows(biases, groups, len(rows), wide).to(wide)).sum(1)
+
+
+def _of_rows(biases: Biases, groups: Groups, rows: int, wide: torch.dtype) -> torch.Tensor:
+    """(rows, N): the bias of each row's group, not in more bytes than ``wide`` has.
+
+    Nothing is copied from the host, whose sizes a CUDA graph may have for constants.
+    """
+    table = biases if isinstance(biases, torch.Tensor) else torch.stack(list(biases))
+    table = table.to(wide) if table.dtype.itemsize > wide.itemsize else table
+    if groups.sizes is not None:
+        return torch.cat([bias.expand(size, -1) for bias, size in zip(table.unbind(), groups.sizes)])
+    ends = groups.ends(table.device, rows)
+    index = torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+    return table.index_select(0, index)

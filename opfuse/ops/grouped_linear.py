@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat
-from opfuse.ops.grouped_bias import add_biases, bias_gradients, scale_gradient
+from opfuse.ops.grouped_bias import Biases, add_biases, bias_gradients, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
 from opfuse.ops.main_grad import is_asked_for
@@ -57,13 +57,13 @@ class GroupedLinear(BasicOperation):
     rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
     without a backward override, such splits are a ShapeError.
 
-    ``splits`` may stay on a GPU, where nothing waits for them, without a bias and a backward override: in bf16, and on compute
-    capability 9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are then one launch,
-    whatever their sizes are, a program repeats it and a CUDA graph captures it. Splits of the GPU that do not add up to the rows
-    stop it with an assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for the layers of a
-    pipeline that share splits: for formats that are emulated, amaxes over ranks, and bf16 gradients in ``main_grad``, which
-    torch's grouped product would round. As a CPU tensor splits cost no wait at all. bf16 products whose splits only the GPU knows
-    want weights in one tensor: those that are not single are stacked.
+    ``splits`` may stay on a GPU, where nothing waits for them, without a backward override and while no bias wants a gradient: in
+    bf16, and on compute capability 9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are
+    then one launch, whatever their sizes are, a program repeats it and a CUDA graph captures it. Splits of the GPU that do not
+    add up to the rows stop it with an assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for
+    the layers of a pipeline that share splits: for gradients of biases, which are summed group by group, formats that are
+    emulated, amaxes over ranks, and bf16 gradients in ``main_grad``, which torch's grouped product would round. As a CPU tensor
+    splits cost no wait at all. bf16 products whose splits only the GPU knows want weights in one tensor: others are stacked.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.
@@ -152,12 +152,12 @@ class GroupedLinear(BasicOperation):
     def cast_groups(self, role: str) -> int:
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
 
-    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env) -> RaggedProducts | None:
-        """Those of FP8 without a bias, where all three operands are quantized."""
+    def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env, needs: Collection[str]) -> RaggedProducts | None:
+        """Those of FP8, where all three operands are quantized, without gradients of biases."""
         rows = [quantizers[role] for role in ("input", "grad_output") if role in quantizers]
         weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)}
         known = all(casts_in_groups(quantizer, self.num_groups) for quantizer in rows)
-        if self.use_bias or env.backward_override is not None or not rows or not known or len(weights) != 1:
+        if self.sums_biases(needs) or env.backward_override is not None or not rows or not known or len(weights) != 1:
             return None
         formats = [quantizer.formats[0] for quantizer in rows]
         return RaggedProducts(formats[0], formats[-1], weights.pop(), (self.in_features, self.out_features))
@@ -211,7 +211,7 @@ class GroupedLinear(BasicOperation):
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
         wgrad, dgrad = not ctx.needs.isdisjoint(self.weight_names), "input" in ctx.needs
-        dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
+        dbias, dscales = self.sums_biases(ctx.needs), "extra1" in ctx.needs
         unknown = vars(ctx).get("sizes") is None and bool(ctx.needs)
         wanted = {"x": wgrad, "splits": unknown, "scales": dbias and self.scale_bias}
         wanted |= dict.fromkeys(self.weight_names, dgrad) | dict.fromkeys(self.bias_names, dscales)
@@ -244,13 +244,13 @@ class GroupedLinear(BasicOperation):
         weights = self._operands(ctx, held.values(), x)
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
         one_launch = out_dtype in (None, ctx.compute_dtype) and not options.get("invariant")
-        ctx.sizes = self._sizes(x, weights, splits, one_launch=one_launch)
-        y = grouped_rows("fprop", x, weights, Groups(ctx.sizes, splits), **options)
+        ctx.sizes = self._sizes(x, weights, splits, one_launch=one_launch and not self.sums_biases(ctx.needs))
+        groups = Groups(ctx.sizes, splits)
+        y = grouped_rows("fprop", x, weights, groups, **options)
         ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         self._save(ctx, x, held, splits, scales)
         if self.use_bias:
-            biases = self._biases([self.parameter(name) for name in self.bias_names])
-            add_biases(y.view(-1, self.out_features), biases, scales, cast(Sizes, ctx.sizes))
+            add_biases(y.view(-1, self.out_features), self._biases(self.parameter), scales, groups)
         return y
 
     def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -281,13 +281,13 @@ class GroupedLinear(BasicOperation):
         return whole
 
     def _sizes(self, x: Value, weights: Weights, splits: torch.Tensor, *, one_launch: bool) -> Sizes | None:
-        """Rows of each group; None where only the device knows them and need be. one_launch: in one product of torch's."""
+        """Rows of each group; None where only the device knows them and need be. one_launch: whether torch's product may do."""
         rows = matrix_shape(x.shape)[0]
         if isinstance(x, QuantizedStorage) and groups_in(x) is not None:
             return None
         known = sizes_of(x) if isinstance(x, QuantizedStorage) else None
         known = known or known_sizes(splits, rows)
-        if known is None and (self.use_bias or not one_launch or not takes_device_splits(x, weights)):
+        if known is None and not (one_launch and takes_device_splits(x, weights)):
             known = read_sizes(splits, rows, where=self.label)
         return None if known is None else check_sizes(known, rows, where=self.label)
 
@@ -296,8 +296,12 @@ class GroupedLinear(BasicOperation):
         read = {name: kept(ctx, made[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
         ctx.save(**(dict.fromkeys(self.saves) | read))
 
-    def _biases(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return list(values[0]) if self.single_grouped_bias else values
+    def _biases(self, held: Callable[[str], torch.Tensor]) -> Biases:
+        return held("bias") if self.single_grouped_bias else [held(name) for name in self.bias_names]
+
+    def sums_biases(self, needs: Collection[str]) -> bool:
+        """Whether a backward pass sums rows for biases, of which the host has to know how many there are."""
+        return not set(needs).isdisjoint(self.bias_names)
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
@@ -309,7 +313,7 @@ class GroupedLinear(BasicOperation):
         dy, groups = _in(dy, ctx.compute_dtype), Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
         weights = self._weight_gradients(ctx, dy, groups)
-        biases, scales = self._bias_gradients(ctx, plain)
+        biases, scales = self._bias_gradients(ctx, plain, groups)
         return dx, (*map(weights.get, self.weight_names), *biases), (None, scales)[: self.num_extra_inputs]
 
     def _input_gradient(self, ctx: Context, dy: Value, groups: Groups) -> torch.Tensor | None:
@@ -368,20 +372,19 @@ class GroupedLinear(BasicOperation):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
 
-    def _bias_gradients(self, ctx: Context, dy: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    def _bias_gradients(
+        self, ctx: Context, dy: torch.Tensor, groups: Groups
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""
         biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
-        dbias, dscales = not ctx.needs.isdisjoint(self.bias_names), "extra1" in ctx.needs
-        if not dbias and not dscales:
-            return biases, None
-        if dbias:
-            held = self._biases([self.parameter(name) for name in self.bias_names])  # of which only the dtype is read
-            sums = bias_gradients(dy, held, ctx.saved.scales, ctx.sizes)
+        if self.sums_biases(ctx.needs):
+            held = list(self._biases(self.parameter))  # of which only the dtype is read
+            sums = bias_gradients(dy, held, ctx.saved.scales, cast(Sizes, groups.sizes))
             biases = [torch.stack(sums)] if self.single_grouped_bias else list(sums)
-        if not dscales:
+        if "extra1" not in ctx.needs:
             return biases, None
-        held = self._biases([getattr(ctx.saved, name) for name in self.bias_names])
-        return biases, scale_gradient(dy, held, ctx.sizes).reshape(dy.shape[:-1]).to(ctx.extra_dtypes[-1])
+        rows = scale_gradient(dy, self._biases(partial(getattr, ctx.saved)), groups)
+        return biases, rows.reshape(dy.shape[:-1]).to(ctx.extra_dtypes[-1])
 
 
 def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:

@@ -129,7 +129,8 @@ def _sizes(
                     check_copied(splits, rows, where=where)
                 yield None
             else:
-                yield read_sizes(splits, rows, where=where) if casts or node.spec.use_bias else known_sizes(splits, rows)
+                reads = casts or ops[node.op].sums_biases(node.needs)
+                yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)
 
 
 # -- recording -------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
-from opfuse.tensors.ragged import groups_in
+from opfuse.tensors.ragged import copied_to, groups_in
 from opfuse.tensors.storage import QuantizedStorage
 
 Weights = torch.Tensor | Sequence[Operand]
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
     def ends(self, device: torch.device, rows: int) -> torch.Tensor:
         """int32 (G,) on ``device``: where each group ends."""
         if self.sizes is None:
-            return gemm_grouped.ends_of(cast(torch.Tensor, self.splits), rows)
+            return gemm_grouped.ends_of(copied_to(cast(torch.Tensor, self.splits), device), rows)
         sizes, made = self.sizes, list[torch.Tensor]()
 
         def ends() -> Sequence[torch.Tensor]:

@@ -168,8 +168,17 @@ def step(model, x, *splits, recipe=RECIPE) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def frozen_biases(**options: Any) -> ops.GroupedLinear:
+    """Biases are added without the sizes; only their gradients want these."""
+    op = layer(bias=True, **options)
+    for name in op.bias_names:
+        op.get_parameter(name).requires_grad_(False)
+    return op
+
+
 MODELS = {
     "a layer": (layer, 1, {}),
+    "biases that do not train": (frozen_biases, 1, {}),
     "one weight": (layer, 1, {"single_grouped_weight": True}),
     "padded": (layer, 1, {"pad_splits": True}),
     "experts": (experts, 2, {}),
@@ -269,7 +278,7 @@ def test_gradients_that_are_put_off(request):
 
 
 UNLIKE = {
-    "a bias": ({"bias": True}, RECIPE),
+    "a bias that trains": ({"bias": True}, RECIPE),
     "features of no whole pieces": ({"out_features": 136}, RECIPE),
     "an override": ({}, recipes.Float8BlockScaling(backward_override="dequantized")),
     "another format": ({}, recipes.MXFP8BlockScaling(backward_override="dequantized")),

@@ -82,6 +82,10 @@ class SavedTensorError(OpfuseError, RuntimeError):
     """An op saved other names than it declared, or saved data changed between forward and backward."""
 
 
+class MissingSavedError(SavedTensorError, AttributeError):
+    """The backward pass of an op reads a name under which the forward pass kept nothing."""
+
+
 class QuantizedTensorError(OpfuseError, RuntimeError):
     """An operation on a quantized tensor that would silently lose data."""
 

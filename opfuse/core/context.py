@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
-from opfuse.errors import SavedTensorError, describe
+from opfuse.errors import MissingSavedError, SavedTensorError, describe
 from opfuse.tensors.meeting import Travel
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -26,6 +25,20 @@ def plain(value: Value) -> torch.Tensor:
 def plain_or_none(value: Value | None) -> torch.Tensor | None:
     """``value`` in high precision, if there is one."""
     return None if value is None else plain(value)
+
+
+class SavedValues:
+    """What a forward pass kept for the backward pass of ``op``, by name."""
+
+    def __init__(self, op: Any, values: Mapping[str, Value | None]) -> None:
+        vars(self).update(values, _op=op)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        op, kept = self._op, tuple(vars(self).keys() - {"_op"})
+        cure = f"have the op_forward that ran call ctx.save({name}=...), or give {type(op).__name__} an op_backward of its own"
+        raise MissingSavedError(describe(f"{op.label} backward", wanted=f"a saved {name!r}", got=kept or "nothing", cure=cure))
 
 
 class Context:
@@ -130,9 +143,9 @@ class Context:
         self.extra_outputs = values
 
     @property
-    def saved(self) -> SimpleNamespace:
-        """The saved values by name."""
-        return SimpleNamespace(**self._saved)
+    def saved(self) -> SavedValues:
+        """The saved values by name. MissingSavedError for a name under which the forward pass kept nothing."""
+        return SavedValues(self.op, self._saved)
 
     def save_for_backward(self, *values: Value | None) -> None:
         """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do, beside those with names.

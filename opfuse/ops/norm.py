@@ -113,7 +113,7 @@ class _Normalization(BasicOperation):
 
 
 def _statistics(ctx: Context) -> Statistics:
-    return Statistics(ctx.saved.rstd, getattr(ctx.saved, "mean", None))
+    return Statistics(ctx.saved.rstd, vars(ctx.saved).get("mean"))
 
 
 class _LearnedNorm(_Normalization):

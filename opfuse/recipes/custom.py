@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -54,9 +55,20 @@ def _adapted(made: Any) -> Any:
 
 def _factory(value: Any) -> QFactory:
     found: Any = PRESETS.get(value) if isinstance(value, str) else value
-    if not callable(found):
+    if not callable(found) or not _takes_a_role(found):
         raise ValueError
     return found  # type: ignore[no-any-return]
+
+
+def _takes_a_role(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C that does not tell
+        return True
+    return True
 
 
 QFACTORY = Domain(
@@ -155,7 +167,8 @@ class CustomRecipe(Recipe):
             return known
         made = _adapted(self.qfactory(role))
         if not _is_answer(made):
-            cure = "return a quantizer of opfuse.tensors.quantizers; IdentityQuantizer() keeps high precision"
+            kept = "return one of opfuse.tensors.quantizers, such as IdentityQuantizer(), or an object with quantize(x)"
+            cure = f"return an object, {made.__name__}()" if isinstance(made, type) else kept
             wanted = "a Quantizer or a DelayedScalingRequest"
             raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(made), cure=cure))
         return self._answers.setdefault(role, made)

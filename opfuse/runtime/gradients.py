@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from opfuse.compiler.graph import Node
+from opfuse.compiler.patterns import Term
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Context, Value, plain
+from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import check_tensor
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import FusionError, PipelineError, describe
+from opfuse.tensors.storage import QuantizedStorage
 
 
 class Gradients:
@@ -61,9 +64,11 @@ class Gradients:
         context = self.contexts[node.index]
         if not (node.params or context.grad_params or len(node.inputs) > 1 or context.grad_inputs):
             return
-        names = tuple(name for name, sig in node.params if sig is not None)
-        for name, grad in _each(context, "parameters", names, context.grad_params):
-            self.params[node.op, name] = grad if name in node.needs else None
+        params = tuple((name, sig.shape) for name, sig in node.params if sig is not None)
+        for (name, shape), grad in _each(context, "parameters", params, context.grad_params):
+            self.params[node.op, name] = needed = grad if name in node.needs else None
+            if shape is not None and needed is not None and needed.shape != shape:
+                _check_sums_to(f"{context.op.label} gradient of {name}", shape, needed.shape)
         for value, grad in _each(context, "extra inputs", node.inputs[1:], context.grad_inputs):
             self.add(value, grad)
 
@@ -76,6 +81,14 @@ def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[An
     return zip(wanted, grads)
 
 
+def _check_sums_to(where: str, shape: torch.Size, got: torch.Size) -> None:
+    """PipelineError unless autograd sums a gradient of shape ``got`` to ``shape``: over dimensions that were broadcast."""
+    sizes = got[len(got) - len(shape) :]
+    if len(got) < len(shape) or any(size not in (1, given) for size, given in zip(shape, sizes)):
+        cure = "return gradients of parameters in their order, each in its parameter's shape"
+        raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(got), cure=cure))
+
+
 def check_input_gradient(context: Context | None, grad: Value | None) -> None:
     """PipelineError for a gradient that is no tensor, or of another shape than the input it belongs to."""
     if context is None or grad is None:
@@ -86,3 +99,34 @@ def check_input_gradient(context: Context | None, grad: Value | None) -> None:
     if shape is not None and grad.shape != shape:
         where = f"{context.op.label} gradient of the input"
         raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))
+
+
+def check_result(where: str, result: object) -> None:
+    """FusionError for an implementation that returned no tensor."""
+    if not isinstance(result, (torch.Tensor, QuantizedStorage)):
+        cure = "return the tensor that it computed, alone"
+        raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
+
+
+def argument(term: Term) -> str:
+    """How an implementation writes the context of a node that stands at this place of its pattern."""
+    return f"each of {term.name}" if term.high != 1 else term.name
+
+
+def check_saved(name: str, contexts: Iterable[tuple[str, Context]]) -> None:
+    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
+
+    contexts: how the implementation writes each, and the context. One without a node, as that of an explicit Quantize, has no
+    backward pass.
+    """
+    for written, context in contexts:
+        saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
+        if saves is None:
+            continue
+        context.op.remember(context)
+        if not context.complete():
+            values = ", ".join(f"{each}=..." for each in saves)
+            cure = f"call {written}.save({values}), None for what no gradient reads, or give the fusion a backward of its own"
+            where = f"{name}: saved state of {context.op.label}"
+            got = tuple(each if value is not None else f"{each}=None" for each, value in context._saved.items())
+            raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))

@@ -20,9 +20,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
-from opfuse.runtime.gradients import Gradients, check_input_gradient
+from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
-from opfuse.tensors.storage import QuantizedStorage
 
 Kwargs = Sequence[Mapping[str, Any]]
 
@@ -174,9 +173,10 @@ class Runner:
         x = values[first.inputs[0]]
         made = {i: self._context(nodes[i], values) for i in group.nodes}
         output = _implementation(rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
-        _check_result(f"{rule.name} forward", output)
+        check_result(f"{rule.name} forward", output)
         if rule.backward is None:
-            _check_saved(rule.name, made.values())
+            terms = [(term, index) for term, place in zip(rule.pattern, group.binding) for index in place]
+            check_saved(rule.name, ((argument(term), made[index]) for term, index in terms))
         for i in group.nodes[:-1]:
             self._store(nodes[i], nodes[i].outputs[1:], made[i].extra_outputs, values)
         self._store(last, last.outputs, (output, *made[last.index].extra_outputs), values)
@@ -197,9 +197,9 @@ class Runner:
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
-        _check_result(f"{group.name} fuser_forward", output)
+        check_result(f"{group.name} fuser_forward", output)
         if not group.opaque.overrides("fuser_backward"):
-            _check_saved(group.name, contexts)
+            check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
         values[chain[-1].outputs[0]] = output
         self._check_outputs(group, nodes.values(), values)
 
@@ -325,7 +325,7 @@ class Runner:
         made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].is_cast}
         dx = _implementation(rule.backward)(dy if last.takes_quantized else plain_or_none(dy), **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
-            _check_result(f"{rule.name} backward", dx)
+            check_result(f"{rule.name} backward", dx)
         self._finish([nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
@@ -343,7 +343,7 @@ class Runner:
         )
         dx, params, extras = checked_lists(group.opaque, "fuser_backward", found, len(contexts))
         if dx is not None:
-            _check_result(f"{group.name} fuser_backward", dx)
+            check_result(f"{group.name} fuser_backward", dx)
         for context, grad_params, grad_extras in zip(contexts, params, extras):
             context.set_grads(params=grad_params, extras=grad_extras)
         self._finish(chain, dx, grads)
@@ -358,33 +358,6 @@ class Runner:
         else:
             check_input_gradient(grads.contexts.get(first.index), dx)
             grads.add(first.inputs[0], dx)
-
-
-def _check_result(where: str, result: object) -> None:
-    """FusionError for an implementation that returned no tensor."""
-    if not isinstance(result, (torch.Tensor, QuantizedStorage)):
-        cure = "return the tensor that it computed, alone"
-        raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
-
-
-def _check_saved(name: str, contexts: Iterable[Context]) -> None:
-    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
-
-    A context without a node, as that of an explicit Quantize, has no backward pass.
-    """
-    for context in contexts:
-        saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
-        if saves is None:
-            continue
-        context.op.remember(context)
-        if not context.complete():
-            cure = (
-                f"call ctx.save({', '.join(f'{each}=...' for each in saves)}) on the context of this op, with None for what no "
-            )
-            cure += "gradient reads, or give the fusion a backward of its own"
-            where = f"{name}: saved state of {context.op.label}"
-            got = tuple(each if value is not None else f"{each}=None" for each, value in context._saved.items())
-            raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))
 
 
 def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[str, Any]:

@@ -36,7 +36,10 @@ KEYWORDS: Mapping[str, Keywords] = {
 
 
 def _taking(name: str, extra: Keywords) -> type[FusibleOperation]:
-    """The op of that name, which takes ``extra`` at their defaults. UnsupportedError for other values."""
+    """The op of that name, which takes ``extra`` at their defaults. UnsupportedError for other values.
+
+    It has the kind of opfuse's own, so that patterns which name that mean it, too.
+    """
     base: type[FusibleOperation] = getattr(ops, name)
 
     def __init__(self: Any, *args: Any, **given: Any) -> None:
@@ -45,7 +48,8 @@ def _taking(name: str, extra: Keywords) -> type[FusibleOperation]:
     def __new__(cls: type[Any], *args: Any, **given: Any) -> Any:
         return base.__new__(cls, *args, **_without(base, extra, given))
 
-    return type(name, (base,), {"__init__": __init__, "__new__": __new__, "__module__": __name__, "__doc__": base.__doc__})
+    as_there = {"__module__": __name__, "__doc__": base.__doc__, "kind": base.kind}
+    return type(name, (base,), {"__init__": __init__, "__new__": __new__, **as_there})
 
 
 def _without(base: type, extra: Keywords, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,17 @@ def test_a_rule_that_saves_the_declared_names_alone_trains():
         torch.testing.assert_close(a, b)
 
 
+def test_a_rule_that_saves_nothing_is_told_on_which_of_its_arguments_to_save():
+    def forward(x, *, linear, acts):
+        linear.save(x=x, w=linear.op.weight)
+        return x
+
+    rule = opfuse.fusion("mine", "linear=basic_linear acts=elementwise+", forward=forward)
+    model = ops.Sequential(ops.Linear(8, 8, bias=False), ops.GELU(), ops.SiLU(), rules=opfuse.RuleSet((rule,)))
+    with pytest.raises(FusionError, match=r"saved state of GELU\(\): .*Cure: call each of acts\.save\(x=\.\.\.\)"):
+        model(torch.randn(4, 8, requires_grad=True))
+
+
 NONE = {
     "linear": (lambda: ops.BasicLinear(8, 8), "x"),
     "norm": (lambda: ops.RMSNorm(8), "rstd"),

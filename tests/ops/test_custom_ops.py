@@ -7,7 +7,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.core.context import Context
-from opfuse.errors import FusionError, PipelineError, SpecError
+from opfuse.errors import FusionError, PipelineError, SavedTensorError, SpecError
 from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -177,6 +177,46 @@ def test_wrong_counts_are_named(attribute, message):
         op(torch.randn(3, requires_grad=True))[0].sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((3,), r"gradient of weight: wants shape \(8,\), got \(3,\)"),
+        ((), r"wants shape \(8,\), got \(\)"),
+        ((4, 8), ""),
+        ((8,), ""),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_does_not_belong_to_its_parameter_is_named(shape, told):
+    class Gain(ops.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def op_forward(self, ctx, x):
+            return x * self.weight
+
+        def op_backward(self, ctx, dy):
+            return dy, (torch.ones(shape),)
+
+    model, x = ops.Sequential(Gain()), torch.randn(4, 8)
+    if told:
+        with pytest.raises(PipelineError, match=told):
+            model(x).sum().backward()
+    else:  # autograd sums over what was broadcast
+        model(x).sum().backward()
+        assert torch.equal(model[0].weight.grad, torch.full((8,), 4.0 if len(shape) > 1 else 1.0))
+
+
+def test_a_backward_pass_that_reads_what_nobody_saved_is_named():
+    class Forward(ops.GELU):
+        def op_forward(self, ctx, x):
+            return 2 * x
+
+    with pytest.raises(SavedTensorError, match=r"Forward\(\) backward: wants a saved 'x', got nothing\. Cure: .*ctx\.save\(x="):
+        Forward()(torch.randn(3, 8, requires_grad=True)).sum().backward()
+
+
 def test_an_op_without_methods_says_so():
     class Empty(ops.BasicOperation):
         pass
@@ -215,7 +255,8 @@ def test_a_fused_forward_saves_what_the_backward_of_its_op_reads(saves):
         model(x).sum().backward()
         assert torch.equal(x.grad, 2 * x)
     else:
-        with pytest.raises(FusionError, match=r"Forward: saved state of Named\(\): wants exactly \('x',\)"):
+        cure = r"call basic_op_ctxs\[0\]\.save\(x=\.\.\.\)"
+        with pytest.raises(FusionError, match=rf"Forward: saved state of Named\(\): wants exactly \('x',\).*{cure}"):
             model(x)
 
 

@@ -235,6 +235,15 @@ def test_h08_h32_a_request_is_a_value_with_the_fields_of_the_recipe():
         recipe.quantizer(role)
     with pytest.raises(RecipeError, match=r"wants a Quantizer or a DelayedScalingRequest, got <.*QuantizerRequest"):
         CustomRecipe(qfactory=lambda role: QuantizerRequest()).quantizer(role)
+    with pytest.raises(RecipeError, match=r"got <class .*MXFP8Quantizer'>\. Cure: return an object, MXFP8Quantizer\(\)"):
+        CustomRecipe(qfactory=lambda role: MXFP8Quantizer).quantizer(role)
+
+    def no_role() -> MXFP8Quantizer:
+        return MXFP8Quantizer()
+
+    for taking in (no_role, lambda role, more: MXFP8Quantizer()):
+        with pytest.raises(RecipeError, match=r"qfactory: wants a function of a QuantizerRole, or the name of a preset"):
+            CustomRecipe(qfactory=taking)
     with pytest.raises(RecipeError, match=r"wants a Quantizer or a DelayedScalingRequest, got GroupedQuantizer"):
         CustomRecipe(qfactory=lambda role: GroupedQuantizer((MXFP8Quantizer(),))).quantizer(role)
 

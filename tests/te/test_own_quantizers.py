@@ -136,6 +136,8 @@ def test_a_plain_tensor_is_a_result_and_anything_else_is_refused():
     assert torch.equal(ForeignQuantizer(Fake(lambda t: t.round())).quantize(x).dequantize(), x.round())
     with pytest.raises(QuantizerError, match=r"Fake.quantize: wants a result with dequantize\(\).*got str"):
         ForeignQuantizer(Fake(str)).quantize(x)
+    with pytest.raises(QuantizerError, match=r"Fake.quantize: wants values of shape \(4, 8\), .*, got \(1, 8\)"):
+        ForeignQuantizer(Fake(lambda t: t[:1])).quantize(x)
 
 
 def test_the_base_class_is_as_the_peer_s():

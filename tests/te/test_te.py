@@ -13,6 +13,7 @@ import torch
 import opfuse
 from opfuse import ops, te
 from opfuse.errors import RecipeError, UnknownArgumentError, UnsupportedError
+from opfuse.te.ops import KEYWORDS
 
 BF16 = torch.bfloat16
 
@@ -51,6 +52,23 @@ def test_a_script_computes_what_opfuse_computes_and_fuses_as_much():
     fused = [[*plan.fusions] for run in model.runs() for _, plan in run.cache.items()]
     assert fused == [[*plan.fusions] for run in plain.runs() for _, plan in run.cache.items()]
     assert fused[0]
+
+
+def test_ops_with_keywords_of_te_ops_are_named_by_patterns_as_opfuse_has_them():
+    assert {name: getattr(te.ops, name).kind for name in KEYWORDS} == {name: getattr(ops, name).kind for name in KEYWORDS}
+    basic = [name for name in KEYWORDS if hasattr(getattr(ops, name), "word")]
+    assert len(basic) > 5
+    assert {name: getattr(te.ops, name).word for name in basic} == {name: getattr(ops, name).word for name in basic}
+
+
+def test_the_gradient_of_a_residual_fuses_with_a_norm_of_te_ops():
+    def fused(of) -> list[str]:
+        model = of.Sequential(of.MakeExtraOutput(), of.RMSNorm(32), of.BasicLinear(32, 32), of.AddExtraInput())
+        story = opfuse.explain(model, torch.randn(32, 32, requires_grad=True), torch.randn(32, 32))
+        return [line for line in str(story).splitlines() if " fused " in line]
+
+    assert fused(te.ops) == fused(ops)
+    assert any("backward_add_rms_norm" in line for line in fused(te.ops))
 
 
 def test_the_page_on_coming_from_there_is_true():

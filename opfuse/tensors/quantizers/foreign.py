@@ -77,4 +77,8 @@ def _values(own: Any, made: Any, usage: Usage, x: torch.Tensor) -> torch.Tensor:
         where, wanted = f"{type(own).__name__}.quantize", "a result with dequantize(), or data and scale of each direction"
         cure = "give the result's class a dequantize()"
         raise QuantizerError(describe(where, wanted=wanted, got=type(made).__name__, cure=cure))
+    if values.numel() != x.numel():
+        where, wanted = f"{type(own).__name__}.quantize", f"values of shape {matrix_shape(x.shape)}, the matrix that it got"
+        cure = "return as many values as it was given"
+        raise QuantizerError(describe(where, wanted=wanted, got=tuple(values.shape), cure=cure))
     return values.to(x.dtype).reshape(x.shape)

@@ -50,8 +50,7 @@ for _name, _function in IN_PLACE.items():
 class _WritesTold(Tracer):
     """Follows a forward, with what it writes."""
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _WriteProxy(node, self)
+    kind = _WriteProxy
 
 
 class _TracedValue(_WriteProxy):
@@ -62,8 +61,7 @@ class _TracedValue(_WriteProxy):
 class _Beginning(_WritesTold):
     """Follows a forward as far as it goes: what is unpacked, a shape above all, is taken to have two parts."""
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _TracedValue(node, self)
+    kind = _TracedValue
 
     def iter(self, obj: Any) -> Iterator[Any]:
         try:

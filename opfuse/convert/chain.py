@@ -8,11 +8,14 @@ no chain, and the reason is told.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import fx, nn
@@ -79,8 +82,48 @@ class NoChain(Exception):
         self.got, self.wanted = got, wanted
 
 
+@contextmanager
+def _no_cycles_left() -> Iterator[None]:
+    """What is garbage at the end of the block is gone behind it: torch.fx leaves cycles where it unpacks a value."""
+    collects = gc.isenabled()
+    gc.disable()  # so that all of it is in the youngest generation
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if collects:
+            gc.enable()
+
+
+def _modes() -> tuple[Any, ...]:
+    casts = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
+
+
 class Tracer(fx.Tracer):
-    """Submodules are leaves."""
+    """Submodules are leaves. Nodes tell in ``meta`` what a graph does not show.
+
+    "stored": that the forward put the value somewhere, in an attribute or a list for one: it is alive when the forward is over.
+    "modes": the modes of autograd and autocast in which the value was made, which a forward may change for a part of it.
+    kind: what values are while a forward is followed.
+    """
+
+    kind: ClassVar[type[fx.Proxy]] = fx.Proxy
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._values: list[weakref.ref[fx.Proxy]] = []
+        with _no_cycles_left():
+            graph = super().trace(root, concrete_args)
+        for value in [known() for known in self._values]:
+            if value is not None:
+                value.node.meta["stored"] = True
+        return graph
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        value = self.kind(node, self)
+        node.meta["modes"] = _modes()
+        self._values.append(weakref.ref(value))
+        return value
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -98,14 +141,24 @@ def chain_of(module: nn.Module) -> TracedChain:
 def _traced(module: nn.Module, training: bool) -> fx.Graph:
     before = random_states()
     try:
-        with kept(module, training=training), torch.set_grad_enabled(training):
+        with kept(module, training=training) as assigned, torch.set_grad_enabled(training):
             graph = Tracer().trace(module)
+            names = [f"self.{name}" for name in assigned()]
     except Exception as error:  # whatever a stranger's code raises on symbolic values
         text = str(error).strip().partition("\n")[0]
         raise NoChain(f"{type(error).__name__}: {text}", "a forward that torch.fx can follow") from error
     if random_states() != before:
         raise NoChain("random numbers that the forward draws", "a forward that does the same at each call")
+    if stored := names or [_told(node) for node in graph.nodes if "stored" in node.meta]:
+        raise NoChain(f"{', '.join(stored)}, which the forward keeps", "a forward that leaves nothing but its result")
+    if changes_modes(graph):
+        raise NoChain("a block of other gradients or casts in the forward", "one mode of autograd and autocast for all of it")
     return graph
+
+
+def changes_modes(graph: fx.Graph) -> bool:
+    """Whether parts of a traced forward are in other modes of autograd or autocast, as inside of ``torch.no_grad()``."""
+    return len({node.meta["modes"] for node in graph.nodes if "modes" in node.meta}) > 1
 
 
 def _check_arguments(forward: Callable[..., Any]) -> None:

@@ -50,6 +50,7 @@ def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, s
         for reader in node.users
         if len(node.users) == 1 and reader.op == "call_module" and _is_first(module, reader, node)
         if called.count(node.target) == called.count(reader.target) == 1 and written[node] == written[reader]
+        if "stored" not in node.meta and node.meta["modes"] == reader.meta["modes"]
     }
 
 

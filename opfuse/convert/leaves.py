@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.convert.chain import Tracer
+from opfuse.convert.chain import Tracer, changes_modes
 from opfuse.convert.members import has_hooks
 from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, rms_norm_of
 from opfuse.convert.weights import Weight, borrowing
@@ -63,8 +63,11 @@ VIEWS = ("view", "reshape")
 def _is_transposed_product(module: nn.Module) -> bool:
     """Whether the forward is ``addmm(bias, x, weight)``, views around it, and nothing else: y = x W + b for W (in, out)."""
     try:
-        nodes = list(Tracer().trace(module).nodes)
-        return _is_addmm(nodes) and _keeps_rows(module)
+        with torch.enable_grad():
+            graph = Tracer().trace(module)
+        nodes = list(graph.nodes)
+        alone = not changes_modes(graph) and not any("stored" in node.meta for node in nodes)
+        return alone and _is_addmm(nodes) and _keeps_rows(module)
     except Exception:  # of a stranger's code, on values that are none
         return False
 

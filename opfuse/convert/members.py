@@ -134,12 +134,9 @@ def _there(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def _read(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes that the forward of a class reads, itself or in methods and properties that it names, and does not write: a
-    count of calls is no setting.
-    """
-    steps = [step for code in _codes(kind) for step in dis.get_instructions(code)]
-    read, written = ({step.argval for step in steps if step.opname in names} for names in (READS, WRITES))
-    return frozenset(read - written - _OF_TORCH)
+    """Attributes that the forward of a class reads, itself or in methods and properties that it names."""
+    steps = (step for code in _codes(kind) for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname in READS) - _OF_TORCH
 
 
 _OF_TORCH = {*vars(nn.Module()), "forward"}
@@ -147,7 +144,6 @@ _OF_TORCH = {*vars(nn.Module()), "forward"}
 
 
 READS = ("LOAD_ATTR", "LOAD_METHOD")
-WRITES = ("STORE_ATTR",)
 
 
 def _codes(kind: type[nn.Module]) -> set[CodeType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from opfuse.numerics.norm import Norm, norm_forward
+from opfuse.numerics.norm import Norm, NormGradients, Statistics, norm_backward, norm_forward
 from opfuse.ops import OPS
 from opfuse.ops.activation import Activation, GatedActivation
 
@@ -26,12 +26,16 @@ UNGATED: Mapping[str, type[Activation]] = {
 
 
 @contextmanager
-def kept(module: nn.Module, **instead: Any) -> Iterator[None]:
-    """The module with other values in its dictionary; what is assigned to it inside the block is taken back."""
+def kept(module: nn.Module, **instead: Any) -> Iterator[Callable[[], list[str]]]:
+    """The module with other values in its dictionary; what is assigned to it inside the block is taken back.
+
+    Yields a function for the names of the attributes that were assigned since.
+    """
     before = dict(vars(module))
     vars(module).update(instead)
+    given = dict(vars(module))
     try:
-        yield
+        yield lambda: [name for name, value in vars(module).items() if name not in given or given[name] is not value]
     finally:
         vars(module).clear()
         vars(module).update(before)
@@ -44,11 +48,15 @@ def random_states() -> tuple[Any, ...]:
 
 
 def found_in_both_modes(module: nn.Module, probe: Callable[[], T]) -> T | None:
-    """What ``probe()`` finds of the module in training as in evaluation; None where that differs, or where it drew lots."""
+    """What ``probe()`` finds of the module in training as in evaluation; None where that differs, where it drew lots, or where
+    the module's forward keeps something in an attribute, as a count or what it saw.
+    """
     before, found = random_states(), list[T]()
     for training in (True, False):
-        with kept(module, training=training):
+        with kept(module, training=training) as assigned:
             found.append(probe())
+            if assigned():
+                return None
     return found[0] if found[0] == found[1] and random_states() == before else None
 
 
@@ -62,15 +70,49 @@ CLOSE = 4e-6
 
 
 def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
-    """The name in UNGATED of what ``function`` computes on fp64 values; None where it is none of them."""
-    try:
-        with torch.no_grad():
-            y = function(GRID.clone())
-    except Exception:  # whatever a stranger's code raises, it is no activation
+    """The name in UNGATED of what ``function`` computes on fp64 values, as its gradient does; None where it is none of them."""
+    found = with_gradients(function, GRID)
+    if found is None or found[0].shape != GRID.shape:
         return None
-    if not isinstance(y, torch.Tensor) or y.shape != GRID.shape or not y.is_floating_point():
-        return None
-    return next((name for name, cls in UNGATED.items() if _is_close(y, cls.math.value(GRID))), None)
+    y, slope = found
+    for name, cls in UNGATED.items():
+        (wanted,) = cls.math.grad(torch.ones_like(_NEAR), _NEAR)
+        if _is_close(y, cls.math.value(GRID)) and _is_close(slope[: len(_NEAR)], wanted):  # far out autograd has inf / inf
+            return name
+    return None
+
+
+def with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[torch.Tensor] | None:
+    """What ``function`` makes of the tensors ``given``, and the gradients of its sum for each of them.
+
+    None where it fails, as on values that it does not know, where the result is no tensor of numbers, and where some of them get
+    no gradient. Values do not tell of gradients: a straight-through estimate has the values of one function and the gradient of
+    another.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        leaves = [each.clone().requires_grad_() for each in given]
+        try:
+            y = function(*[leaf.clone() for leaf in leaves])  # which it may write
+            if not isinstance(y, torch.Tensor) or not y.is_floating_point():
+                return None
+            return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
+        except Exception:  # whatever a stranger's code raises, it is none of ours
+            return None
+
+
+class ActivationOf(torch.autograd.Function):
+    """The activation of an op, and its gradient, on fp64 values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: type[Activation]) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.math = op.math
+        return op.math.value(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (dx,) = ctx.math.grad(dy, *ctx.saved_tensors)
+        return dx, None
 
 
 def _is_close(y: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -103,17 +145,21 @@ def _rms_norm_now(module: nn.Module, weight: torch.Tensor) -> tuple[float, bool]
     x = torch.randn(4, weight.numel(), generator=draw, dtype=torch.float64, device="cpu")
     x = x * torch.tensor([1e-4, 1e-2, 1.0, 100.0], dtype=torch.float64, device="cpu").unsqueeze(-1)
     other = torch.rand(weight.numel(), generator=draw, dtype=torch.float64, device="cpu") + 0.5
-    try:
-        with torch.no_grad():
-            y = torch.func.functional_call(module, {"weight": other}, (x,))
-    except Exception:  # whatever a stranger's code raises, it is no norm
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape or not y.is_floating_point():
+    found = with_gradients(lambda x, weight: torch.func.functional_call(module, {"weight": weight}, (x,)), x, other)
+    if found is None or found[0].shape != x.shape:
         return None
     attributes = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 1]
     for eps in dict.fromkeys((*attributes, 0.0)):
         for centered in (False, True):
-            wanted, _ = norm_forward(x, Norm("rms_norm", other, None, eps, centered))
-            if torch.allclose(y.double(), wanted, rtol=1e-5, atol=1e-6):
+            norm = Norm("rms_norm", other, None, eps, centered)
+            wanted, statistics = norm_forward(x, norm)
+            slopes = norm_backward(torch.ones_like(x), x, norm, statistics)
+            if torch.allclose(found[0].double(), wanted, rtol=1e-5, atol=1e-6) and _are_gradients(found[1:], slopes, statistics):
                 return eps, centered
     return None
+
+
+def _are_gradients(found: Sequence[torch.Tensor], wanted: NormGradients, statistics: Statistics) -> bool:
+    """Whether gradients of an input and a weight differ by what rounding in fp32 does to the terms that they are sums of."""
+    pairs = (found[0], wanted.x, statistics.rstd), (found[1], wanted.weight, torch.ones(1, dtype=torch.float64, device="cpu"))
+    return all(each is not None and bool(((got - each).abs().amax(-1) < 1e-4 * size).all()) for got, each, size in pairs)

@@ -176,7 +176,7 @@ def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator
     calls = [name_of(node) for node in nodes if node.op == "call_module"]
     for node in nodes:
         if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and calls.count(name_of(node)) == 1:
-            by_value[node.args[0], written[node]].append(node)
+            by_value[node.args[0], written[node], node.meta["modes"]].append(node)
     for readers in by_value.values():
         group = [node for node in readers if name_of(node) in alone]
         agreeing = [node for node in group if _agree(alone[name_of(group[0])], alone[name_of(node)], made)]

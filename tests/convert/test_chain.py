@@ -17,7 +17,7 @@ from tests.convert.blocks import GatedMLP, HalvesMLP, Residual, Transposed
 def module(forward):
     """A module with two linear layers and the given forward."""
     made = type("Made", (nn.Module,), {"forward": forward})()
-    made.a, made.b, made.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
+    made.a, made.b, made.act, made.seen = nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU(), []
     return made
 
 
@@ -67,6 +67,23 @@ def doubled(self, x):
     return y + y
 
 
+def without_gradients(self, x):
+    with torch.no_grad():
+        y = self.a(x)
+    return self.b(y)
+
+
+def under_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.b(self.a(x))
+
+
+def listing(self, x):
+    y = self.a(x)
+    self.seen.append(y)
+    return self.b(y)
+
+
 REFUSED = {
     "an argument that may be left out": (lambda self, x, y=None: self.a(x), "forward(x, y), where y is optional"),
     "keywords": (lambda self, x, **rest: self.a(x), "forward(x, rest), where rest is optional"),
@@ -81,6 +98,9 @@ REFUSED = {
     "a shape": (lambda self, x: self.a(x).reshape(-1), "the call of reshape"),
     "its own parameter": (lambda self, x: self.a(x) * self.a.weight, "the call of mul"),
     "its own sum": (doubled, "the call of add"),
+    "no gradients for a part": (without_gradients, "a block of other gradients or casts"),
+    "autocast for a part": (under_autocast, "a block of other gradients or casts"),
+    "what it lists": (listing, "the submodule a, which the forward keeps"),
 }
 
 
@@ -93,16 +113,17 @@ def test_what_is_no_chain_says_what_was_met(name):
     assert told.value.wanted
 
 
-def test_what_a_forward_keeps_is_taken_back():
+@pytest.mark.parametrize("value", [lambda x, count: x, lambda x, count: count + 1], ids=["a value", "a count"])
+def test_a_forward_that_keeps_something_is_no_chain_and_that_is_taken_back(value):
     def keeping(self, x):
-        self.seen = x
-        self.count = self.count + 1
+        self.kept = value(x, self.kept)
         return self.a(x)
 
     made = module(keeping)
-    made.count = 0
+    made.kept = 0
     before = dict(vars(made))
-    assert chain_of(made).steps == (CallModule("a"),)
+    with pytest.raises(NoChain, match=r"self\.kept, which the forward keeps"):
+        chain_of(made)
     assert vars(made) == before
 
 
@@ -122,6 +143,27 @@ def test_activations_are_known_by_their_values():
     assert activation_of_module(nn.ReLU(inplace=True)) == "relu"
     assert activation_of_module(nn.PReLU()) is None
     assert activation_of_module(nn.Softmax(-1)) is None
+
+
+class Counting(nn.ReLU):
+    """Keeps a count."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def straight_through(x):
+    """The values of ReLU and the gradient of SiLU."""
+    return F.relu(x).detach() + F.silu(x) - F.silu(x).detach()
+
+
+def test_an_activation_has_the_gradient_of_its_op_and_leaves_nothing_behind():
+    assert activation_of(straight_through) is None
+    assert activation_of(torch.no_grad()(F.gelu)) is None
+    assert activation_of_module(Counting()) is None
 
 
 class Scaled(nn.Linear):

@@ -50,6 +50,14 @@ class CutOff(Mixture):
         return a.clamp(max=50), b.clamp(-50, 50)
 
 
+class Frozen(Mixture):
+    """Gates that get no gradient."""
+
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a.detach(), b
+
+
 class Dropping(Mixture):
     def halves(self, both):
         return super().halves(nn.functional.dropout(both, 0.5, self.training))
@@ -72,6 +80,7 @@ def test_experts_are_known_by_what_they_compute():
     assert experts_of(Mixture().to("meta")) is not None
     assert experts_of(Interleaved()) is None
     assert experts_of(CutOff()) is None
+    assert experts_of(Frozen()) is None
     assert experts_of(Dropping().eval()) is None
     assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "refused"
 

@@ -54,12 +54,26 @@ def keyword(self, x, mask=None, **rest):
     return x + self.mlp(x=self.norm(x)) + self.linear(self.other(x))
 
 
+def stored(self, x, mask=None):
+    self.normed = self.norm(x)
+    self.all = [self.other(x)]
+    return self.mlp(self.normed) + self.linear(self.all[0])
+
+
+def without_gradients(self, x, mask=None):
+    with torch.no_grad():
+        y = self.norm(x)
+    return self.mlp(y)
+
+
 READ = {
     parallel: {},
     sometimes: {},
     twice: {},
     shared: {},
     keyword: {"norm": "mlp", "other": "linear"},
+    stored: {},
+    without_gradients: {},
 }
 
 
@@ -264,12 +278,21 @@ class Other(Scaled):
         return self.weight * hidden / hidden.abs().mean(-1, keepdim=True)
 
 
-def test_rms_norms_are_known_by_their_values():
+class Frozen(Scaled):
+    """The values of an RMS norm; its gradient takes the magnitude for a constant."""
+
+    def forward(self, hidden):
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True).detach() + self.variance_epsilon)
+
+
+def test_rms_norms_are_known_by_their_values_and_gradients():
     assert rms_norm_of(Scaled(32)) == (1e-6, False)
     assert rms_norm_of(Scaled(32, centered=True)) == (1e-6, True)
     assert rms_norm_of(Scaled(32).to(device="meta", dtype=torch.bfloat16)) == (1e-6, False)
     assert rms_norm_of(Other(32)) is None
     assert rms_norm_of(Dropping(32).eval()) is None
+    assert rms_norm_of(Scaled(1)) == (1e-6, False)
+    assert rms_norm_of(Frozen(32)) is None
     assert rms_norm_of(nn.LayerNorm(32)) is None
     assert rms_norm_of(nn.PReLU(32)) is None
 

@@ -167,7 +167,7 @@ def _check_arguments(forward: Callable[..., Any]) -> None:
     optional = [each.name for each in given if each.kind not in plain or each.default is not inspect.Parameter.empty]
     if not 1 <= len(given) <= MOST_ARGUMENTS or optional:
         got = f"forward({', '.join(each.name for each in given)})" + (f", where {optional[0]} is optional" if optional else "")
-        raise NoChain(got, f"a forward of {MOST_ARGUMENTS} tensors at most, all of which it needs")
+        raise NoChain(got, f"a forward of 1 to {MOST_ARGUMENTS} tensors, none of them optional")
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -32,15 +32,23 @@ from opfuse.runtime.compiled import hindrance, moment
 
 def feeds(module: nn.Module) -> dict[str, str]:
     """Submodules of ``module`` by the submodule whose result they alone read, as their first argument."""
-    found = [_fed(module, names, training) for names in arguments_around(module) for training in (True, False)]
-    return dict(set.intersection(*(set(each.items()) for each in found)))
+    return _agreed(_traces(module))
 
 
-def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, str]:
-    """Of one trace; nothing where torch.fx cannot follow."""
+def _traces(module: nn.Module) -> list[dict[str, str] | None]:
+    """What each trace says."""
+    return [_fed(module, names, training) for names in arguments_around(module) for training in (True, False)]
+
+
+def _agreed(traces: Sequence[dict[str, str] | None]) -> dict[str, str]:
+    return dict(set.intersection(*(set((each or {}).items()) for each in traces)))
+
+
+def _fed(module: nn.Module, names: Sequence[str], training: bool) -> dict[str, str] | None:
+    """Of one trace; None where torch.fx cannot follow."""
     graph = graph_around(module, names, training)
     if graph is None:
-        return {}
+        return None
     written = writes_before(module, graph.nodes)
     calls = [node for node in graph.nodes if node.op == "call_module"]
     called = [node.target for node in calls]
@@ -123,18 +131,24 @@ class Fed(Converted):
         return handed
 
 
-def fed(module: nn.Module, path: str, made: Mapping[nn.Module, Converted]) -> Iterator[tuple[Converted, Fed, BasicOperation]]:
-    """Of the submodules of ``module``, each that reads a norm alone, the new forward of that norm, and the op that it is."""
+def fed(
+    module: nn.Module, path: str, made: Mapping[nn.Module, Converted]
+) -> tuple[list[tuple[Converted, Fed, BasicOperation]], str]:
+    """Of the submodules of ``module``, each that reads a norm alone, the new forward of that norm, and the op that it is; and why
+    nobody knows who reads its norms, empty where that is known.
+    """
     candidates = {name: norm for name, norm in module.named_children() if norm not in made and norm_of(norm) is not None}
     readers = {name: made[child] for name, child in module.named_children() if child in made and _begins(made[child])}
     if not candidates or not readers:
-        return
-    for name, reader in feeds(module).items():
+        return [], ""
+    traces, found = _traces(module), []
+    for name, reader in _agreed(traces).items():
         if name in candidates and reader in readers and obstacle(candidates[name]) is None:
             norm, own = candidates[name], readers[reader]
             op = norm_of(norm)
             if op is not None:
-                yield own, Fed(norm, f"{path}.{name}".lstrip("."), own, module, reader), op
+                found.append((own, Fed(norm, f"{path}.{name}".lstrip("."), own, module, reader), op))
+    return found, f"torch.fx cannot follow all of {type(module).__name__}.forward" if None in traces else ""
 
 
 def _begins(made: Converted) -> bool:

@@ -15,7 +15,7 @@ from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
-from opfuse.convert.norms import lone_norm
+from opfuse.convert.norms import lone_norm, why_kept
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.policy import HEADS, Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report
@@ -131,7 +131,8 @@ def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
 class _Walk:
     """Looks at each module once, from the outside in: what one module takes over, those in it are not asked for.
 
-    inlined: modules whose own chain is a part of another one. taken: all that chains stand for.
+    inlined: modules whose own chain is a part of another one. taken: all that chains stand for. lone: modules whose own
+    parameters are vectors, as those of norms, which are settled last. untraced: why nobody knows who reads a norm.
     """
 
     def __init__(self, policies: Policies) -> None:
@@ -142,6 +143,7 @@ class _Walk:
         self.inlined: set[nn.Module] = set()
         self.taken: set[nn.Module] = set()
         self.lone: list[tuple[str, nn.Module]] = []
+        self.untraced: dict[nn.Module, str] = {}
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
@@ -204,7 +206,9 @@ class _Walk:
 
     def _feed(self, module: nn.Module, path: str) -> None:
         """Have the pipelines of submodules begin with the norm that they alone read."""
-        for reader, norm, op in fed(module, path, self.made):
+        found, untraced = fed(module, path, self.made)
+        self.untraced.update(dict.fromkeys(module.children(), untraced))
+        for reader, norm, op in found:
             if norm.module in self.taken or not self.policies.allows(norm.module, norm.path):
                 continue
             reader.begin_with(op, norm.path.rpartition(".")[2], norm)
@@ -216,11 +220,18 @@ class _Walk:
     def convert_norms(self) -> None:
         """Those that no pipeline begins with."""
         for path, module in self.lone:
+            if module in self.made:
+                continue
             choice = self.policies.of(module, path)
-            made = lone_norm(module, path, choice.recipe) if choice.convert and module not in self.made else None
+            made = lone_norm(module, path, choice.recipe) if choice.convert else None
             if made is not None:
                 self.made[module], became = made
                 self._retell(path, status="fused", became=became, recipe=_told(made[0]))
+            elif choice.convert:
+                wanted, got, cure = why_kept(module, self.untraced.get(module, ""))
+                self._retell(path, wanted=wanted, got=got, cure=cure or NONE)
+            else:
+                self._retell(path, wanted="to be converted", got=choice.got, cure=choice.cure)
 
     def _alone(self, weight: Weight, path: str) -> None:
         module, elements = weight.module, _elements(weight)
@@ -264,23 +275,21 @@ class _Walk:
     def _own(self, module: nn.Module, path: str) -> None:
         """Tell of a module with parameters of its own that no row knows."""
         own = [p for p in module._parameters.values() if p is not None]
-        if not own or module in self.made:
+        if not own or module in self.made or module in self.inlined:
             return
         elements = _matrices(module)
         if isinstance(module, nn.Embedding):
             self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
         elif not elements:
             self.lone.append((path, module))
-            got = "one that stands by itself"
-            self._tell(module, path, "kept", wanted="an op beside a fused product", got=got, cure=NONE)
+            self._tell(module, path, "kept")
         elif path.rpartition(".")[2] in HEADS:
             got = f"{HEADS[path.rpartition('.')[2]]}, which stays in high precision"
             self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=got, cure=NONE)
         else:
-            got, cure = (
-                f"{type(module).__name__}, which is none",
-                "write it of nn.Linear and activations, or of opfuse.ops",
-            )
+            names = ", ".join(name for name, p in module._parameters.items() if p is not None and p.dim() > 1)
+            got = f"{type(module).__name__}, whose own {names} no linear layer holds"
+            cure = "where it multiplies by them, write that of nn.Linear and activations, or of opfuse.ops"
             self._tell(module, path, "refused", weights=elements, wanted="linear layers", got=got, cure=cure)
 
     def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:

@@ -50,3 +50,17 @@ def lone_norm(module: nn.Module, path: str, recipe: Recipe | None) -> tuple[Lone
         return None
     run = PipelineRun([op], ["norm"], path=path)
     return LoneNorm(module, path, arguments=arguments_of(module)[:1], parts=(run,), members={}, recipe=recipe), type(op).__name__
+
+
+def why_kept(module: nn.Module, untraced: str) -> tuple[str, str, str]:
+    """What a module would have to be for an op, what it is, and the cure, which may be empty. untraced: why nobody knows who
+    reads its result.
+    """
+    kind, hindered = type(module).__name__, obstacle(module, called=True)
+    if norm_of(module) is None:
+        return "a norm that opfuse has", f"{kind}, which is none", ""
+    if hindered is not None:
+        return "a plain norm", *hindered
+    read = f"that nobody is known to read alone: {untraced}" if untraced else "that no converted module reads alone"
+    wanted = f"a norm of {NARROW} columns, or one that a converted module reads alone"
+    return wanted, f"one of {module._parameters['weight'].numel()} columns {read}", ""  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, NoReturn
 
@@ -57,6 +58,7 @@ class Policies:
         self.policy = policy
         self.filter_fn = filter_fn
         self.used: set[str] = set()
+        self.asked: list[str] = []
         self.heads = dict(heads_of(model))
         patterns = policy if isinstance(policy, Mapping) else ()
         for pattern in patterns:
@@ -75,7 +77,7 @@ class Policies:
             return Choice(True, _recipe(said, where))
         kind = self.heads.get(id(module)) or HEADS.get(path.rpartition(".")[2])
         if kind is not None and not where:
-            return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: recipe}}")
+            return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: 'default'}}")
         return Choice(True, self.recipe)
 
     def allows(self, module: nn.Module, path: str) -> bool:
@@ -89,6 +91,7 @@ class Policies:
         if not isinstance(self.policy, Mapping):
             said = self.policy(module, path)
             return ("function" if said != "default" else ""), said
+        self.asked.append(path)
         for pattern, said in self.policy.items():
             if self._fits(path, pattern):
                 self.used.add(pattern)
@@ -109,16 +112,27 @@ class Policies:
 
     def _unused(self, pattern: str, paths: Sequence[str]) -> tuple[str, str]:
         """Why a pattern decided of nothing, and what to do about it."""
-        write = "write a path of the model, or a pattern such as 'model.layers.-1'; the first that fits counts"
         fitting = [path for path in paths if self._fits(path, pattern)]
-        if not fitting:
-            return f"{pattern!r}{nearest(pattern, paths)}", write
-        earlier = [next(each for each in self.patterns if self._fits(path, each)) for path in fitting]
-        decides = next((each for each in earlier if each != pattern), None)
-        if decides is None:
+        decided = [path for path in self.asked if path in fitting]
+        if decided:
+            first = next(each for each in self.patterns if self._fits(decided[0], each))
+            return f"{pattern!r}, which fits only where {first!r} stands before it and decides", self._sorted(paths)
+        example = next(iter(get_close_matches(pattern, self.asked, 1, 0)), "")
+        write = f"write the path of a module with weights, as {example!r}, or a pattern of such paths"
+        if fitting:
             return f"{pattern!r}, which fits {fitting[0]!r} and no module with weights", write
-        cure = f"write {pattern!r} before {decides!r}, or take it out; the first that fits counts"
-        return f"{pattern!r}, which fits only where {decides!r} stands before it and decides", cure
+        return f"{pattern!r}{nearest(pattern, paths)}", write
+
+    def _sorted(self, paths: Sequence[str]) -> str:
+        """An order in which patterns decide, those that fit less first, and without those that decide of nothing in any."""
+        fits = {each: [path for path in paths if self._fits(path, each)] for each in self.patterns}
+        order = sorted(fits, key=lambda each: len(fits[each]))
+        deciding = {
+            next(each for each in order if path in fits[each]) for path in self.asked if any(path in f for f in fits.values())
+        }
+        kept, left = [each for each in order if each in deciding], [each for each in order if each not in deciding]
+        without = f", without {', '.join(map(repr, left))}" if left else ""
+        return f"write the patterns in the order {', '.join(map(repr, kept))}{without}; the first that fits counts"
 
 
 def _refuse(name: str, wanted: str, got: object, example: str) -> NoReturn:

@@ -4,6 +4,7 @@ weights.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
@@ -200,6 +201,32 @@ def test_a_model_with_dropouts_trains():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "got"),
+    [
+        (
+            "GPT2",
+            "transformer.h.0.ln_2",
+            "64 columns that nobody is known to read alone: torch.fx cannot follow all of GPT2Block",
+        ),
+        ("Llama", "model.layers.1.input_layernorm", "64 columns that no converted module reads alone"),
+        ("Qwen3Moe", "model.layers.0.mlp.gate", "a router, which stays in high precision"),
+    ],
+)
+def test_why_a_module_stays(name, path, got):
+    (architecture,) = [each for each in ARCHITECTURES if each.name == name]
+    assert got in opfuse.fuse_(architecture.make(), FP8)[path].got
+
+
+def test_what_another_one_computes_is_no_line_and_a_head_that_is_named_is_converted():
+    (architecture,) = [each for each in ARCHITECTURES if each.name == "Bert"]
+    model = architecture.make()
+    report = opfuse.fuse_(model, FP8)
+    assert "cls.predictions" not in [entry.path for entry in report.entries]
+    policy = ast.literal_eval(report["cls.predictions.decoder"].cure.partition("policy=")[2])
+    assert "Linear → GELUErf → LayerNorm → Linear" in opfuse.fuse_(model, FP8, policy=policy).counts
 
 
 def test_generation_runs_one_row_at_a_time():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import opfuse
 from opfuse.cli import main
@@ -38,8 +40,40 @@ def test_layers_are_counted_from_both_ends(pattern, layers):
 
 @pytest.mark.parametrize("pattern", ["layers.-3", "layers.-0", "layer.-1"])
 def test_a_layer_that_there_is_not_is_an_error(pattern):
-    with pytest.raises(ConversionError, match=r"patterns that decide of a module, got .*model\.layers\.-1"):
+    with pytest.raises(
+        ConversionError, match=r"patterns that decide of a module, got .* as '[a-z.0-9]+', or a pattern"
+    ) as raised:
         opfuse.fuse_(Model(), FP8, policy={pattern: None})
+    (path,) = re.findall(r" as '(.*?)'", str(raised.value))
+    assert opfuse.fuse_(Model(), FP8, policy={path: None})[path].got == f"policy {path!r}: None"
+
+
+ANY = {"*": "default"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "order", "without"),
+    [
+        ({**ANY, "0": None}, ["0", "*"], []),
+        ({**ANY, "-1": None}, ["-1", "*"], []),
+        ({**ANY, "-1": FP8, "0": None}, ["-1", "0"], ["*"]),
+        ({"0": MXFP8BlockScaling(), "2": "default", **ANY}, ["0", "2"], ["*"]),
+        ({"0": None, "[0]": FP8, **ANY}, ["0", "*"], ["[0]"]),
+    ],
+)
+def test_the_cure_of_an_order_that_decides_of_nothing_works(policy, order, without):
+    def model():
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+    with pytest.raises(ConversionError, match="stands before it and decides") as raised:
+        opfuse.fuse_(model(), FP8, policy=policy)
+    cure = str(raised.value).partition("Cure: write the patterns in the order ")[2].partition("; ")[0]
+    kept, _, left = cure.partition(", without ")
+    typed, untyped = (list(ast.literal_eval(f"[{each}]")) for each in (kept, left))
+    assert (typed, untyped) == (order, without)
+    report = opfuse.fuse_(model(), FP8, policy={each: policy[each] for each in typed})
+    said = {entry.got for entry in report.of("kept")}
+    assert said == {f"policy {each!r}: None" for each in typed if policy[each] is None}
 
 
 @pytest.mark.parametrize(
@@ -49,10 +83,10 @@ def test_a_layer_that_there_is_not_is_an_error(pattern):
         ({"*": FP8, "layers.0": None}, r"got 'layers\.0', which fits only where '\*' stands before it and decides\. "),
         (
             {"*.act_fn": None},
-            r"got '\*\.act_fn', which fits 'layers\.0\.mlp\.act_fn' and no module with weights\. Cure: write a path",
+            r"got '\*\.act_fn', which fits 'layers\.0\.mlp\.act_fn' and no module with weights\. Cure: write the path",
         ),
         ({"*": FP8, "layers.1": None, "layers.0": None}, r"got 'layers\.1', which fits only where '\*'"),
-        ({"layers.-2": FP8, "layers.0.mlp": None}, r"Cure: write 'layers\.0\.mlp' before 'layers\.-2', or take it out"),
+        ({"layers.-2": FP8, "layers.0.mlp": None}, r"Cure: write the patterns in the order 'layers\.0\.mlp', 'layers\.-2'; "),
     ],
 )
 def test_a_pattern_that_can_decide_of_nothing_is_told_why(policy, told):

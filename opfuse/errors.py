@@ -18,6 +18,10 @@ class RecipeError(OpfuseError, ValueError):
     """A recipe field holds a value it cannot hold, or two fields contradict each other."""
 
 
+class UnknownFieldError(RecipeError, TypeError):
+    """A recipe was given a keyword that is not one of its fields."""
+
+
 class ShapeError(OpfuseError, ValueError):
     """A tensor has a shape that an op or a format cannot take."""
 

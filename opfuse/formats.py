@@ -13,6 +13,15 @@ from typing import Final, Literal
 
 import torch
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""The dtypes of torch by name."""
+
 Usage = Literal["rowwise", "columnwise"]
 ROWWISE: Final = "rowwise"
 COLUMNWISE: Final = "columnwise"

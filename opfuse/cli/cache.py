@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json
-from opfuse.cli.results import show as show_table
+from opfuse.cli.results import show_rows
 from opfuse.errors import TraceError, describe, nearest
 from opfuse.inspect.trace import Trace, differences, find, odd_ranks, plans_of, read
 from opfuse.kernels.engine.cubins import location
@@ -30,7 +29,7 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
         if as_json:
             echo_json({"plans": [_plan_row(each, plan) for each in found for plan in each.plans], "counts": _counts(found)})
             return
-        _table(PLANS, [_plan_cells(each, plan) for each in found for plan in each.plans])
+        show_rows(PLANS, [_plan_cells(each, plan) for each in found for plan in each.plans])
         for line in _summary(found):
             echo(line)
         return
@@ -38,7 +37,7 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
     if as_json:
         echo_json({"directory": str(location()), "kernels": [each.record() for each in kept]})
         return
-    _table(KERNELS, [_kernel_row(each) for each in kept])
+    show_rows(KERNELS, [_kernel_row(each) for each in kept])
     echo(f"{len(kept)} keys, {sum(each.bytes for each in kept) / 2**20:.1f} MiB in {location()}")
 
 
@@ -173,10 +172,3 @@ def _kernel(key: str) -> KeptCubin:
             describe("key", wanted="the first digits of one key", got=got, cure="see `opfuse cache ls`, or name a --trace")
         )
     return found[0]
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    show_table(table)

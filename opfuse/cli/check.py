@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from opfuse.cli.output import echo, echo_json
+from opfuse.cli.output import counted, echo, echo_json
 from opfuse.config.findings import FORMATS
 from opfuse.config.load import check as check_file
 from opfuse.config.values import SettingValue, values_in
@@ -30,13 +30,9 @@ def check(configs: Sequence[Path], *, format: str, values: bool = False) -> None
         for found in meant.values():
             width = max(len(value.path) for value in found)
             echo("\n".join(f"{value.path:<{width}}  {value.value!s:<24} {value.source}" for value in found))
-        echo(f"{_count(told, 'finding')} in {_count(configs, 'file')}")
+        echo(f"{counted(told, 'finding')} in {counted(configs, 'file')}")
     raise typer.Exit(1 if told else 0)
 
 
 def _plain(found: Sequence[SettingValue]) -> list[dict[str, Any]]:
     return [{**value._asdict(), "value": plain(value.value)} for value in found]
-
-
-def _count(things: Sequence[Any], noun: str) -> str:
-    return f"{len(things) or 'no'} {noun}{'' if len(things) == 1 else 's'}"

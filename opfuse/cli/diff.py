@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from opfuse.cli.output import echo, echo_json
+from opfuse.cli.output import counted, echo, echo_json
 from opfuse.train.localize import first_difference
 from opfuse.train.runs import differences, divergence, known_run
 
@@ -33,5 +33,5 @@ def diff(old: Path, new: Path, *, localize: bool, bound: float, as_json: bool) -
             echo(f"{compared} losses are equal bit for bit")
         if localize:
             echo("no value differs in the step that was run again" if place is None else str(place))
-        echo(f"{len(told) or 'no'} difference{'' if len(told) == 1 else 's'}")
+        echo(counted(told, "difference"))
     raise typer.Exit(1 if told or parted or place else 0)

@@ -9,11 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from rich.table import Column, Table
 
 import opfuse
 from opfuse.cli.output import echo, echo_json
-from opfuse.cli.results import show
+from opfuse.cli.results import show_rows
 from opfuse.environment import VARIABLES, faults
 from opfuse.kernels.engine.cubins import location, private
 from opfuse.recipes import RECIPES, support, support_matrix
@@ -45,13 +44,14 @@ def _tell_environment(found: Any) -> None:
 
 
 def _tell_recipes(found: Any) -> None:
-    show(_table("here", ("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in found.items()]))
+    show_rows(("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in found.items()], title="here")
 
 
 def _tell_matrix(found: Any) -> None:
     archs = list(dict.fromkeys(row["arch"] for row in found))
     cells = {kind: [row["status"] for row in found if row["kind"] == kind] for kind in RECIPES}
-    show(_table("by compute capability (0.0: CPU)", ("recipe", *archs), [(kind, *row) for kind, row in cells.items()]))
+    rows = [(kind, *row) for kind, row in cells.items()]
+    show_rows(("recipe", *archs), rows, title="by compute capability (0.0: CPU)")
 
 
 def machine() -> dict[str, str]:
@@ -97,15 +97,6 @@ def recipes() -> dict[str, dict[str, str]]:
 def matrix() -> list[dict[str, str]]:
     """How each kind of recipe runs on each compute capability."""
     return [{**row._asdict(), "arch": f"{row.arch[0]}.{row.arch[1]}"} for row in support_matrix()]
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[Any]) -> Table:
-    table = Table(
-        Column(columns[0], no_wrap=True), *columns[1:], title=title, title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 SECTIONS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {

@@ -11,7 +11,7 @@ from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe
 from opfuse.inspect.explain import explain as explain_call
 from opfuse.inspect.told import Explanation
-from opfuse.recipes import autocast
+from opfuse.recipes.autocast import under
 from opfuse.train import usable
 
 
@@ -25,8 +25,10 @@ def explain(config: Path, *, why_not: str | None, format: str, device: str, all_
         found = found.narrowed(why_not)
     if format == "json":
         echo_json(found.to_dict())
+    elif format == "mermaid":
+        echo(found.mermaid())
     else:
-        echo(found.mermaid() if format == "mermaid" else found.details() if all_of_it else str(found))
+        echo(found.details() if all_of_it else str(found))
 
 
 def explained(config: Config, device: str = "cpu", *, overrides: bool = True) -> Explanation:
@@ -38,5 +40,5 @@ def explained(config: Config, device: str = "cpu", *, overrides: bool = True) ->
     place = usable(device)
     model = config.build(device=place)
     x = torch.randn(config.train.batch_size, columns, dtype=config.dtype, device=place, requires_grad=True)
-    with autocast(enabled=config.recipe is not None, recipe=config.recipe):
+    with under(config.recipe):
         return explain_call(model, x, overrides=overrides)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from opfuse.cli.output import echo, echo_json
+from opfuse.cli.results import written
 from opfuse.errors import OutputError, describe
-from opfuse.train.files import reason, write
 
 STARTER = """\
 # opfuse check {name}          what is wrong here, if anything; --values: what every setting comes to
@@ -60,10 +60,7 @@ def init(path: Path, *, force: bool, as_json: bool) -> None:
     if path.exists() and not force:
         cure = "name another path, or say --force"
         raise OutputError(describe(str(path), wanted="a path where nothing is", got="a file", cure=cure))
-    try:
-        write(path, STARTER.format(name=path).encode())
-    except OSError as error:
-        raise OutputError(describe(str(path), wanted="a file to write", got=reason(error), cure="name another path")) from None
+    written(path, STARTER.format(name=path).encode(), "name another path")
     if as_json:
         echo_json({"wrote": str(path)})
         return

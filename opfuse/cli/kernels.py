@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from opfuse import formats
 from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import progress
-from opfuse.cli.results import show
+from opfuse.cli.results import show_rows
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.engine.compiling import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
@@ -35,10 +34,7 @@ def kernels(arch: str, *, digest: bool, as_json: bool) -> None:
     if as_json:
         echo_json({"kernels": rows})
         return
-    shown = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        shown.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-    show(shown)
+    show_rows(COLUMNS, [["-" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows])
 
 
 def known(arch: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sized
 from typing import Any
 
 import typer
@@ -16,6 +17,11 @@ def echo(text: str) -> None:
 def echo_json(value: Any) -> None:
     """Plain values as JSON on stdout."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def counted(things: Sized, noun: str) -> str:
+    """``no findings``, ``1 finding``, ``2 findings``."""
+    return f"{len(things) or 'no'} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def error(text: str) -> None:

@@ -1,16 +1,20 @@
-"""How far a command is, on stderr: a bar on a terminal, else a line now and then."""
+"""How far a command is, on stderr: bars on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from opfuse.cli.output import error
+
+if TYPE_CHECKING:
+    from opfuse.train import OnNamedStep, TrainStep
 
 LINES = 10
 """Lines where there is no terminal to draw a bar on."""
@@ -23,7 +27,7 @@ def is_due(number: int, total: int) -> bool:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """What is to be called after each of ``total`` equal parts, from any thread."""
+    """A function to call after each of ``total`` equal parts, from any thread."""
     if not sys.stderr.isatty():
         numbers = count(1)
         yield lambda: error(f"{what} {number}/{total}") if is_due(number := next(numbers), total) else None
@@ -32,3 +36,41 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+# -- training ------------------------------------------------------------------------------------------------------------
+
+
+def reporter() -> AbstractContextManager[OnNamedStep]:
+    """A function to call after each step of training: it draws a bar for each run on a terminal, else prints lines."""
+    return bars() if sys.stderr.isatty() else lines()
+
+
+@contextmanager
+def bars() -> Iterator[OnNamedStep]:
+    """A progress bar for each run."""
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def on_step(label: str, step: TrainStep) -> None:
+            if label not in tasks:
+                tasks[label] = progress.add_task(label, total=step.total, loss="")
+            progress.update(tasks[label], completed=step.number, loss=_losses(step))
+
+        yield on_step
+
+
+@contextmanager
+def lines() -> Iterator[OnNamedStep]:
+    """A few lines for each run."""
+
+    def on_step(label: str, step: TrainStep) -> None:
+        if is_due(step.number, step.total):
+            error(f"{label:>12}  step {step.number}/{step.total}  {_losses(step)}")
+
+    yield on_step
+
+
+def _losses(step: TrainStep) -> str:
+    return f"loss {step.loss:.3f}" + ("" if step.validation is None else f"  validation {step.validation:.3f}")

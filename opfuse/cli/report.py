@@ -12,27 +12,20 @@ import opfuse
 from opfuse.cli.doctor import environment, machine
 from opfuse.cli.explain import explained
 from opfuse.cli.output import echo, echo_json
+from opfuse.cli.results import written
 from opfuse.config import load
 from opfuse.errors import OutputError, TraceError, describe
 from opfuse.inspect.page import Page, PageTable, outcome_table, product_table, value_table
 from opfuse.inspect.trace import SUFFIX, Trace, read
 from opfuse.train.checkpoints import CONFIGURATION
-from opfuse.train.files import reason, write
-from opfuse.train.runs import REPORT
-
-VALUES = "values.jsonl"
+from opfuse.train.files import REPORT, VALUES
 
 
 def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
     """Write the page to ``out``, by default beside where the command runs, under the name of what it tells of."""
     made = page_of(subject)
     path = out or Path(f"{subject.resolve().stem}.html")
-    try:
-        write(path, made.html().encode())
-    except OSError as error:
-        raise OutputError(
-            describe(str(path), wanted="a file to write", got=reason(error), cure="name another with --out")
-        ) from None
+    written(path, made.html().encode(), "name another with --out")
     echo_json({"wrote": str(path)}) if as_json else echo(f"wrote {path}")
 
 

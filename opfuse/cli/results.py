@@ -1,20 +1,30 @@
-"""What a command found: tables on stdout, files in a directory."""
+"""What a command found: tables on stdout, pages and files on disk."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from opfuse.cli.output import echo
+from opfuse.cli.output import echo, error
+from opfuse.config import Config
 from opfuse.errors import OutputError, describe
-from opfuse.train.files import reason
+from opfuse.train.files import reason, writable, write
 
 _WIDEST = 10_000
 """Columns of the widest table in a file."""
+
+
+def show_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """A table of plain rows on stdout. Its first column is never folded where the table has a title."""
+    first = Column(columns[0], no_wrap=title is not None)
+    table = Table(first, *columns[1:], title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    show(table)
 
 
 def show(table: Table) -> None:
@@ -26,6 +36,27 @@ def show(table: Table) -> None:
     for column in table.columns:
         column.overflow = "fold"
     console.print(table)
+
+
+def written(path: Path, content: bytes, cure: str) -> None:
+    """Write ``content`` to ``path``. OutputError, which names ``cure``, if that cannot be done."""
+    try:
+        write(path, content)
+    except OSError as failed:
+        raise OutputError(describe(str(path), wanted="a file to write", got=reason(failed), cure=cure)) from None
+
+
+def directory_for(config: Config, out: Path | None) -> Path:
+    """Where the results of a configuration go: ``out``, or ``runs/NAME``. OutputError if no file can be written there."""
+    return writable(out or Path("runs") / config.name)
+
+
+def tell_files(paths: Sequence[Path], *, as_json: bool) -> None:
+    """Say which files were written, and why no plot is among them."""
+    if not any(path.suffix == ".png" for path in paths):
+        error("no plot: matplotlib is not installed (pip install matplotlib)")
+    if not as_json:
+        echo(f"wrote    {', '.join(map(str, paths))}")
 
 
 def keep(write: Callable[[Path], list[Path]], directory: Path, text: Callable[[], str]) -> list[Path]:

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json, error
-from opfuse.cli.progress import is_due
-from opfuse.cli.results import keep, show
+from opfuse.cli.progress import reporter
+from opfuse.cli.results import directory_for, keep, show, tell_files
 from opfuse.config import load
-from opfuse.train import (
-    Checkpoints,
-    Comparison,
-    Interrupted,
-    OnNamedStep,
-    TrainStep,
-    compare,
-    fused,
-    to_dict,
-    usable,
-    writable,
-    write_plot,
-    write_report,
-    write_values,
-)
+from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, usable, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
 from opfuse.train.report import report_text
 
 WIDTH = 100
 """Characters of a plan miss's reason that are printed; the report has all of it."""
-
 
 INTERRUPTED = 130
 """What the command ends with after Ctrl-C, as shells have it."""
@@ -51,7 +33,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     data_of(chosen)  # refuses a file without data before anything is written
-    place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
+    place, directory = usable(device), directory_for(chosen, out)
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
@@ -74,11 +56,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
         echo_json(to_dict(result))
     else:
         tell(result)
-    written = keep(partial(write, result), directory, partial(report_text, result))
-    if not any(path.suffix == ".png" for path in written):
-        error("no plot: matplotlib is not installed (pip install matplotlib)")
-    if not as_json:
-        echo(f"wrote    {', '.join(map(str, written))}")
+    tell_files(keep(partial(write, result), directory, partial(report_text, result)), as_json=as_json)
 
 
 @contextmanager
@@ -118,46 +96,6 @@ def tell(result: Comparison) -> None:
         echo(line)
 
 
-# -- while it runs -------------------------------------------------------------------------------------------------------
-
-
-def reporter() -> AbstractContextManager[OnNamedStep]:
-    """What tells on stderr how training goes: a bar for each run on a terminal, else a line now and then."""
-    return bars() if sys.stderr.isatty() else lines()
-
-
-@contextmanager
-def bars() -> Iterator[OnNamedStep]:
-    """A progress bar for each run."""
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def on_step(label: str, step: TrainStep) -> None:
-            if label not in tasks:
-                tasks[label] = progress.add_task(label, total=step.total, loss="")
-            progress.update(tasks[label], completed=step.number, loss=_losses(step))
-
-        yield on_step
-
-
-@contextmanager
-def lines() -> Iterator[OnNamedStep]:
-    """A few lines for each run."""
-
-    def on_step(label: str, step: TrainStep) -> None:
-        if is_due(step.number, step.total):
-            error(f"{label:>12}  step {step.number}/{step.total}  {_losses(step)}")
-
-    yield on_step
-
-
-def _losses(step: TrainStep) -> str:
-    return f"loss {step.loss:.3f}" + ("" if step.validation is None else f"  validation {step.validation:.3f}")
-
-
-# -- afterwards ----------------------------------------------------------------------------------------------------------
-
 ROWS = (
     ("training loss, first step", "loss_first"),
     ("training loss, mean of last {loss_last_steps}", "loss_last"),
@@ -193,7 +131,7 @@ def notes(result: Comparison) -> Iterator[str]:
     yield f"text     {corpus.name}, {len(corpus.train)} {unit}s; {unit} frequencies alone give {entropy:.2f}"
     yield f"backend  {result.backend}"
     for direction in ("forward", "backward", "joint"):
-        if found := [f"{rule} ×{count}" for rule, side, count in fused(result.run) if side == direction]:
+        if found := [f"{rule} ×{count}" for rule, side, count in result.run.fusions if side == direction]:
             yield f"{direction:<8} {', '.join(found)}"
     yield f"plans    {cache.plans} alive, {cache.hits} hits, {cache.misses} misses"
     yield f"         last miss: {textwrap.shorten(cache.last_miss or 'none', WIDTH, placeholder=' …')}"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from opfuse.cli.output import echo, echo_json, error
-from opfuse.cli.results import keep, show
-from opfuse.cli.run import reporter
+from opfuse.cli.output import echo, echo_json
+from opfuse.cli.progress import reporter
+from opfuse.cli.results import directory_for, keep, show, tell_files
 from opfuse.config import load
-from opfuse.train import usable, writable
+from opfuse.train import usable
 from opfuse.train.study import Study, study_overrides
 from opfuse.train.study_report import NAMES, dtype_of, reasons, refused, rows, study_text, summary, to_dict, write_study
 
@@ -24,18 +24,14 @@ def study(
     None: what the configuration says, or ``runs/NAME``.
     """
     chosen, field = load(config), next(field for field, name in NAMES.items() if name == subject)
-    place, directory = usable(device), writable(out or Path("runs") / Path(chosen.path).stem)
+    place, directory = usable(device), directory_for(chosen, out)
     with reporter() as on_step:
         found = study_overrides(chosen, steps=steps, seed=seed, points=points, field=field, device=place, on_step=on_step)
     if as_json:
         echo_json(to_dict(found))
     else:
         tell(found, points)
-    written = keep(partial(write_study, found), directory, partial(study_text, found))
-    if len(written) == 2:
-        error("no plot: matplotlib is not installed (pip install matplotlib)")
-    if not as_json:
-        echo(f"wrote    {', '.join(map(str, written))}")
+    tell_files(keep(partial(write_study, found), directory, partial(study_text, found)), as_json=as_json)
 
 
 def tell(found: Study, points: int) -> None:

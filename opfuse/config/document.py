@@ -47,7 +47,7 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\
 
 @dataclass(frozen=True)
 class YamlNode:
-    """A value of the document. value: a scalar, ``dict[str, Node]`` or ``list[Node]``. keys: where each key stands."""
+    """A value of the document. value: a scalar, ``dict[str, YamlNode]`` or ``list[YamlNode]``. keys: where each key stands."""
 
     value: Any
     span: Span
@@ -109,8 +109,7 @@ def read(data: bytes, path: str) -> Document:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         document = Document(path, data.decode("utf-8", "replace"))
-        before = data[: error.start].decode("utf-8", "replace")
-        span = Span(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        span = _after(data[: error.start].decode("utf-8", "replace"))
         document.report(span, "not-utf-8", f"byte 0x{data[error.start]:02x} is not UTF-8", "save the file as UTF-8")
         return document
     document = Document(path, text)
@@ -121,11 +120,15 @@ def read(data: bytes, path: str) -> Document:
     return document
 
 
+def _after(before: str) -> Span:
+    """The place of the character that follows ``before``."""
+    return Span(before.count("\n") + 1, len(before) - before.rfind("\n"))
+
+
 def _parse(document: Document) -> None:
     text = document.text
     if bad := _UNPRINTABLE.search(text):
-        before = text[: bad.start()]
-        span = Span(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        span = _after(text[: bad.start()])
         document.report(span, "yaml-syntax", f"character {bad[0]!a} has no place in YAML", "remove it")
         return
     builder = _TreeBuilder(document)

@@ -18,14 +18,13 @@ from typing import Literal
 
 from opfuse.config.document import Document, YamlNode
 from opfuse.config.findings import Span, shown, similar
-from opfuse.config.operations import MAX_OPS
+from opfuse.config.operations import CHANNELS, MAX_OPS
 
 PARAMETERS, FRAGMENTS, PIPELINE = "parameters", "fragments", "pipeline"
 USE, WITH, REPEAT, RESIDUAL, OPS = "use", "with", "repeat", "residual", "ops"
 BLOCKS: Mapping[str, tuple[str, ...]] = {USE: (WITH,), REPEAT: (OPS,), RESIDUAL: ()}
 """Entries that stand for several ops, by the key that tells them, and their other keys."""
 
-CHANNELS = ("extra_input", "extra_output")
 _PARAMETER = re.compile(r"\$\{(\w*)\}")
 _MOST = 64 * MAX_OPS
 """Entries that blocks stand for, and values in place of names: what a file of a few lines could otherwise have without an end."""

@@ -13,7 +13,8 @@ from opfuse.config.findings import Problem, sentence
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.order import RuleChange
 from opfuse.errors import OpfuseError
-from opfuse.recipes import Recipe, autocast
+from opfuse.recipes import Recipe
+from opfuse.recipes.autocast import under
 from opfuse.runtime.fuser import planned_on
 
 
@@ -53,7 +54,7 @@ def _outcomes(call: PlannedCall) -> Counter[tuple[str, str]] | Problem:
     x = torch.empty(call.rows, call.columns, dtype=call.dtype, device="meta", requires_grad=True)
     try:
         ops = [entry.build(dtype=call.dtype, device="meta") for entry in call.entries]
-        with autocast(enabled=call.recipe is not None, recipe=call.recipe):
+        with under(call.recipe):
             plan = planned_on("cpu", ops, x, call.rules)
     except OpfuseError as error:
         return Problem("not-countable", *sentence(str(error)))

@@ -19,6 +19,7 @@ from opfuse.config.operations import OPS
 from opfuse.core.signature import Env
 from opfuse.core.spec import domains, spec_of
 from opfuse.domains import BOOLEAN, Domain, domain_of, one_of
+from opfuse.formats import DTYPES
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
@@ -39,14 +40,10 @@ def _version(value: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 0)
 
 
-DTYPES: dict[str | None, torch.dtype | None] = {
-    None: None,
-    **{str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
-}
-
-
 def _dtype(value: Any) -> torch.dtype | None:
-    if not isinstance(value, str | None) or value not in DTYPES:
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in DTYPES:
         raise ValueError
     return DTYPES[value]
 

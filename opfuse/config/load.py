@@ -21,7 +21,7 @@ from opfuse.config.models import OwnFile, Text, Train, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
-from opfuse.config.root import DTYPES, SECTIONS, Root
+from opfuse.config.root import SECTIONS, Root
 from opfuse.config.trial import input_columns
 from opfuse.errors import ConfigError
 from opfuse.recipes import Recipe
@@ -47,6 +47,11 @@ class Config:
     places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def name(self) -> str:
+        """The name of the file without its suffix."""
+        return Path(self.path).stem
+
+    @property
     def folder(self) -> Path:
         """Where the file is, from which paths in it count."""
         return Path(self.path).parent
@@ -64,7 +69,7 @@ class Config:
 
 def load(path: str | Path) -> Config:
     """The configuration in the file at ``path``, or in the example of that name. ConfigError with every finding, if any."""
-    return loads(*found(path))
+    return loads(*text_at(path))
 
 
 def load_policy(path: str | Path) -> Choices:
@@ -72,13 +77,13 @@ def load_policy(path: str | Path) -> Choices:
 
     ConfigError with every finding. Whether patterns fit the model, fuse_ says.
     """
-    return loads_policy(*found(path))
+    return loads_policy(*text_at(path))
 
 
 def check(path: str | Path) -> tuple[Finding, ...]:
     """Every finding of the file at ``path``: those of :func:`load` and, where there are none, what rules expect in vain."""
     try:
-        data, name = found(path)
+        data, name = text_at(path)
         if is_policy(data, name):
             loads_policy(data, name)
             return ()
@@ -87,8 +92,8 @@ def check(path: str | Path) -> tuple[Finding, ...]:
         return error.findings
 
 
-def found(path: str | Path) -> tuple[bytes, str]:
-    """The text of a file or an example, and where it is."""
+def text_at(path: str | Path) -> tuple[bytes, str]:
+    """The text of the file at ``path``, or of the example of that name, and its path. ConfigError if there is neither."""
     file, known = Path(path), examples()
     if not file.exists():
         file = known.get(str(path), file)
@@ -147,7 +152,7 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
     places = _places(root, document)
-    config = Config(path, root.recipe, DTYPES[root.pipeline.dtype], rules, entries, root.data, root.train, root.watch, places)
+    config = Config(path, root.recipe, root.pipeline.torch_dtype, rules, entries, root.data, root.train, root.watch, places)
     return config, root, document
 
 

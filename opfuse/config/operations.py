@@ -17,6 +17,7 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.core.spec import argument, domains, spec_of
 from opfuse.domains import keywords
 from opfuse.errors import OpfuseError, PipelineError, describe
+from opfuse.formats import DTYPES
 from opfuse.ops import OPS as BUILT_IN
 from opfuse.sources import DEFAULT
 
@@ -59,6 +60,10 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
+CHANNELS = ("extra_input", "extra_output")
+"""Keys of an op that name channels."""
+
+
 def _channel_field(least: int, most: int) -> tuple[Any, Any]:
     names = {"items": {"type": "string", "minLength": 1}, "type": "array", "minItems": least, "maxItems": most}
     schema = {"anyOf": [{"type": "string", "minLength": 1}, names]} if least == 1 else names
@@ -78,8 +83,6 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
     model.not_here = {name: help for name, help in IN_CODE.items() if name in domains(spec_of(cls))}
     return model
 
-
-CHANNELS = ("extra_input", "extra_output")
 
 OPS: Mapping[str, type[FusibleOperation]] = {**BUILT_IN, **own_ops()}
 """Every op that a file may name."""
@@ -180,3 +183,8 @@ class Pipeline(Section):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     ops: Annotated[list[OpSection], Field(min_length=1, max_length=MAX_OPS), AfterValidator(check_channels)]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch has it."""
+        return DTYPES[self.dtype]

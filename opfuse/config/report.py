@@ -17,13 +17,13 @@ ReportLine = Mapping[str, Any]
 """One error of pydantic: ``type``, ``loc``, ``msg``, ``input`` and ``ctx``."""
 
 CHOICES = {"kind": "recipe", "op": "op"}
-"""Keys that choose one of several models, and what they choose, but for :data:`OTHERS`."""
+"""Keys whose value chooses one of several models, and what a message calls that value."""
 
 OTHERS: Mapping[tuple[str, ...], str] = {("data",): "text"}
-"""What is chosen at other places."""
+"""Places where a message calls it something else."""
 
 CHOOSERS = {"kind": ("recipe",), "op": ("pipeline", "ops")}
-"""Where they stand."""
+"""Places where a word may have been written in place of the mapping that it chooses."""
 
 NAMED = {"list_type": "a list", "model_type": "a mapping", "model_attributes_type": "a mapping", "dict_type": "a mapping"}
 """Types that are called otherwise in YAML than in Python."""

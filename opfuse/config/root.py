@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-import torch
 from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
 from opfuse.config.models import DATA, Alarms, PydocTopics, Section, TextFile, TokenFile, Train, Watching
 from opfuse.config.trial import trial
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Root(Section):
@@ -31,7 +28,7 @@ class Root(Section):
 
     @model_validator(mode="after")
     def _runs(self) -> Self:
-        problem = trial(self.pipeline.ops, self.recipe, DTYPES[self.pipeline.dtype], rows=self.train.batch_size, data=self.data)
+        problem = trial(self.pipeline.ops, self.recipe, self.pipeline.torch_dtype, rows=self.train.batch_size, data=self.data)
         if problem is not None:
             raise Refused(problem)
         return self

@@ -78,6 +78,7 @@ _SCALAR = {"type": ["string", "number", "boolean", "null"]}
 _CONDITION = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR, "minItems": 1}]}
 Conditions = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": _CONDITION})]
 RuleName = Annotated[str, AfterValidator(_known_rule)]
+NewName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 _WORD = {"anyOf": [{"enum": sorted(WORDS)}, {"type": "string", "minLength": 1}]}
 _OTHERS = [{"type": "string", "minLength": 1}, {"type": "object", "additionalProperties": _WORD, "minProperties": 1}]
 _PATTERN = {"anyOf": [{"type": "array", "items": {"anyOf": [*_WORD["anyOf"], {"type": "object"}]}, "minItems": 1}, *_OTHERS]}
@@ -124,7 +125,7 @@ class Declare(Section):
     runs backward as well, and in both passes, which is joint.
     """
 
-    name: str = Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    name: NewName
     pattern: Pattern
     when: Conditions = {}
     direction: Literal["forward", "backward", "joint"] = "forward"
@@ -142,7 +143,7 @@ class Extend(Section):
     there may be left out. Without a pattern, that of the other rule.
     """
 
-    name: str = Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    name: NewName
     extends: RuleName
     pattern: Pattern = None
     when: Conditions = {}

@@ -20,7 +20,8 @@ from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
 from opfuse.config.unloaded import without_compiler
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
-from opfuse.recipes import Recipe, autocast
+from opfuse.recipes import Recipe
+from opfuse.recipes.autocast import under
 
 _SIZES = ("in_features", "normalized_shape", "size")
 """Parameters that tell how many columns an op takes."""
@@ -132,7 +133,7 @@ def _rehearse(
         return None
     inputs = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in given]
     inputs = [x.requires_grad_() * 1 if x.is_floating_point() else x for x in inputs]
-    with autocast(enabled=recipe is not None, recipe=recipe):
+    with under(recipe):
         result = op(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
     differentiable = [output for output in outputs if output.requires_grad]

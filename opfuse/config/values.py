@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opfuse.config.document import Document, read
-from opfuse.config.load import Config, found, loads
+from opfuse.config.load import Config, loads, text_at
 from opfuse.config.policies import Choices, is_policy, loads_policy
+from opfuse.formats import dtype_name
 from opfuse.recipes import Recipe
 from opfuse.sources import DEFAULT
 
@@ -23,7 +24,7 @@ class SettingValue(NamedTuple):
 
 def values_in(path: str | Path) -> list[SettingValue]:
     """The settings of the configuration or the policy at ``path``. ConfigError with every finding."""
-    data, name = found(path)
+    data, name = text_at(path)
     if is_policy(data, name):
         return [*_choices(loads_policy(data, name), read(data, name))]
     return values_of(loads(data, name))
@@ -50,7 +51,7 @@ def _recipe(path: str, recipe: Recipe | None, source: str) -> Iterator[SettingVa
 
 
 def _pipeline(config: Config) -> Iterator[SettingValue]:
-    yield SettingValue("pipeline.dtype", str(config.dtype).removeprefix("torch."), config.places.get("pipeline.dtype", DEFAULT))
+    yield SettingValue("pipeline.dtype", dtype_name(config.dtype), config.places.get("pipeline.dtype", DEFAULT))
     for i, entry in enumerate(config.pipeline):
         channels = [f"{way} {name}" for way, names in (("<-", entry.extra_input), ("->", entry.extra_output)) for name in names]
         label = entry.build(dtype=config.dtype, device="meta").label

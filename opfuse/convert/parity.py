@@ -16,7 +16,7 @@ import torch
 from opfuse.convert.foreign import recognized
 from opfuse.convert.policy import HEADS
 from opfuse.errors import ConversionError, UnsupportedError, describe
-from opfuse.formats import NumberFormat
+from opfuse.formats import NumberFormat, dtype_name
 from opfuse.numerics.layouts import load_scale
 from opfuse.numerics.rules import RULES
 from opfuse.numerics.scales import nvfp4_global_scale
@@ -45,7 +45,7 @@ class Compared:
     format: NumberFormat | None = None
 
     def __str__(self) -> str:
-        return str(self.format or str(self.arrays[0].dtype).removeprefix("torch."))
+        return str(self.format or dtype_name(self.arrays[0].dtype))
 
 
 class Verdict(NamedTuple):

@@ -13,6 +13,7 @@ from torch import nn
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
+from opfuse.formats import dtype_name
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
@@ -255,7 +256,7 @@ class _SavedMemory:
             op,
             name,
             *_planes(value),
-            str(value.dtype).removeprefix("torch."),
+            dtype_name(value.dtype),
             tuple(value.shape),
             sum(tensor.nbytes for tensor in parts),
             ", ".join(holders),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
 from opfuse.runtime import trace
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
 
 def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """What each rank has, in the order of the group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_distributed_run():
         return [what]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, what, group=group)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from opfuse.errors import OpfuseError
+from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.errors import error_of, gradients_of
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
@@ -144,7 +145,7 @@ def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
 def _dtype(model: nn.Module, given: CallInputs) -> str:
     """The dtype of the parameters, of the first input where there are none; "mixed dtypes" where they differ."""
     found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {given.tensors[0].dtype}
-    return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "mixed dtypes"
+    return dtype_name(found.pop()) if len(found) == 1 else "mixed dtypes"
 
 
 def _attempted(call: Callable[[], Totals]) -> Totals | RefusedSetting:

@@ -18,16 +18,19 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import hyper_parameters
 from opfuse.errors import ShapeError, describe
 from opfuse.tensors.meeting import Travel, gathered, gathered_rows, scattered, summed, with_mirror
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.tensors.storage import QuantizedStorage
 
 ProcessGroup = Any
 """A ``torch.distributed.ProcessGroup``; None for all ranks."""
 
-
 _WHY = "it does not travel in this pass"
+"""Why a plane is missing, for errors."""
 
 
 class _Collective(BasicOperation):
+    """An op over the ranks of ``process_group``, with what its subclasses do in either pass: gather, scatter, sum."""
+
     saves: ClassVar[tuple[str, ...]] = ()
     forward_kwargs = ()
 
@@ -39,8 +42,7 @@ class _Collective(BasicOperation):
     @property
     def process_group_size(self) -> int:
         """Ranks that meet."""
-        is_distributed = dist.is_available() and dist.is_initialized()
-        return dist.get_world_size(self.process_group) if is_distributed else 1
+        return dist.get_world_size(self.process_group) if in_distributed_run() else 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy meets the same ranks: a group belongs to the process."""
@@ -142,5 +144,5 @@ class ReduceScatter(_Collective):
 
 
 def _values(ctx: Context, x: Value) -> Value:
-    """``x`` as it is cast, where that is the plan; else its values."""
+    """``x`` quantized if its cast travels in this plan, else in high precision."""
     return x if ctx.travel is not None else plain(x)

@@ -1,5 +1,6 @@
 """Recipes: in which formats a model computes, where that is in force, and what delayed scaling remembers."""
 
+from opfuse.errors import UnknownFieldError
 from opfuse.recipes import zoo
 from opfuse.recipes.autocast import (
     ModelInit,
@@ -33,7 +34,6 @@ from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.kinds import RECIPES, recipe_of
 from opfuse.recipes.recipe import TENSOR_TYPES, BackwardOverride, Format, QuantizerRole, Recipe
-from opfuse.recipes.settings import UnknownFieldError
 from opfuse.recipes.transformer_engine import as_recipe
 
 __all__ = [

@@ -1,10 +1,10 @@
 """Amaxes as maxima over the ranks of a group, in one collective that also tells whether the ranks mean the same tensors.
 
-The collective takes the maximum of 1024 words: how many casts there are and a digest of their names, digests of the first 300
-names, each with its complement, and the first 420 amaxes; what is left over follows in a second one. Where all ranks agree,
-maxima of a word and of its complement are the rank's own. On a CPU the host always looks at that; elsewhere, since it would have
-to wait, where something is new to it: a list of casts, or a state of delayed scaling, made or loaded since. States count, since a
-rank may know its list from another model while the next rank has another list.
+The collective takes the maximum of 1024 words: the number of casts, a digest of their names and digests of the first 300 names,
+each with its complement, and the first 420 amaxes; further amaxes follow in a second collective. Ranks agree if the maxima of
+each word and of its complement are the rank's own. On a CPU the host always checks that. On a GPU it would have to wait, so it
+checks only a new list of casts, or a list with a state that was made or loaded since: a rank may know its list from another
+model while the next rank has another list.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import RecipeError, describe
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 WORDS, NAMES = 1024, 300
 _HEAD = 2 * (2 + NAMES)
 
-_Heads = dict[tuple[tuple[str, ...], torch.device], torch.Tensor]
 LOOKS_ALWAYS = ("cpu",)
 """Devices whose values the host reads without waiting."""
 
+_Heads = dict[tuple[tuple[str, ...], torch.device], torch.Tensor]
 _HEADS: weakref.WeakKeyDictionary[Any, _Heads] = weakref.WeakKeyDictionary()
 """By group the words of every list of names that all its ranks agreed on."""
-
-
-def in_distributed_run() -> bool:
-    """Whether this process is one of a group."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -44,8 +40,8 @@ def default_group() -> dist.ProcessGroup | None:
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:
     """Each of ``amaxes``, fp32 (1,) on one device, becomes its maximum over the ranks of ``group`` (None: all).
 
-    As integer bits, since a floating-point maximum may lose a NaN. names: of the casts, equal and in one order on all ranks, else
-    RecipeError, and no amax is changed. new: whether the host looks at that in any case.
+    Compared as integer bits, since a floating-point maximum may lose a NaN. names: of the casts, equal and in one order on all
+    ranks, else RecipeError, and no amax is changed. new: whether the host checks that in any case.
     """
     heads = _HEADS.setdefault(dist.group.WORLD if group is None else group, {})
     key = tuple(names), amaxes[0].device

@@ -124,6 +124,11 @@ class autocast(contextlib.ContextDecorator):
                 _tell_unused(region.recipe)
 
 
+def under(recipe: Recipe | None) -> autocast:
+    """The region in which ``recipe`` is active; None: high precision, also inside another region."""
+    return autocast(enabled=recipe is not None, recipe=recipe)
+
+
 _told: set[tuple[str, int]] = set()
 """Places of regions that were warned of."""
 

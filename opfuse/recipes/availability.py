@@ -77,7 +77,8 @@ NATIVE_GEMMS: tuple[NativeGemm, ...] = tuple(
 )
 """Products the package calls natively; a kind of recipe without a row here is emulated everywhere.
 
-One product of a native kind may still be emulated, for its sizes or elements: ``gemm_native.refusal`` says which rule it misses.
+One product of a native kind may still be emulated, for its sizes or elements: ``refusal`` in ``kernels/products/native.py`` says
+which rule it misses.
 """
 
 
@@ -120,8 +121,8 @@ def _cuda_version() -> Arch | None:
 def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine).
 
-    A custom recipe is native if all products that it quantizes are, of a linear layer without a name. Of one whose factory
-    refuses such a layer nothing is known: it is told as emulated.
+    A custom recipe is native if all products are that it quantizes for a linear layer without a name. If its factory refuses such
+    a layer, nothing is known, and the answer is emulated.
     """
     kind = recipe.kind if isinstance(recipe, Recipe) else recipe
     arch = device_arch() if arch is None else arch
@@ -199,11 +200,11 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
 
 
 _USUAL, _NEWEST = (256, 256), (99, 0)
-"""A matrix that every back end takes, and the CUDA of a torch without any."""
+"""Sizes of a matrix that every back end takes, and the CUDA version that stands for a torch without CUDA."""
 
 
 def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, NumberFormat] | None:
-    """What an operand is read in, by plane; None if the factory does not say without a name. RecipeError if it is refused."""
+    """The format of each plane of an operand; None if the factory needs the name of the layer. RecipeError if it is refused."""
     role = QuantizerRole(tensor_type=tensor_type)
     answer = recipe.key_extras[f"{tensor_type}_quantizer"]
     if isinstance(answer, DelayedScalingRequest):

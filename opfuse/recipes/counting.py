@@ -1,10 +1,9 @@
 """When delayed scales are updated: states that a cast uses are counted for the update that follows.
 
 Forward states are updated when the outermost autocast region ends, backward states once after the backward pass that used
-them; only states that were used by a call that records gradients: one under ``torch.no_grad()``, inside a region or around it,
-casts with the scale that there is, moves none and counts no amax, so validation changes no training, whatever its data and its
-recipe. A second backward pass of the same graph (``retain_graph=True``) casts gradients with the scale that the first one
-updated, and updates it again.
+them. Only calls that record gradients count: a call under ``torch.no_grad()``, inside a region or around it, casts with the scale
+that there is and counts no amax, so validation changes no training, whatever its data and its recipe. A second backward pass of
+the same graph (``retain_graph=True``) casts gradients with the scale that the first one updated, and updates it again.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ def touch_forward(
     rule: UpdateRule | None = None,
     name: str = "",
 ) -> None:
-    """Have ``state`` serve ``recipe``, and be updated when the outermost region ends: before a cast that records gradients.
+    """Before a cast in a call that records gradients: have ``state`` serve ``recipe``, and be updated when the outermost region
+    ends.
 
-    Whether gradients are recorded the caller knows: inside an autograd.Function torch says no. rule: by default that of
-    activations and weights. name: of the cast, equal on the ranks that share its amax. Nothing in a recomputation; RecipeError
-    outside any region.
+    The caller knows whether gradients are recorded; inside an autograd.Function torch says no. rule: by default that of
+    activations and weights. name: of the cast, equal on the ranks that share its amax. Does nothing in a recomputation;
+    RecipeError outside any region.
     """
     if is_recomputing():
         return
@@ -65,7 +65,7 @@ def touch_backward(
     group: ProcessGroup | None = None,
     name: str = "",
 ) -> None:
-    """Have ``state`` serve ``recipe``, and be updated once after the running backward pass: before a cast of a gradient.
+    """Before a cast of a gradient: have ``state`` serve ``recipe``, and be updated once after the running backward pass.
 
     Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
     rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
@@ -90,12 +90,12 @@ def count_backward(uses: UsesByState) -> None:
 
 
 def running_pass() -> weakref.ref[Pending] | None:
-    """What a backward pass that is run inside of the running one shall count in; None where none runs."""
+    """The pending update of the running backward pass, for :func:`count_in` of a pass inside of it; None if none runs."""
     return None if torch._C._current_graph_task_id() < 0 else weakref.ref(_pending())
 
 
 def count_in(outer: weakref.ref[Pending] | None) -> None:
-    """Have the running backward pass be a part of ``outer``, so that a state that both use is updated once, after both."""
+    """Make the running backward pass a part of ``outer``, so that a state that both use is updated once, after both."""
     pending = None if outer is None else outer()
     if pending is not None:
         with _LOCK:

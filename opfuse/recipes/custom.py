@@ -22,10 +22,10 @@ from opfuse.tensors.quantizers.composite import QuantizerRequest
 
 @dataclass(frozen=True, init=False)
 class DelayedScalingRequest(QuantizerRequest):
-    """What a factory answers for a role that is to be scaled by its history: the op keeps the state and gives the quantizer.
+    """What a factory answers for a role under delayed scaling: the op keeps the state and makes the quantizer.
 
-    Takes as keywords those fields of :class:`DelayedScaling` that say how it scales; all others are the custom recipe's own.
-    Scales are updated as under that recipe.
+    Takes as keywords the fields of :class:`DelayedScaling` itself; those of every :class:`Recipe` are set on the custom recipe.
+    Scales are updated as under :class:`DelayedScaling`.
     """
 
     recipe: DelayedScaling
@@ -43,7 +43,7 @@ _AskedFactory = Callable[[QuantizerRole], Answer | None]
 
 
 def _is_answer(made: object) -> TypeGuard[Answer]:
-    """Whether a factory may answer this: ops themselves make quantizers of groups, of one for each."""
+    """Whether a factory may answer this. A GroupedQuantizer it may not: ops make that, of one quantizer for each group."""
     return isinstance(made, Answer) and not isinstance(made, GroupedQuantizer)
 
 
@@ -91,7 +91,7 @@ _ANSWERS: WeakValueDictionary[str, _Answers] = WeakValueDictionary()
 
 
 def _shown(asked: _AskedFactory, number: int) -> dict[str, Any]:
-    """What a key shows of a factory."""
+    """What a key shows of a factory: its answers for a linear layer without a name, and their number."""
     return {**{f"{name}_quantizer": asked(QuantizerRole(tensor_type=name)) for name in TENSOR_TYPES}, "answers": number}
 
 
@@ -140,7 +140,7 @@ class CustomRecipe(Recipe):
         return all(today(role) == answer for role, answer in self._answers.items())
 
     def _with_version(self, number: int, today: _AskedFactory) -> CustomRecipe:
-        """The recipe whose answers are the ``number``-th that the factory gave beside those of today that the key shows."""
+        """A recipe with today's answers for the roles that the key shows; ``number`` tells apart recipes that agree in these."""
         made = object.__new__(type(self))
         vars(made).update(self.values(), key_extras=_shown(today, number))
         made.__post_init__()

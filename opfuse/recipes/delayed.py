@@ -98,10 +98,11 @@ class DelayedScalingState:
         counts: bool = True,
         rule: UpdateRule | None = None,
     ) -> Float8Quantizer:
-        """A quantizer over this state; in a recomputation, one over the scale of the first run that records nothing.
+        """A quantizer over this state; in a recomputation, over the scale of the first run.
 
-        counts: its amaxes enter the history. rule: what its scale shall be for: the state's own, or a converted copy, which
-        counts nothing. RecipeError for a recomputation that casts what the first run did not.
+        counts: whether its amaxes enter the history; never in a recomputation. rule: the rule that the scale shall fit (None: the
+        state's own); for another rule the quantizer has a converted copy of the scale, and counts nothing. RecipeError if a
+        recomputation casts what the first run did not.
         """
         run = current_pass()
         if run is Pass.AGAIN:
@@ -126,7 +127,7 @@ class DelayedScalingState:
         return self._quantizers[key]
 
     def _keep(self, rule: UpdateRule | None, scale: torch.Tensor) -> None:
-        """Keep the scale of a cast, and the spare amax: a recomputation must run no operation that the first run did not."""
+        """Keep the scale of a cast, and a spare amax, for a recomputation, which must run no other operations than this run."""
         kept, key = kept_scales(), (self, rule and rule[:2])
         if kept is not None and key not in kept:
             with torch.inference_mode(mode=False):
@@ -143,19 +144,19 @@ class DelayedScalingState:
         return scale, amax
 
     def updated(self, rule: UpdateRule) -> None:
-        """Its scale was found anew, under another ``rule`` than before."""
+        """Note that an update found the scale under another ``rule`` than before."""
         self.rule = rule
         self.look = object()
 
     def counts_for(self, pending: weakref.ref[Any] | None) -> None:
-        """Amaxes are from now on for this update; None: it is over. What was counted for one that never came is dropped."""
+        """From now on amaxes count for the update ``pending``; None: it is over. Those for an update that failed are dropped."""
         if self._pending is not None:
             self.drop_unfinished()
         self._pending = pending
         self.turn += 1
 
     def drop_unfinished(self) -> None:
-        """Drop what a backward pass has counted that failed: nobody holds its update any more."""
+        """Drop the amaxes of a backward pass that failed, whose update nobody holds any more."""
         if self._pending is not None and self._pending() is None:
             self._pending = None
             self.turn += 1
@@ -165,7 +166,7 @@ class DelayedScalingState:
     # -- under another recipe ------------------------------------------------------------------------------------------------
 
     def adopt(self, recipe: DelayedScaling, rule: UpdateRule, *, where: str = "a cast") -> None:
-        """Serve ``recipe`` from now on, whose ``rule`` is meant: convert the scale, cut the history or pad it.
+        """Serve ``recipe`` under its ``rule`` from now on: convert the scale, and cut or pad the history.
 
         UnsupportedError while a CUDA graph is captured, which would do that again whenever it is replayed. where: the cast.
         """
@@ -183,9 +184,10 @@ class DelayedScalingState:
         self.look = object()
 
     def _scale_for(self, rule: UpdateRule | None) -> torch.Tensor:
-        """The scale itself where it is what ``rule`` makes of the amax behind it, or of none; else a converted copy.
+        """The scale itself if it was found under ``rule``, or is the initial one; else a copy converted to ``rule``.
 
-        All maxima are 7 times a power of two: so is the ratio of two rules, and the copy is exact, but at the ends of fp32.
+        All FP8 maxima are 7 times a power of two. So the ratio of two rules is a power of two, and the copy is exact, except at
+        the ends of fp32's range.
         """
         old = self.rule
         if rule is None or old is None or rule is old or rule[:2] == old[:2]:
@@ -238,7 +240,7 @@ class DelayedScalingState:
 
 
 class PreparedUpdate(NamedTuple):
-    """The update of these states, as they look, under these rules: prepared for the tensors that they hold."""
+    """An update that is prepared for the tensors of ``states``, valid while their ``looks`` and ``rules`` are these."""
 
     states: list[DelayedScalingState]
     looks: list[object]
@@ -284,7 +286,7 @@ class DelayedScalingStates:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards there are the states that there were, with the very tensors they had; writes to these are not undone."""
+        """Restore, at the end, the states that there are now, with their very tensors; writes to these are not undone."""
         before = {key: (state, state._held()) for key, state in self._states.items()}
         try:
             yield

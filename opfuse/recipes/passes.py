@@ -1,7 +1,7 @@
-"""What a call of a pipeline is to the delayed-scaling states that its casts use.
+"""How a call of a pipeline treats the delayed-scaling states of its casts.
 
-A call outside of any checkpoint has no pass. A checkpoint runs a call twice: the first time the scales of its casts are kept in
-the outermost ``autocast`` region, for its recomputation to cast with, whatever the states hold by then.
+An ordinary call has no pass. A checkpoint runs a call twice: the first run keeps the scales of its casts in the outermost
+``autocast`` region, and the recomputation casts with these, whatever the states hold by then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def running(kind: Pass) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether casts record nothing: those of a recomputation, and of a call that is looked at."""
+    """Whether casts leave states alone: in a recomputation, and in a call that is only looked at."""
     return _PASS.get() in (Pass.AGAIN, Pass.LOOK)
 
 

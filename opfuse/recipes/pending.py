@@ -12,8 +12,9 @@ import torch
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.program.prepared import prepared
-from opfuse.recipes.amaxes import in_distributed_run, reduce_amaxes
+from opfuse.recipes.amaxes import reduce_amaxes
 from opfuse.recipes.delayed import DelayedScalingState, PreparedUpdate
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,5 +107,5 @@ def _reduce(uses: UsesByState) -> None:
 
 
 def _told(state: DelayedScalingState, use: LastUse) -> str:
-    """What ranks must agree on: a state that only some of them loaded has another scale there, for all that amaxes are shared."""
+    """What ranks must agree on: the cast, and whether its state was used before, since a loaded state has another scale."""
     return use.name if state.rule is None else f"{use.name}, used before"

@@ -1,4 +1,4 @@
-"""What a backward override means for the three products of a linear layer, as a table. Which plane a product reads: GEMMS."""
+"""What a backward override means for the three products of a linear layer, as a table. GEMMS says which plane a product reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERRIDES: Mapping[str | None, OverridePolicy] = {
     "dequantized": OverridePolicy(saved="rowwise", backward="high_precision"),
     "high_precision": OverridePolicy(saved="original", backward="high_precision"),
 }
-"""By a recipe's ``backward_override``. What its ``keep`` says is another matter: of what is saved, what is made anew."""
+"""By a recipe's ``backward_override``. Its ``keep`` is another matter: it says which saved operands are made anew instead."""
 
 SPLIT: dict[str, frozenset[str]] = {
     "backward": frozenset(("dgrad", "wgrad")),
@@ -79,6 +79,6 @@ def saved_operand(operand: QuantizedStorage, override: str | None) -> QuantizedS
         plane = operand.columnwise
         if plane is not None and plane.format.family == IDENTITY.family:
             return plane.data
-        saved = "rowwise"  # what came quantized has no other original than the values that it stands for
+        saved = "rowwise"  # the only original of an operand that came quantized is its dequantized value
     why = f"backward_override={override!r} saves the {saved} plane only"
     return operand.only(ROWWISE if saved == "rowwise" else COLUMNWISE, why=why)

@@ -21,8 +21,8 @@ import torch
 
 from opfuse import formats, keys
 from opfuse.domains import BOOLEAN, keywords, one_of
-from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
-from opfuse.recipes.settings import Resolved, Setting, UnknownFieldError, environment_value, resolve, setting, settings_of
+from opfuse.errors import OpfuseWarning, RecipeError, UnknownFieldError, describe, nearest
+from opfuse.recipes.settings import Resolved, Setting, environment_value, resolve, setting, settings_of
 from opfuse.sources import DEFAULT
 from opfuse.tensors.quantizers import Quantizer
 
@@ -64,10 +64,10 @@ class QuantizerRole:
 
 
 class ScaleHistory(Protocol):
-    """What a recipe asks of the state of delayed scaling that an op keeps."""
+    """What a recipe needs of a delayed-scaling state: :class:`~opfuse.recipes.delayed.DelayedScalingState` has it."""
 
     def live_quantizer(self, fp8_dtype: torch.dtype) -> Quantizer:
-        """The quantizer over the scale that the state has, and over the amax that it counts."""
+        """A quantizer that casts with the state's scale and counts into its amax."""
 
 
 OVERRIDE = one_of(
@@ -130,13 +130,13 @@ class Recipe(ABC):
     allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
     split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
         the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
-    keep: what is kept for the backward pass of what it could make anew. None: the operands that its products read.
-        ``"recompute"``: what ops save of their inputs, of which activations, norms, and casts of these and of weights are made
-        anew; no bit changes. ``"quantized"``: that in FP8 where it is the input of an activation, E4M3 under one scale: gradients
-        are then those of the dequantized input.
+    keep: what is saved for the backward pass where it could also be made anew. None: the operands that its products read.
+        ``"recompute"``: only the inputs that ops save; results of activations and norms, and casts of these and of weights, are
+        made anew, and no bit changes. ``"quantized"``: as ``"recompute"``, and inputs of activations are saved in E4M3 under one
+        scale, so that gradients are those of the dequantized input.
     batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast
         row by row, under scales of their own or scales that were there before the batch, and each product has one order of sums
-        for any number of rows. Gradients of parameters are sums over rows, and so of the batch.
+        for any number of rows. Gradients of parameters are sums over all rows of the batch.
 
     A subclass is a frozen, keyword-only dataclass, or adds no field; it may override :meth:`check` and :meth:`quantizer`.
     """
@@ -227,7 +227,7 @@ class Recipe(ABC):
             raise RecipeError(describe(where, wanted=wanted, got=got, cure=cure))
 
     def current(self) -> Recipe:
-        """The recipe as a region is to have it that begins now: itself, unless what it asks has changed."""
+        """The recipe for a region that begins now: itself, unless a function that it asks answers otherwise by now."""
         return self
 
     def training_refusal(self) -> str | None:

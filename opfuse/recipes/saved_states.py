@@ -1,9 +1,9 @@
-"""Delayed-scaling states in files: the tensors of a state, and what must hold before one is taken over.
+"""Delayed-scaling states in files: the tensors of a state, and what is checked before one is loaded.
 
-A state is saved as three fp32 tensors whose shapes no recipe and no use changes, so that a model which has not run yet has all of
-them for ``torch.distributed.checkpoint`` to fill: ``scale`` (1,), ``amax_history`` (1024,) or as long as a longer history, and
-``made_for`` (3,): the largest value of the element and the margin that the scale was found under (0, 0 where it is the initial
-one), and the length of the history, whose slots come first; 0 stands for a state that was never used.
+A state is saved as three fp32 tensors, in shapes that depend neither on the recipe nor on use, so that a model which has not run
+yet has all of them for ``torch.distributed.checkpoint`` to fill. ``scale`` (1,); ``amax_history`` (1024,), or as long as a longer
+history; ``made_for`` (3,): the element's maximum and the margin that the scale was found under (0, 0 for the initial scale), and
+the length of the history, whose slots come first (0 for a state that was never used).
 """
 
 from __future__ import annotations

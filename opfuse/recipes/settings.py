@@ -14,10 +14,6 @@ from opfuse.sources import DEFAULT, caller
 T = TypeVar("T")
 
 
-class UnknownFieldError(RecipeError, TypeError):
-    """A recipe was given a keyword that is not one of its fields."""
-
-
 @dataclass(frozen=True, eq=False)
 class Setting:
     """Default of a recipe field: its value, its domain, and the environment variables that may stand in for the value."""

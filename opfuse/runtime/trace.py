@@ -29,6 +29,7 @@ from opfuse.core.tracers import all_enrolled
 from opfuse.environment import variable
 from opfuse.errors import OpfuseWarning, OutputError, describe
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 VERSION = 1
 """Of the format. A reader refuses another one."""
@@ -70,10 +71,15 @@ _START = time.time()
 
 def rank() -> tuple[int, int]:
     """The rank of this process and the number of ranks, from torch.distributed or from the variables of a launcher."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if in_distributed_run():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     return (int(found[0]), int(found[1])) if all(text.isdecimal() for text in found) else (0, 1)
+
+
+def versions() -> dict[str, str]:
+    """The versions of opfuse, torch and Python."""
+    return {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def process() -> dict[str, Any]:
@@ -88,7 +94,7 @@ def process() -> dict[str, Any]:
         "pid": os.getpid(),
         "started": datetime.fromtimestamp(_START, UTC).isoformat(timespec="milliseconds"),
         "command": list(sys.argv),
-        "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
         "settings": {

@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot repeat is refused before it is captured: the graph would keep what the host saw or made then."""
+"""Refusing, during capture, what a CUDA graph cannot repeat: it would replay what the host read or made at that moment."""
 
 from __future__ import annotations
 

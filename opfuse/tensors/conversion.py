@@ -1,6 +1,6 @@
-"""``Module.to``, ``.cuda()``, ``.half()`` and ``.to_empty`` on parameters that live quantized, which stay the objects they are.
+"""``Module.to``, ``.cuda()``, ``.half()`` and ``.to_empty`` on parameters that live quantized: each is converted in place.
 
-torch puts another tensor in the place of a parameter of a tensor subclass, without the attributes and the hooks of the old one.
+torch alone would replace a parameter of a tensor subclass by another tensor, without the attributes and hooks of the old one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _convert(parameter: QuantizedTensor, change: TensorChange) -> None:
 
 
 def _replace(parameter: QuantizedTensor, new: QuantizedTensor) -> None:
-    """Have ``parameter`` hold what ``new`` holds. To and from the meta device its autograd state is a new one, with the hooks."""
+    """Put what ``new`` holds into ``parameter``. To and from the meta device its autograd state is new, with the old hooks."""
     if _fits(parameter, new):
         parameter.data = new
         return

@@ -157,7 +157,7 @@ def _clone(func: Any, t: Quantized, *, memory_format: Any = None) -> Any:
 
 
 def _to_copy(func: Any, t: Quantized, **options: Any) -> Any:
-    """To another device the planes go as they are; another dtype is asked for its values."""
+    """Planes are copied to another device as they are; for another dtype the values are decoded."""
     dtype = options.get("dtype") or t.dtype
     if dtype != t.dtype:
         return func(t.record.dequantize(dtype if dtype in DECODED_DTYPES else t.dtype), **options)
@@ -172,7 +172,7 @@ def _copy_(func: Any, t: Quantized, source: torch.Tensor, non_blocking: bool = F
 def _foreach_copy_(
     func: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
 ) -> None:
-    """Casts whose scales ranks find together find them in one collective."""
+    """Copy each source; the amaxes of all casts that share scales over ranks are found in one collective."""
     found = amaxes(targets, sources)
     for i, (target, source) in enumerate(zip(targets, sources)):
         if i in found:
@@ -182,7 +182,7 @@ def _foreach_copy_(
 
 
 def _new_zeros(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> Any:
-    """Other rows of the same kind: quantized, because FSDP2 makes a shard so and copies rows into it."""
+    """Quantized zeros of another number of rows where the format has them: FSDP2 makes a shard so and copies rows into it."""
     if any(value is not None and value is not False for value in options.values()):
         return _fresh(func, t, size, **options)
     storage = zero_rows(t.record, size)
@@ -198,7 +198,7 @@ def _empty_like(func: Any, t: Quantized, **options: Any) -> Any:
 
 
 def _new_empty(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> torch.Tensor:
-    """Plain, but for one of the tensor's own size on a named device: torch stages checkpoints so, and puts planes into it."""
+    """Plain, except of the tensor's own size on a named device: torch stages checkpoints so, and copies planes into it."""
     given = {name for name, value in options.items() if value is not None and value is not False}
     if given != {"device"} or tuple(size) != tuple(t.shape):
         return _fresh(func, t, size, **options)

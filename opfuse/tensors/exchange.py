@@ -1,13 +1,13 @@
 """Collectives of torch.distributed over quantized tensors.
 
-What one reads are values, as any operation does. A broadcast sends bytes, for all ranks have a tensor of one format. Others that
-write into a quantized tensor are refused: what they write is there when their work is done, which is later than their call, and
-the cast of values that were decoded for it is no copy of what was sent. A rank that refuses takes part all the same, on plain
-tensors, for it may be the only one that does: others would wait for it.
+Collectives that read a quantized tensor read its values, as any operation does. A broadcast sends bytes, for all ranks have a
+tensor of one format. Others that write into a quantized tensor are refused: they write decoded values after their call has
+returned, and casting these again would not give what was sent. A rank that refuses still takes part, with plain tensors: it may
+be the only one that refuses, and the others would wait for it.
 
-In lists of lists, as scatter has for what it sends, torch's dispatcher does not look for tensors of a class of their own: a back
-end would take the address of their values, and they have none. So these collectives are looked at before a back end has them, as
-soon as there is a quantized tensor in this process: the look takes longer than the call of a small one.
+torch's dispatcher does not look for tensor subclasses in lists of lists, such as those that scatter sends: a back end would take
+the address of their values, and they have none. So these collectives are checked before they are dispatched, from the first
+quantized tensor in the process on: the check takes longer than a small collective.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torc
 
 
 def _stand_in(x: Any) -> Any:
-    """Of a quantized tensor its values, which may be written."""
+    """A copy of the values of a quantized tensor, which may be written."""
     return x.dequantize().clone() if isinstance(x, Quantized) else x
 
 
 def _values(x: Any) -> Any:
-    """Of a quantized tensor its values, which are read."""
+    """The values of a quantized tensor, to be read."""
     return x.dequantize() if isinstance(x, Quantized) else x
 
 
@@ -82,7 +82,7 @@ def _run_nested(func: Any, keys: torch._C.DispatchKeySet, written: Sequence[Any]
 
 
 def _quantized(lists: Sequence[Any]) -> Iterator[Quantized]:
-    """Those in a list of tensors, or of lists of them."""
+    """The quantized tensors in a list of tensors, or of lists of tensors."""
     for each in lists:
         for tensor in each if isinstance(each, (list, tuple)) else (each,):
             if isinstance(tensor, Quantized):
@@ -90,7 +90,7 @@ def _quantized(lists: Sequence[Any]) -> Iterator[Quantized]:
 
 
 _BACK_ENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-"""The keys behind the last one that all calls have, those in inference mode too."""
+"""The dispatch keys after BackendSelect, the last one that all calls have, in inference mode too."""
 
 
 @cache
@@ -103,5 +103,5 @@ def look_into_lists() -> None:
 
 @cache
 def _library() -> Any:
-    """As long as it lives, what it has of operations holds."""
+    """Holds the registrations: they end with it."""
     return torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]

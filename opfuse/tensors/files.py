@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from opfuse.errors import QuantizedTensorError, describe
-from opfuse.formats import USAGES, Element, NumberFormat
+from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
@@ -27,7 +27,6 @@ VERSION = 1
 _TEXT = ".planes"
 _MARK = b'{"opfuse": '
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _FAMILIES = get_args(get_type_hints(NumberFormat)["family"])
 _QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name not in ("Quantizer", "ForeignQuantizer")]
 _CLASSES: dict[str, Any] = {
@@ -35,7 +34,7 @@ _CLASSES: dict[str, Any] = {
 }
 _MADE: dict[str, Callable[..., Any]] = _CLASSES | {
     "QuantizedStorage": lambda shape, **others: QuantizedStorage(torch.Size(shape), **others),
-    "dtype": lambda name: _DTYPES[name],
+    "dtype": lambda name: DTYPES[name],
     "Format": NumberFormat,  # what files called it at first
 }
 """What makes a value of a text, by the name of its type. A text names nothing else."""
@@ -118,7 +117,7 @@ def _described(value: Any, path: str, arrays: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, tuple):
         return [_described(each, f"{path}.{i}", arrays) for i, each in enumerate(value)]
     if isinstance(value, torch.dtype):
-        return {"type": "dtype", "name": str(value).removeprefix("torch.")}
+        return {"type": "dtype", "name": dtype_name(value)}
     if isinstance(value, torch.device):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):

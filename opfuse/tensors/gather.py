@@ -1,9 +1,9 @@
 """The all-gather protocol of FSDP2, for parameters that are sharded along their rows.
 
 Shards travel quantized, as row parts: of two planes that hold the same values one travels, and the other is made from it. Where
-FSDP2 frees parameters between the passes, each pass has the plane that it reads (:mod:`opfuse.tensors.halves`). What
-all rows share is equal on all ranks (:mod:`opfuse.tensors.shards`) and stays where it is; where it cannot be, values travel and
-the parameter is plain.
+FSDP2 frees parameters between the passes, each pass gathers the plane that it reads (:mod:`opfuse.tensors.halves`). Scales that
+all rows share are equal on all ranks (:mod:`opfuse.tensors.shards`) and do not travel; where they cannot be equal, values travel
+in high precision and the parameter is plain.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gathering(NamedTuple):
 def before(
     shard: Quantized, shape: Sequence[int], *, mesh: Any, dtype: torch.dtype | None
 ) -> tuple[tuple[torch.Tensor, ...], Gathering]:
-    """What a shard gives to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
+    """What a shard sends to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
     storage, ranks = shard.record, mesh.size()
     if storage.shape[0] * ranks != shape[0]:
         wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
@@ -70,7 +70,7 @@ def after(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """The whole parameter and the tensors it owns beside ``gathered``; or None, with its bytes written into ``out``.
 
-    Gathering brings back values that autograd already knows, so no version is bumped.
+    The values are those that autograd knows already, so no version is bumped.
     """
     out = getattr(out, "_local_tensor", out)
     if gathering.source is not shard:
@@ -95,7 +95,7 @@ def after(
 
 
 def _joined(shard: Quantized, gathered: Sequence[torch.Tensor], gathering: Gathering, *, first: bool) -> QuantizedStorage:
-    """The planes that ``gathered`` makes: those of this pass, and the first time all that can be made, for memory to be there."""
+    """The planes that ``gathered`` makes: those of this pass, or all at the ``first`` gather, which allocates their memory."""
     sent = cast(QuantizedStorage, gathering.sent)
     if sent.shape == gathering.shape:  # where there is one rank, torch hands over the first part alone
         gathered = [part.clone() for part in row_parts(sent)]

@@ -65,10 +65,10 @@ def gemm(
     """The product ``name`` of :data:`GEMMS`.
 
     dtype: what a high-precision product computes in. out_dtype: of the result, default ``dtype``; fp32 keeps the sums
-    unrounded. torch.autocast, which would round them, has no say here: the op chose its dtype. mixed: emulate a product of
-    formats that do not meet, as one in fp32 of what they hold. fast: whether a matrix unit that can may keep its sums, in fewer
-    bits than fp32 (:mod:`opfuse.kernels.products.native`). invariant: whether rows of the left shall have the same bits whatever
-    rows are beside them. out: a matrix of the result's shape and dtype to write it into.
+    unrounded. torch.autocast, which would round them, is switched off: the op chose its dtype. mixed: emulate a product of
+    formats that do not meet, in fp32 on dequantized values. fast: let the matrix unit keep its sums, in fewer bits than fp32,
+    where it can (:mod:`opfuse.kernels.products.native`). invariant: rows of the result have the same bits whatever other rows
+    ``left`` has. out: a matrix of the result's shape and dtype to write it into.
     GemmError if two formats do not meet and must, ShapeError if the shapes do not.
     """
     out_dtype = out_dtype or dtype
@@ -94,7 +94,7 @@ def gemm(
 
 
 class ChainTold(NamedTuple):
-    """A product of ``shape`` with ``ops`` behind it, and why they were not made in one launch; an empty string if they were."""
+    """A product of ``shape`` followed by ``ops``. why: why they were not made in one launch; an empty string if they were."""
 
     shape: torch.Size
     ops: tuple[str, ...]
@@ -116,9 +116,9 @@ def chains_told() -> Iterator[list[ChainTold]]:
 
 
 class PendingProduct(NamedTuple):
-    """An fprop that is yet to be made, by :func:`gemm` or together with what follows it.
+    """An fprop that is yet to be made, by :func:`gemm` or in one launch with the ops that follow it.
 
-    out_dtype: of what :meth:`made` gives. options: others of :func:`gemm`.
+    out_dtype: of the result of :meth:`made`. options: further arguments of :func:`gemm`.
     """
 
     left: Operand
@@ -129,7 +129,7 @@ class PendingProduct(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the result."""
+        """The shape of the result."""
         return torch.Size((*self.left.shape[:-1], self.right.shape[0]))
 
     @property
@@ -185,9 +185,9 @@ def gemm_of_groups(
     fast: bool = False,
     invariant: bool = False,
 ) -> torch.Tensor | None:
-    """The products ``name`` of groups together, one below the other; None where they are to be made one by one.
+    """The products ``name`` of several groups in one launch, one result below the other; None if that is not possible.
 
-    lines: rows of each result, at least one. The other arguments are :func:`gemm`'s, whose bits these are.
+    lines: rows of each result, at least one. The other arguments are those of :func:`gemm`, and so are the bits.
     """
     if len(lefts) < 2:
         return None
@@ -218,7 +218,7 @@ def gemm_of_runs(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> torch.Tensor:
-    """fprop or dgrad of the groups of ``left`` whose sizes the device knows, in one launch."""
+    """fprop or dgrad of the groups of ``left``, whose sizes only the device knows, in one launch."""
     what = GEMMS[name]
     stored = [_stored(right.derived(what.right_plane)).moved_in_place() for right in rights]
     return product_of_rows(_stored(left.derived(what.left_plane)), stored, groups, out_dtype=out_dtype, fast=fast)
@@ -227,7 +227,7 @@ def gemm_of_runs(
 def wgrad_of_runs(
     left: QuantizedStorage, right: QuantizedStorage, groups: RowGroups, *, out_dtype: torch.dtype, fast: bool
 ) -> torch.Tensor:
-    """Likewise, wgrad of both in the same groups, as one (G, N, K)."""
+    """wgrad of groups whose sizes only the device knows, in one launch, as one (G, N, K)."""
     one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
     return product_over_rows(one, other, groups, out_dtype=out_dtype, fast=fast)
 
@@ -241,7 +241,7 @@ def wgrad_into(
     accumulate: bool,
     fast: bool,
 ) -> None:
-    """Likewise, added to buffers of some groups, (N, K) in fp32, or written there. The bits are those of a product in fp32."""
+    """As :func:`wgrad_of_runs`, added to the ``buffers`` of some groups, (N, K) in fp32, or written there; sums are in fp32."""
     one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
     results = {i: _in_place(buffer) for i, buffer in buffers.items()}
     products_into(one, other, groups, results, fast=fast, accumulate=accumulate)

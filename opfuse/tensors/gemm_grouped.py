@@ -1,7 +1,7 @@
 """The three products of a grouped linear layer: those of a linear layer, for each group of rows with a weight of its own.
 
-Groups are multiplied one after another, each as large as its rows; or all in one launch: in high precision of torch's grouped
-product, where only the device knows their sizes or where that is faster, and in FP8 where the package has a product of its own.
+Groups are multiplied one after another, or all in one launch: in high precision by torch's grouped product, if only the device
+knows their sizes or if that is faster; in FP8 by the package's own product, where there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 
 from opfuse.kernels.engine.launch import listener
-from opfuse.kernels.products import grouped as gemm_grouped
+from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
     def ends(self, device: torch.device, rows: int) -> torch.Tensor:
         """int32 (G,) on ``device``: where each group ends."""
         if self.sizes is None:
-            return gemm_grouped.ends_of(copied_to(cast(torch.Tensor, self.splits), device), rows)
+            return grouped.ends_of(copied_to(cast(torch.Tensor, self.splits), device), rows)
         sizes, made = self.sizes, list[torch.Tensor]()
 
         def ends() -> Sequence[torch.Tensor]:
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 def takes_device_splits(x: Operand, weights: Weights) -> bool:
     """Whether the products of ``x`` and ``weights`` can be made without the host knowing the sizes."""
     listed = [weights] if isinstance(weights, torch.Tensor) else weights
-    return isinstance(x, torch.Tensor) and _plain(listed) and gemm_grouped.takes([x], listed)
+    return isinstance(x, torch.Tensor) and _plain(listed) and grouped.takes([x], listed)
 
 
 def grouped_rows(
@@ -68,7 +68,7 @@ def grouped_rows(
     if isinstance(left, QuantizedStorage) and (runs := groups_in(left)) is not None:
         fast, rights = options.get("fast", False), cast(list[QuantizedStorage], weights)
         return gemm_of_runs(name, left, rights, runs, out_dtype=out_dtype or dtype, fast=fast).reshape(*leading, width)
-    faster = name in gemm_grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
+    faster = name in grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
     if groups.sizes is None or faster:
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
         return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
@@ -92,12 +92,12 @@ def grouped_wgrad(
 ) -> torch.Tensor | list[torch.Tensor | None]:
     """dW (N, K) of each group, None for groups that are not ``wanted``; or of all as one (G, N, K).
 
-    That of a group without rows is exactly zero. out_dtype: another one than ``dtype`` wants sizes that the host knows.
+    dW of a group without rows is exactly zero. An ``out_dtype`` other than ``dtype`` needs sizes that the host knows.
     """
     if isinstance(dy, QuantizedStorage) and isinstance(x, QuantizedStorage) and (runs := groups_in(dy)) is not None:
         return wgrad_of_runs(dy, x, runs, out_dtype=out_dtype or dtype, fast=options.get("fast", False))
     operands = (dy, x)
-    faster = out_dtype in (None, dtype) and _plain(operands) and gemm_grouped.takes(operands)
+    faster = out_dtype in (None, dtype) and _plain(operands) and grouped.takes(operands)
     if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):
         values = cast(torch.Tensor, x)
         return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
@@ -122,9 +122,9 @@ def add_wgrads(
     whole: torch.Tensor | None = None,
     fast: bool = False,
 ) -> set[int]:
-    """Add dW of groups to their buffers, (N, K) in fp32, where the product does that and it saves time; of which it was done.
+    """Add dW of groups to their ``buffers``, (N, K) in fp32, where the product can add and that saves time; the groups done.
 
-    In one launch for each, or for all where the buffers are those of all groups and parts of ``whole``, (G, N, K).
+    One launch for each group, or one for all if the buffers are those of all groups and parts of ``whole``, (G, N, K).
     """
     if not isinstance(dy, QuantizedStorage) or not isinstance(x, QuantizedStorage):
         return set()
@@ -141,9 +141,9 @@ def add_wgrads(
 def add_wgrads_of_runs(
     dy: Operand, x: Operand, added: Mapping[int, torch.Tensor], new: Mapping[int, torch.Tensor], *, fast: bool = False
 ) -> None:
-    """Add dW of groups whose sizes the device knows to buffers, (N, K) in fp32, and write that of others; one launch for each.
+    """dW of groups whose sizes only the device knows: added to the buffers ``added``, written to ``new``, (N, K) in fp32.
 
-    A group without rows leaves a buffer that is added to as it is.
+    One launch for either. A group without rows leaves a buffer in ``added`` as it is.
     """
     left, right = cast(QuantizedStorage, dy), cast(QuantizedStorage, x)
     runs = cast(RowGroups, groups_in(left))
@@ -169,4 +169,4 @@ def _split(operand: Operand, sizes: Sizes) -> Sequence[Operand]:
 
 def _in_one_launch(name: str, left: Any, right: torch.Tensor, groups: Groups) -> torch.Tensor:
     rows: torch.Tensor = left.reshape(-1, left.shape[-1])
-    return gemm_grouped.multiply(name, rows, right, groups.ends(rows.device, len(rows)))
+    return grouped.multiply(name, rows, right, groups.ends(rows.device, len(rows)))

@@ -108,9 +108,9 @@ def offsets(sizes: Sizes) -> Iterator[tuple[int, int]]:
 
 
 _READ: ContextVar[dict[int, tuple[torch.Tensor, Sizes]] | None] = ContextVar("opfuse_sizes_read", default=None)
-"""What the host has read in the running call, by the identity of the tensor: layers that share splits wait for them once.
+"""Sizes that the host has read in the running call, by the identity of the tensor: layers that share splits wait for them once.
 
-Who repeats a recording has read before it what the recording is made for. What is read later no recording may depend on.
+A program is chosen by sizes that were read before it runs; a recording inside of which sizes are read is refused.
 """
 
 
@@ -125,10 +125,10 @@ def sizes_read_once() -> Iterator[None]:
 
 
 def read_sizes(splits: torch.Tensor, rows: int, *, where: str) -> Sizes:
-    """The values of an integer tensor. From a device, the host waits for them, once in :func:`sizes_read_once`.
+    """The values of an integer tensor. The host waits for those on a device, once in :func:`sizes_read_once`.
 
-    One without data, on the meta device, stands for groups of equally many of the ``rows``. UnsupportedError while a CUDA graph
-    is captured, which would not see new values. where: the op that wants them.
+    A tensor on the meta device stands for groups of equal size among the ``rows``. UnsupportedError while a CUDA graph is
+    captured, which would not see new values. where: the op that reads them, for the error.
     """
     known = known_sizes(splits, rows)
     if known is not None:
@@ -177,7 +177,7 @@ def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
 
 
 _CONSTANT = "opfuse_constant"
-"""The attribute of a tensor that nobody else has, so that its values stay."""
+"""Marks a tensor that was made of a list of ints: nobody else has it, so its values stay."""
 
 
 def is_constant(splits: torch.Tensor) -> bool:
@@ -202,7 +202,7 @@ def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:
 
 
 def check_copied(splits: torch.Tensor, rows: int, *, where: str) -> None:
-    """:func:`check_sizes` of sizes that the host has, which are about to be copied to a device, where nobody could tell."""
+    """:func:`check_sizes` of ``splits`` on the CPU, before they are copied to a device, where the host could no longer check."""
     if splits.device.type == "cpu":
         check_sizes(tuple(splits.tolist()), rows, where=where)
 

@@ -1,10 +1,10 @@
 """Parameters of FSDP2 that hold one plane at a time: in the forward pass the rowwise one, in the backward pass the other.
 
-A pipeline reads one plane in each pass, and FSDP2 gathers in each pass, where it frees parameters in between. So of planes that
-were cast apart, which take as many bytes on the wire as bf16 if both travel, that one travels. Of planes that hold the same
-values the rowwise one always travels, and is transposed in the backward pass alone. What else reads a plane that is not there, a
-recomputation or code outside of pipelines, has it made from the other one or fetched from the shards. That is a collective
-operation, which all ranks come to, as they run the same program.
+A pipeline reads one plane in each pass, and FSDP2 gathers in each pass if it frees parameters in between. So of planes that were
+cast apart only the one that the pass reads travels: both would take as many bytes as bf16. Of planes that hold the same values
+the rowwise one always travels, and is transposed in the backward pass alone. Anything else that reads a missing plane, such as a
+recomputation or code outside of pipelines, makes it from the other plane or fetches it from the shards. A fetch is a collective
+operation, which all ranks reach, since they run the same program.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _WHY = "it did not travel in this pass"
 
 
 class Halves(NamedTuple):
-    """The records of a whole parameter, each of one plane, over memory that FSDP2 fills and frees; where one is fetched from.
+    """The records of a whole parameter, each of one plane, over memory that FSDP2 fills and frees.
 
-    group: the ranks to fetch from; None where the columnwise plane is made from the rowwise one, which is always there.
+    shard: this rank's part. group: the ranks from which a missing plane is fetched; None if the columnwise plane is made from the
+    rowwise one, which is always there.
     """
 
     records: dict[str, QuantizedStorage]
@@ -62,10 +63,10 @@ class Halves(NamedTuple):
 
 
 def alone(shard: Quantized, ranks: int) -> str | None:
-    """The usage of the plane that the pass which gathers now reads alone; None: all planes are there in every pass.
+    """The usage of the only plane that the gathering pass reads; None: all planes are there in every pass.
 
-    Decided at the first gather, when FSDP2 makes its buffers: these fit both planes where their parts are of one size, or where
-    one of the planes is all that travels.
+    Decided at the first gather, when FSDP2 makes its buffers: these serve both passes if the parts of both planes have one size,
+    or if only one of the planes ever travels.
     """
     if shard.usages != USAGES:
         return None
@@ -109,7 +110,9 @@ def _sizes(shard: Quantized, usage: str) -> tuple[tuple[int, torch.dtype], ...]:
 
 
 def _group_of_parameters() -> Any:
-    """FSDP2's record of what it gathers now, which knows the pass. It tells parameters nothing of it: read off Python's stack."""
+    """FSDP2's group of the parameters that are gathered now, which knows the pass. FSDP2 passes it to nobody, so it is read off
+    Python's stack.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -35,7 +35,7 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
 
 
 def strayed(parameter: torch.Tensor, master: torch.Tensor) -> bool:
-    """Has something else written ``parameter``? On this rank it is then neither the cast of ``master`` nor equal to it."""
+    """Whether something else wrote ``parameter``: on this rank it is neither the cast of ``master`` nor equal to it."""
     held, kept = stored_in(parameter).detach(), stored_in(master)
     values, cast = (
         held.to(torch.float32),

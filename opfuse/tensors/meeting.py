@@ -1,4 +1,4 @@
-"""Rows of a cast on several ranks become one record on each: for FSDP2 and for collectives in pipelines alike."""
+"""Collectives over rows, and the record on all ranks of a cast whose rows they have: for FSDP2 and for ops alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _collectives: Any = torch.ops._c10d_functional
 
 
 class Travel(NamedTuple):
-    """How the planes of a cast come to all ranks.
+    """Which planes of a cast travel to all ranks, and when.
 
-    now: planes that travel when the collective runs. later: planes that stay, and travel in the backward pass, where alone they
-    are read. mirror: the columnwise plane is made of the rowwise one that came.
+    now: planes that travel when the collective runs. later: planes that only the backward pass reads, and that travel then.
+    mirror: the columnwise plane does not travel, but is made of the rowwise one.
     """
 
     now: tuple[Usage, ...]
@@ -60,7 +60,7 @@ def _name(group: Any) -> str:
 
 
 def gathered_rows(piece: QuantizedStorage, ranks: int, group: Any) -> QuantizedStorage:
-    """The record of which each rank has a piece, of as many whole blocks of rows; what all rows share is equal on all ranks."""
+    """The record whose pieces the ranks have, each of as many whole blocks of rows; scales that all rows share must be equal."""
     shape = (ranks * piece.shape[0], *piece.shape[1:])
     return join_rows(piece, [gathered(part, ranks, group) for part in row_parts(piece)], shape)
 

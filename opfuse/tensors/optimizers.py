@@ -76,7 +76,7 @@ class _Masters:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """A master for every parameter that needs one, and of its values."""
+        """Give every parameter that needs one a master with its values."""
         self._adopt(optimizer)
         others = [p for p in self.of if self._seen[p] != _look(p) and strayed(p, self.of[p])]
         for p in others:
@@ -99,7 +99,7 @@ class _Masters:
     # -- step ----------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Masters in the places of their parameters; a closure that finds the parameters there all the same."""
+        """Put masters in the places of their parameters, and wrap a closure so that it finds the parameters."""
         self._enter(optimizer)
         own, *rest = args
 
@@ -109,7 +109,7 @@ class _Masters:
         return (own, *map(outside, rest)), {name: outside(value) for name, value in kwargs.items()}
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Parameters back in their places, as casts of their masters."""
+        """Put the parameters back, as casts of their masters."""
         self._leave(optimizer)
 
     def _outside(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -144,7 +144,7 @@ class _Masters:
         self._note(updated)
 
     def _cast(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Have ``parameters`` be the casts of their masters; of shards, all scales are found in one collective."""
+        """Write the casts of masters into their ``parameters``; scales of all shards are found in one collective."""
         if parameters:
             torch._foreach_copy_([stored_in(p) for p in parameters], [stored_in(self.of[p]) for p in parameters])
             increment_version([p for p in parameters if stored_in(p) is not p])

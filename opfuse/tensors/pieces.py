@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 
 def paste(cut: Cut, rows: QuantizedStorage) -> QuantizedStorage:
-    """Write ``rows``, quantized in the layout of the piece. It holds a copy on the device of the whole: what is returned.
+    """Write ``rows``, quantized in the layout of the piece; returns a copy on the device of the whole, which the piece holds.
 
     QuantizedTensorError if pieces of several scales make the whole.
     """

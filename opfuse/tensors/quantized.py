@@ -1,4 +1,4 @@
-"""What the modules around the one tensor subclass know of it, so that they need not import it: it imports them."""
+"""The interface of the one tensor subclass, for modules that it imports and that so cannot import it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Quantized(torch.Tensor):
-    """A :class:`~opfuse.tensors.tensor.QuantizedTensor`, which says what each of these is."""
+    """Base of :class:`~opfuse.tensors.tensor.QuantizedTensor`, which documents each of these names."""
 
     if TYPE_CHECKING:
         _storage: QuantizedStorage

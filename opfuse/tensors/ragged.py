@@ -1,7 +1,7 @@
-"""Tensors whose groups of rows are cast and multiplied apart, where the device alone knows how many rows each has.
+"""Tensors whose groups of rows are cast and multiplied apart, where only the device knows how many rows each has.
 
-What the host does is then the same whatever the sizes are: one program repeats it, and a CUDA graph does. Bits are those of the
-groups cast and multiplied one by one.
+The host then does the same whatever the sizes are, so one program or CUDA graph serves all of them. Bits are those of the groups
+cast and multiplied one by one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RaggedPlane(Plane):
-    """One direction of a matrix (M, K) in groups of rows, of sizes that the device knows.
+    """One direction of a matrix (M, K) in groups of rows, of sizes that only the device knows.
 
-    Rows lie as in a plane of the whole; columns as in one of the matrix in which each group begins on a tile of 128 rows, with
-    zeros between the groups (numerics/row_groups.py).
+    A rowwise plane lies as that of any matrix. A columnwise plane is that of the padded matrix, in which each group begins on a
+    tile of 128 rows, with zeros between the groups (numerics/row_groups.py).
     """
 
     groups: RowGroups
@@ -74,7 +74,7 @@ def layout_in_groups(fmt: NumberFormat, usage: Any, shape: tuple[int, int], grou
 
 
 def groups_in(storage: QuantizedStorage) -> RowGroups | None:
-    """The groups that the device knows of a record that was cast in them."""
+    """The groups of a record that was cast in groups of sizes that only the device knows; None for any other record."""
     planes = (storage.rowwise, storage.columnwise)
     return next((plane.groups for plane in planes if isinstance(plane, RaggedPlane)), None)
 
@@ -83,9 +83,7 @@ def groups_in(storage: QuantizedStorage) -> RowGroups | None:
 
 
 def copied_to(splits: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``splits`` on ``device`` as they are now, without a wait. Pinned memory would be read when the copy runs; a clone is not
-    pinned.
-    """
+    """``splits`` on ``device`` as they are now, without a wait. A clone, since pinned memory would be read when the copy runs."""
     return splits if splits.device == device else splits.clone().to(device, non_blocking=True)
 
 
@@ -99,9 +97,9 @@ def cast_in_groups(
 ) -> QuantizedStorage:
     """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
 
-    index: int64 (M,); then the planes are those of the rows ``x[index]`` of a matrix ``x``, which are nowhere but in them.
-    Splits on the CPU are copied. Where they do not add up to the rows, the device stops with an assertion; nothing is read or
-    written outside of ``x`` and its planes. each: the quantizers of the groups, where these have states of their own.
+    index: int64 (M,); then the planes are those of ``x[index]`` of a matrix ``x``; kernels that can read through an index do not
+    make these rows. Splits on the CPU are copied. If they do not add up to the rows, the device stops with an assertion; nothing
+    is read or written outside of ``x`` and its planes. each: the quantizers of the groups, if these have states of their own.
     """
     given = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
     rows, columns = shape = matrix_shape(given)
@@ -142,13 +140,13 @@ def _delayed(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: S
 
 
 def _options(each: Sequence[Any]) -> Mapping[str, Any]:
-    """Of a rule that kernels have, which is that of all groups."""
+    """The options of the scale rule, which is the same for all groups and which kernels have."""
     return cast(Mapping[str, Any], each[0]._options(each[0].amax_epsilon))
 
 
 class _CastOfGroups(NamedTuple):
-    """The cast of groups by quantizers of a class, one for each. takes: whether kernels cast so by this one. indexed: whether
-    they read rows through an index.
+    """How kernels cast groups by quantizers of one class. cast: takes a quantizer for each group. takes: whether kernels cast by
+    the settings of a quantizer. indexed: whether they read rows through an index.
     """
 
     cast: Callable[..., Sequence[Encoded]]
@@ -165,7 +163,7 @@ _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
 
 
 def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
-    """Whether kernels cast so many groups so: by a rule that they have, in 1x128 blocks, and under amaxes of this rank alone."""
+    """Whether kernels cast so many groups by such quantizers: the rule must be theirs, and amaxes those of this rank alone."""
     known = _CASTS.get(type(quantizer))
     return groups <= MOST_GROUPS and known is not None and known.takes(quantizer)
 
@@ -191,7 +189,7 @@ class RaggedProducts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
-    """Of rows in any number: so of one, and of as many as a tile has where they are summed."""
+    """Whether the products are made for any number of rows: tried for one row, and for a whole tile where rows are summed."""
     x, dy, weights, (inputs, outputs) = products
     pairs = [
         (Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs))),

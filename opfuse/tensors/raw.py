@@ -1,7 +1,7 @@
 """For optimizers that keep flat pieces of masters on each rank (ZeRO): casts of pieces into whole weights, and buffers for these.
 
-The ranks agree on scales in one collective, each writes the bytes of its pieces, the framework gathers those of all weights at
-once, in buffers of its own, and columnwise planes are made of them.
+The ranks find all scales in one collective, and each writes the bytes of its pieces. The framework gathers the bytes of all
+weights at once, in its own buffers, and columnwise planes are made of these.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def post_all_gather_processing(weights: Sequence[QuantizedTensor]) -> None:
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
-    """Have the rowwise data of ``tensor`` lie in ``new_raw_data``, with the values that it has: in a buffer of many weights.
+    """Move the rowwise data of ``tensor``, with its values, to ``new_raw_data``, a part of a buffer of many weights.
 
     QuantizedTensorError unless that is memory of the same shape, dtype and device; MissingPlaneError without a rowwise plane.
     """

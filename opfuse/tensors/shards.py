@@ -1,7 +1,7 @@
-"""Shards of a quantized parameter on several ranks, and what their rows share: one scale or one amax, found over all of them.
+"""Shards of a quantized parameter on several ranks, whose rows share one scale or amax, which is found over all ranks.
 
-Each rank writes its own rows. From when a shard knows its ranks, a write takes the largest amax of all shards; all ranks write in
-the same order, as optimizers do.
+Each rank writes its own rows. Once a shard knows its ranks, a write takes the largest amax of all shards; all ranks write in the
+same order, as optimizers do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.quantizers.base import Quantizer
-from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
+from opfuse.tensors.quantizers.ranks import AmaxRanks, in_distributed_run, reduce_amax
 from opfuse.tensors.rows import shared_by_rows
 
 
 class Ranks(NamedTuple):
-    """The processes that hold one parameter. agreed: whether what its rows share is known to be equal.
+    """The processes that hold one parameter. agreed: whether the scales that its rows share are known to be equal.
 
-    groups: along each dimension of the mesh over which torch has spread it; None: this process alone.
+    groups: one for each dimension of the mesh over which torch has spread it; None stands for this process alone.
     """
 
     groups: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Ranks(NamedTuple):
 
 
 def join(parameter: torch.Tensor) -> None:
-    """Have the shards of a quantized parameter, which torch has sharded along dimensions of its mesh, know their ranks."""
+    """Tell the shard of a quantized DTensor parameter which ranks hold the others."""
     shard: Any = getattr(parameter, "_local_tensor", None)
     over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
     for dimension in over if hasattr(shard, "record") else ():
@@ -47,9 +47,9 @@ def join(parameter: torch.Tensor) -> None:
 
 
 def agree(shard: Quantized, mesh: Any) -> bool:
-    """Whether row parts of the shards on ``mesh`` make one parameter: what their rows share is equal, from now on.
+    """Whether row parts of the shards on ``mesh`` make one parameter: the scales that their rows share are equal from now on.
 
-    Looked at once, and after bytes came from elsewhere: then it waits for the device, and for the other ranks.
+    Checked once, and again after bytes came from elsewhere; a check waits for the device and for the other ranks.
     """
     if any(isinstance(shard.plane(usage), GroupedPlane) for usage in shard.usages):
         return False
@@ -69,7 +69,7 @@ def agree(shard: Quantized, mesh: Any) -> bool:
 
 
 def learn(shard: Quantized, copy: Quantized) -> None:
-    """Have ``shard`` know what was found of a copy of it, and have the bytes that the copy was cast to for that."""
+    """Take over what :func:`agree` found for a copy of ``shard``, and the bytes if the copy was cast again."""
     if copy.ranks != shard.ranks:
         for mine, its in zip(shard.held.tensors(), copy.held.tensors(), strict=True):
             mine.copy_(its)
@@ -88,7 +88,7 @@ def writer(tensor: Quantized) -> Quantizer | None:
 
 
 def amaxes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What casts of ``sources`` into ``targets`` take the largest of over ranks, by number: one collective for all of a group."""
+    """The amaxes over ranks for casts of ``sources`` into ``targets``, by index, in one collective for each group of ranks."""
     found: dict[tuple[torch.device, AmaxRanks], dict[int, torch.Tensor]] = {}
     for i, (target, source) in enumerate(zip(targets, sources)):
         quantizer = writer(target) if isinstance(target, Quantized) and _is_alone(target, source) else None
@@ -104,12 +104,12 @@ def _is_alone(target: Quantized, source: torch.Tensor) -> bool:
 
 
 def unsure(ranks: Ranks | None) -> Ranks | None:
-    """After bytes from elsewhere."""
+    """``ranks`` after bytes came from elsewhere: no longer known to agree."""
     return None if ranks is None else ranks._replace(agreed=False)
 
 
 def process_groups(value: object) -> list[object]:
-    """The process groups that a quantizer, and those inside it, hold: they can be neither copied nor saved."""
+    """The process groups that a quantizer and those inside it hold, which can be neither copied nor saved."""
     if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
         return [value]
     held = vars(value).values() if is_dataclass(value) else value if isinstance(value, tuple) else ()
@@ -117,8 +117,8 @@ def process_groups(value: object) -> list[object]:
 
 
 def _share(shard: Quantized, mesh: Any, *dimension: int) -> Ranks | None:
-    """The ranks of ``shard``, with those along a dimension of ``mesh``, which cast alike from now on; None where they cannot."""
-    together, known = _is_distributed(), () if shard.ranks is None else shard.ranks.groups
+    """The ranks of ``shard``, with those along a dimension of ``mesh``; None if they cannot find scales together."""
+    together, known = in_distributed_run(), () if shard.ranks is None else shard.ranks.groups
     group = mesh.get_group(*dimension) if together else None
     if shard.quantizer is None or _name(group) in map(_name, known):
         return shard.ranks
@@ -133,10 +133,10 @@ def _name(group: Any) -> str | None:
 
 
 def _is_alike(shard: Quantized, ranks: Ranks) -> bool:
-    """Whether planes hold the same values where they should, and rows on all ranks share what they share: bit for bit."""
+    """Whether planes that should agree do, and scales that rows share are equal on all ranks, bit for bit."""
     mirror = not is_mirror(shard) or _same_bytes(mirrored(shard.plane(ROWWISE)).tensors(), shard.plane(COLUMNWISE).tensors())
     shared = [value.reshape(-1).view(torch.int32) for value in shared_by_rows(shard.record)]
-    if not shared or not _is_distributed():
+    if not shared or not in_distributed_run():
         return mirror
     own = torch.cat([shared[0].new_full((1,), mirror), *shared])
     most = torch.cat([own, ~own])
@@ -144,10 +144,6 @@ def _is_alike(shard: Quantized, ranks: Ranks) -> bool:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     largest, least = most[: len(own)], ~most[len(own) :]
     return bool(least[0]) and torch.equal(largest, least)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _same_bytes(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Changes of representation, whose gradient passes straight through."""
+"""Changes of representation, whose gradient passes straight through; how ``repr`` tells of a gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> 
 
 
 def told_gradient(tensor: torch.Tensor) -> str:
-    """What a tensor that wants a gradient says of where it comes from; as torch has it where a write made that ambiguous."""
+    """How ``repr`` shows that ``tensor`` wants a gradient, as torch does; ``grad_fn=Invalid`` after a write made it ambiguous."""
     try:
         return "requires_grad=True" if tensor.grad_fn is None else f"grad_fn={tensor.grad_fn.name()}"
     except RuntimeError:

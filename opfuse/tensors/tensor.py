@@ -95,14 +95,14 @@ class QuantizedTensor(Quantized):
         return self._storage
 
     def fetch(self) -> None:
-        """Have all planes here. QuantizedTensorError while rows of them are missing (:mod:`opfuse.tensors.pieces`)."""
+        """Fetch planes that are away. QuantizedTensorError while rows are missing (:mod:`opfuse.tensors.pieces`)."""
         if self.pieces:
             pieces.check_whole(self)
         if self.halves is not None:
             self._storage = self.halves.whole(self._storage)
 
     def hold(self, usage: str) -> None:
-        """Of a parameter that holds one plane at a time, hold that of ``usage``, whose bytes are written next."""
+        """In a parameter that holds one plane at a time, hold the plane of ``usage``, whose bytes are written next."""
         if self.halves is not None:
             self._storage = self.halves.records[usage]
 
@@ -114,7 +114,7 @@ class QuantizedTensor(Quantized):
         return self._storage
 
     def storage(self) -> Any:
-        """QuantizedTensorError: there is no one array, which libraries that write arrays to files, as safetensors, ask for."""
+        """QuantizedTensorError: there is no one array, as libraries such as safetensors ask for."""
         wanted, cure = "a plain tensor", "save opfuse.to_planes(state_dict), or the tensor itself with torch.save"
         raise QuantizedTensorError(describe("storage() of a QuantizedTensor", wanted=wanted, got=repr(self), cure=cure))
 
@@ -231,7 +231,7 @@ class QuantizedTensor(Quantized):
         return shards.writer(self)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The value before quantization, on the CPU, where ``quantized_model_init`` was asked to preserve it."""
+        """The value before quantization, on the CPU, if ``quantized_model_init`` was asked to preserve it; else None."""
         return self.__dict__.get("high_precision_init_val")
 
     def clear_high_precision_init_val(self) -> None:
@@ -310,7 +310,7 @@ class QuantizedTensor(Quantized):
         return rebuild, (storage, quantizer, self.requires_grad, self._readonly, self.other_attributes())
 
     def other_attributes(self) -> dict[str, Any]:
-        """What others have set on this tensor, as nn.Parameter and frameworks do."""
+        """Attributes that others have set on this tensor, such as nn.Parameter and frameworks."""
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -6,7 +6,7 @@ from opfuse.train.exact import exact_gradients
 from opfuse.train.files import writable
 from opfuse.train.loop import Curve, Interrupted, TrainStep, evaluate, fit
 from opfuse.train.model import ByteModel
-from opfuse.train.report import bits, fused, to_dict, write_plot, write_report, write_values
+from opfuse.train.report import bits, to_dict, write_plot, write_report, write_values
 from opfuse.train.study import Study, study_overrides
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "evaluate",
     "exact_gradients",
     "fit",
-    "fused",
     "study_overrides",
     "to_dict",
     "usable",

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
 
 import torch
 from pydantic import ValidationError
 
 from opfuse.config import Config, Text, Train, Watching
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
+from opfuse.formats import dtype_name
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.checkpoints import Checkpoints
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
@@ -47,7 +47,7 @@ class Comparison:
     @property
     def name(self) -> str:
         """The configuration's file name without its suffix."""
-        return PurePath(self.config.path).stem
+        return self.config.name
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -119,11 +119,12 @@ def compare(
 
 def labels(config: Config) -> tuple[str, str]:
     """What the run of a configuration and its baseline compute in."""
-    plain = str(config.dtype).removeprefix("torch.")
+    plain = dtype_name(config.dtype)
     return (plain if config.recipe is None else config.recipe.kind), plain
 
 
 def data_of(config: Config) -> Text:
+    """The data that a configuration trains on. ConfigError if it has no such section."""
     if config.data is None:
         cure = "add `data: {kind: text, path: FILE}` or `data: {kind: pydoc_topics}` to the file"
         raise ConfigError(describe(config.path, wanted="data to train on", got="no data section", cure=cure))

@@ -13,10 +13,10 @@ from opfuse import ops
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes import Recipe
+from opfuse.recipes.autocast import under
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.train.data import Batch
-from opfuse.train.loop import region
 from opfuse.train.model import ByteModel
 
 
@@ -69,7 +69,7 @@ def exact_gradients(model: ByteModel, batch: Batch, recipe: Recipe | None) -> li
         rule = _rule(seen_op)
         inputs = [flow, *(channels[channel.name] for channel in op.extra_input_channels)]
         x = flow.plain if rule is _grouped else flow.seen
-        with torch.no_grad(), region(recipe):
+        with torch.no_grad(), under(recipe):
             outputs = _tuple(seen_op(x, *(extra.seen.clone() for extra in inputs[1:])))
         made = rule(OpCall(seen_op, exact_op, inputs, outputs, recipe))
         flow, *others = (Flow.of(seen, exact, flow.plain) for seen, exact in zip(outputs, made))

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from opfuse.errors import OutputError, describe
 
+REPORT, VALUES = "report.json", "values.jsonl"
+"""Files of a run: what it found, and what its casts did to values."""
+
 
 def writable(directory: Path) -> Path:
     """``directory``, made if it is not there. OutputError if no file can be written in it."""

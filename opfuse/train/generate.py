@@ -8,9 +8,9 @@ import torch
 
 from opfuse.config import Config, TokenFile, load
 from opfuse.errors import OutputError, UnsupportedError, describe
+from opfuse.recipes.autocast import under
 from opfuse.train.checkpoints import CONFIGURATION, Checkpoints, read
 from opfuse.train.comparison import data_of, initial_model, labels
-from opfuse.train.loop import region
 from opfuse.train.model import ByteModel
 
 FILLER = b"\n"
@@ -46,7 +46,7 @@ def written(model: ByteModel, config: Config, prompt: bytes, *, length: int, tem
     draw = torch.Generator().manual_seed(seed)
     for _ in range(length):
         last = torch.tensor(text[-context:], device=device).expand(config.train.batch_size, -1)
-        with torch.no_grad(), region(config.recipe):
+        with torch.no_grad(), under(config.recipe):
             logits = model(last)[0].cpu()
         chances = ((logits - logits.max()) / temperature).softmax(-1) if temperature else (logits == logits.max()).float()
         text.append(int(chances.multinomial(1, generator=draw)))

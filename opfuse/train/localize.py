@@ -18,8 +18,8 @@ from opfuse.tensors.storage import QuantizedStorage
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.comparison import data_of, initial_model, overridden, usable
 from opfuse.train.data import corpus, random_batches
+from opfuse.train.files import REPORT
 from opfuse.train.loop import Interrupted, fit
-from opfuse.train.runs import REPORT
 
 
 class SeenValue(NamedTuple):

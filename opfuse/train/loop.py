@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +16,8 @@ from opfuse.compiler.cover import FUSED
 from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
-from opfuse.recipes import Recipe, autocast
+from opfuse.recipes import Recipe
+from opfuse.recipes.autocast import under
 from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.listed import listed_plans
 from opfuse.train.checkpoints import RunState
@@ -197,13 +197,8 @@ def evaluate(model: ByteModel, batches: Sequence[Batch], *, recipe: Recipe | Non
     """Mean cross entropy over ``batches`` of equal size, in evaluation mode and without gradients."""
     model.eval()
     # The region ends inside no_grad, so that no delayed scale moves.
-    with torch.no_grad(), region(recipe):
+    with torch.no_grad(), under(recipe):
         return math.fsum(float(loss(model, batch)) for batch in batches) / len(batches)
-
-
-def region(recipe: Recipe | None) -> AbstractContextManager[object]:
-    """The block in which a model computes under ``recipe``."""
-    return autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def loss(model: ByteModel, batch: Batch) -> torch.Tensor:
@@ -215,7 +210,7 @@ def loss(model: ByteModel, batch: Batch) -> torch.Tensor:
 def _update(model: ByteModel, batch: Batch, optimizer: torch.optim.Optimizer, recipe: Recipe | None) -> float:
     model.train()
     optimizer.zero_grad()
-    with region(recipe):
+    with under(recipe):
         value = loss(model, batch)
     value.backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""The model that is trained: bytes embedded, side by side, through a pipeline of ops to one logit for each next byte."""
+"""The model that is trained: embeddings of the last bytes, concatenated, and a pipeline of ops that predicts the next byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class ByteModel(nn.Module):
         self.dtype = dtype
 
     def forward(self, context: torch.Tensor) -> torch.Tensor:
-        """Logits, fp32 (samples, 256), for bytes, int64 (samples, context). PipelineError if the pipeline gives another shape."""
+        """Logits, fp32 (samples, classes), for bytes or tokens, int64 (samples, context).
+
+        PipelineError if the pipeline gives another shape.
+        """
         columns = self.embedding(context).flatten(1).to(self.dtype)
         logits = self.pipeline(columns)
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"{len(logits)} outputs"

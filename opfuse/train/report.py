@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import platform
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import opfuse
 from opfuse.compiler.plan import Plan
 from opfuse.keys import leaves, plain
-from opfuse.runtime.trace import key_id, process
+from opfuse.runtime.trace import key_id, process, versions
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
-from opfuse.train.files import write
+from opfuse.train.files import REPORT, VALUES, write
 from opfuse.train.loop import Curve
+from opfuse.train.plots import can_plot, png
 
 SMOOTHING = 0.9
 """Decay of the running mean that the plot draws through the losses."""
@@ -30,11 +25,6 @@ SMOOTHING = 0.9
 def bits(nats: float) -> float:
     """Bits per byte."""
     return nats / math.log(2)
-
-
-def fused(run: Curve) -> tuple[tuple[str, str, int], ...]:
-    """(rule, direction, places) of every rule that fused in a training step, in the order of their claims."""
-    return run.fusions
 
 
 def to_dict(result: Comparison) -> dict[str, Any]:
@@ -59,12 +49,12 @@ def to_dict(result: Comparison) -> dict[str, Any]:
         **{f"baseline_{name}": None if base is None else of(base) for name, of in FIGURES.items()},
         "loss_difference": None if base is None else run.last / base.last - 1,
         "validation_difference": None if base is None else run.validation[-1][1] / base.validation[-1][1] - 1,
-        "fusions": [rule for rule, _, count in fused(run) for _ in range(count)],
-        "fusion_counts": [{"rule": rule, "direction": direction, "count": count} for rule, direction, count in fused(run)],
+        "fusions": [rule for rule, _, count in run.fusions for _ in range(count)],
+        "fusion_counts": [{"rule": rule, "direction": direction, "count": count} for rule, direction, count in run.fusions],
         "plan_cache": run.cache._asdict(),
         "seconds": run.seconds + (0.0 if base is None else base.seconds),
         "data": _data(result.corpus),
-        "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "process": {name: value for name, value in process().items() if name in ("environment", "settings")},
         "plans": [_plan(plan) for plan in run.plans],
     }
@@ -105,7 +95,7 @@ def _data(corpus: Corpus) -> dict[str, Any]:
 
 def write_report(result: Comparison, directory: Path) -> Path:
     """Write ``report.json`` into ``directory``: the result, and the losses of every step."""
-    return write(directory / "report.json", report_text(result).encode())
+    return write(directory / REPORT, report_text(result).encode())
 
 
 def write_values(result: Comparison, directory: Path) -> Path | None:
@@ -113,7 +103,7 @@ def write_values(result: Comparison, directory: Path) -> Path | None:
     if not result.watched:
         return None
     lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in result.watched)
-    return write(directory / "values.jsonl", lines.encode())
+    return write(directory / VALUES, lines.encode())
 
 
 def report_text(result: Comparison) -> str:
@@ -124,7 +114,7 @@ def report_text(result: Comparison) -> str:
 
 def write_plot(result: Comparison, directory: Path) -> Path | None:
     """Draw the losses into ``directory`` as ``loss.png``; None without matplotlib, which is an extra of the package."""
-    if find_spec("matplotlib") is None:
+    if not can_plot():
         return None
     return write(directory / "loss.png", _plot(result))
 
@@ -155,9 +145,7 @@ def _plot(result: Comparison) -> bytes:
             below.plot(steps, difference, marker=marker, markersize=4, color="C0")
     below.axhline(0, color="gray", linewidth=0.8, linestyle=":")
     below.set(xlabel="step", ylabel="difference, %")
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    return image.getvalue()
+    return png(figure)
 
 
 def _series(curve: Curve) -> tuple[tuple[Sequence[int], Sequence[float]], ...]:

@@ -13,8 +13,7 @@ from opfuse.config.values import values_of
 from opfuse.errors import TraceError, describe
 from opfuse.inspect.trace import SUFFIX, Trace, read
 from opfuse.keys import plain
-
-REPORT = "report.json"
+from opfuse.train.files import REPORT
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class FactDifference:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first step, from 1, in which two losses are not equal bit for bit. relative: by how much, of the first."""
+    """The first step, counted from 1, in which the losses of two runs are not equal bit for bit."""
 
     step: int
     old: float
@@ -58,6 +57,7 @@ class Divergence:
 
     @property
     def relative(self) -> float:
+        """The new loss over the old one, minus 1."""
         return self.new / self.old - 1
 
     def __str__(self) -> str:

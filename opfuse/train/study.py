@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
 
 from opfuse.config import Config, Train
 from opfuse.errors import OpfuseError
+from opfuse.formats import dtype_name
 from opfuse.inspect.observe import CallInputs, observe
 from opfuse.inspect.saved import CHOICES
-from opfuse.recipes import Recipe, autocast, recipe_of
+from opfuse.recipes import Recipe, recipe_of
+from opfuse.recipes.autocast import under
 from opfuse.train.comparison import OnNamedStep, data_of, initial_model, overridden, usable
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
 from opfuse.train.exact import exact_gradients
-from opfuse.train.loop import Curve, TrainStep, fit, loss, region
+from opfuse.train.loop import Curve, TrainStep, fit, loss
 from opfuse.train.model import ByteModel
 
 KINDS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
@@ -101,7 +102,7 @@ class Study:
     @property
     def name(self) -> str:
         """The configuration's file name without its suffix."""
-        return PurePath(self.config.path).stem
+        return self.config.name
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -170,7 +171,7 @@ def measured(
 ) -> Iterator[Measurement | Refusal]:
     """Every measurement of one point. The model stays as it is."""
     for dtype in dict.fromkeys((config.dtype, torch.float32)):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         twin = copy.deepcopy(model).eval()
         twin.pipeline.to(dtype)
         twin.dtype = dtype
@@ -203,7 +204,7 @@ def saved_bytes(model: ByteModel, batch: Batch, config: Config) -> Iterator[tupl
     columns = model.embedding(batch.context).detach().flatten(1).to(model.dtype).requires_grad_()
     for kind, recipe in recipes:
         for value in CHOICES[KEPT] if recipe else (None,):
-            with suppress(OpfuseError), autocast(enabled=recipe is not None, recipe=recipe and recipe.replace(keep=value)):
+            with suppress(OpfuseError), under(recipe and recipe.replace(keep=value)):
                 yield (kind, value), observe(model.pipeline, CallInputs((columns,), {})).totals.own
 
 
@@ -216,7 +217,7 @@ def gradients(model: ByteModel, batch: Batch, recipe: Recipe | None, *, seed: in
     model = copy.deepcopy(model)  # the region's end moves delayed scales
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        with region(recipe):
+        with under(recipe):
             value = loss(model, batch)
         return list(torch.autograd.grad(value, list(model.parameters()), materialize_grads=True))
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import opfuse
+from opfuse.formats import dtype_name
+from opfuse.runtime.trace import versions
 from opfuse.train.files import write
+from opfuse.train.plots import can_plot, png
 from opfuse.train.study import KEPT, OVERRIDE, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"
@@ -43,13 +40,13 @@ def to_dict(study: Study) -> dict[str, Any]:
         "refused": refused(study),
         "measurements": [_plain(one, study.field) for one in study.measurements],
         "seconds": study.seconds,
-        "versions": {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
     }
 
 
 def dtype_of(study: Study) -> str:
     """The name of the pipeline's dtype."""
-    return str(study.config.dtype).removeprefix("torch.")
+    return dtype_name(study.config.dtype)
 
 
 def _plain(one: Measurement, field: str) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def write_study(study: Study, directory: Path) -> list[Path]:
     write(values, study_text(study).encode())
     notes = "".join(f"- refused: {reason}\n" for reason in reasons(found["refused"], study.field))
     write(table, ("\n\n".join(filter(None, (_title(found), markdown(found), notes.rstrip()))) + "\n").encode())
-    if find_spec("matplotlib") is None:
+    if not can_plot():
         return [values, table]
     return [values, table, write(plot, _plot(study))]
 
@@ -190,6 +187,4 @@ def _plot(study: Study) -> bytes:
     figure.axes[0].set_ylabel("SQNR, dB")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    return image.getvalue()
+    return png(figure)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opfuse.cli import main
-from opfuse.cli.run import bars, lines
+from opfuse.cli.progress import bars, lines
 from opfuse.train import TrainStep
 
 pytestmark = pytest.mark.usefixtures("few_samples")
@@ -93,7 +93,7 @@ def test_exit_codes(options: list[str], code: int, tiny: Path, tmp_path: Path, c
 def test_a_missing_matplotlib_is_one_line(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opfuse.train.report.find_spec", lambda name: None)
+    monkeypatch.setattr("opfuse.train.plots.find_spec", lambda name: None)
     assert main(["run", str(tiny), "--json", "--out", str(tmp_path / "x")]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["name"] == "tiny"

@@ -24,7 +24,7 @@ _CHOSEN: dict[tuple[bool, bool], tuple[Usage, ...]] = {
     (False, True): (COLUMNWISE,),
     (False, False): (),
 }
-"""Directions by what (rowwise, columnwise) of a quantizer say."""
+"""The directions that a quantizer makes, by its (rowwise, columnwise)."""
 
 _APART = ("identity", "block", "mx")
 """Families of formats whose rows share nothing beyond their blocks."""
@@ -52,10 +52,10 @@ class Quantizer(ABC):
     optimize_for_gemm: bool = False
 
     runs_code_of_others: ClassVar[bool] = False
-    """Whether a cast runs what opfuse does not know, so that no recording repeats it."""
+    """Whether a cast runs code that is not opfuse's, so that no recording can repeat it."""
 
     wrap: ClassVar[Callable[[torch.Tensor, Quantizer], Any]] = staticmethod(lambda x, quantizer: quantizer.quantize(x))
-    """What calling a quantizer does. The tensor room sets it, once, at import, to a cast with a gradient and a wrapper."""
+    """What calling a quantizer does. ``opfuse/tensors/__init__.py`` sets it to a cast that has a gradient and makes a tensor."""
 
     @property
     @abstractmethod
@@ -99,11 +99,10 @@ class Quantizer(ABC):
         return self._storage(x.shape, x.dtype, self._planes(x))
 
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
-        """The cast of a tensor as a value, for a kernel that makes that tensor; :meth:`storage` takes its results.
+        """The cast of a tensor as a value, for the kernel that makes the tensor; :meth:`storage` takes its results.
 
-        None where there is none: for most quantizers that are made of others, for one with a ``quantize`` of its own, and for a
-        format that kernels do not know.
-        ShapeError or DtypeError as by :meth:`quantize`.
+        None for most quantizers that are made of others, for a subclass with its own ``quantize``, and for a format that kernels
+        do not know. ShapeError or DtypeError as by :meth:`quantize`.
         """
         return None
 
@@ -125,8 +124,8 @@ class Quantizer(ABC):
     ) -> QuantizedStorage:
         """Rewrite in place every plane that ``dst`` holds with the cast of ``src``, and bump the versions that autograd checks.
 
-        A nonzero ``noop_flag`` of one element leaves all bytes and all state as they are, without the host reading it. amax: what
-        a cast that is :meth:`measured` would find over the ranks, where somebody has found it.
+        A nonzero ``noop_flag`` of one element leaves all bytes and all state as they are, without the host reading it. amax: the
+        amax over the ranks that a :meth:`measured` cast would find, if it is known already.
         """
         self._check_update(src, dst)
         before = [tensor.clone() for tensor in self.state]
@@ -145,7 +144,7 @@ class Quantizer(ABC):
         return dst
 
     def measured(self, shape: Sequence[int], dtype: torch.dtype) -> Measured | None:
-        """The cast of rows of a tensor, under the amax that :meth:`quantize` takes over the ranks, which somebody else does here.
+        """The cast of this rank's rows under an amax over the ranks that the caller finds, where :meth:`quantize` would find it.
 
         None unless one amax is all that the ranks share. ShapeError or DtypeError as by :meth:`quantize`.
         """
@@ -177,9 +176,9 @@ class Quantizer(ABC):
         return False
 
     def reducing(self, group: AmaxRanks) -> Quantizer | None:
-        """The quantizer of a piece of a tensor whose other rows are on other ranks: what all rows share they find over ``group``.
+        """A quantizer for one rank's rows of a tensor, whose amaxes are found over all ranks of ``group``.
 
-        Itself where rows share nothing beyond their blocks, or amaxes are reduced already; None where pieces cannot be cast so.
+        Itself if rows share nothing beyond their blocks, or if it reduces amaxes already; None if pieces cannot be cast so.
         """
         reduces: bool | None = getattr(self, "with_amax_reduction", None)
         if reduces is None:
@@ -191,7 +190,7 @@ class Quantizer(ABC):
 
     @property
     def row_local(self) -> bool:
-        """Whether a cast makes of each row, in the rowwise plane, what it makes of the row alone."""
+        """Whether each row of the rowwise plane is what a cast of that row alone would be."""
         mixes = getattr(self, "with_2d_quantization", False) or getattr(self, "stochastic_rounding", False)
         return self.formats[0].row_local and not (mixes or self.runs_code_of_others)
 
@@ -298,7 +297,7 @@ class CastingQuantizer(Quantizer):
 
 
 class Float8CastingQuantizer(CastingQuantizer):
-    """One whose both planes are of one format, of the element ``fp8_dtype``. QuantizerError for a dtype that is no FP8 one."""
+    """A quantizer with one format for both planes, of the element ``fp8_dtype``. QuantizerError for a dtype that is not FP8."""
 
     fp8_dtype: torch.dtype
 
@@ -331,7 +330,7 @@ class RuledQuantizer(Float8CastingQuantizer):
         return way_of(self.scale_rule, self.formats[0].family, pow2=bool(self.force_pow_2_scales), where=where)
 
     def _options(self, eps: float = 0.0) -> dict[str, Any] | None:
-        """The options under which a cast with kernels computes the rule, for a least amax of ``eps``; None: no cast does."""
+        """The options with which kernels compute the rule, for a least amax of ``eps``; None if no kernel computes it."""
         carried = self._way.carried.get(bool(self.force_pow_2_scales))
         if carried is None or "pow2" not in carried:
             return None if carried is None else {**carried}
@@ -339,7 +338,7 @@ class RuledQuantizer(Float8CastingQuantizer):
 
     @property
     def runs_in_torch(self) -> bool:
-        """Whether no kernel casts by this rule, so that torch does on a GPU, too, and fused kernels store what is cast."""
+        """Whether no kernel casts by this rule: then torch casts, on a GPU too, and fused kernels store what it is to cast."""
         return self._options() is None
 
     def _by_formula(self, layouts: Sequence[Layout], *, rows: int = 1, eps: float = 0.0) -> Ruled:
@@ -348,7 +347,7 @@ class RuledQuantizer(Float8CastingQuantizer):
 
 @dataclass(frozen=True, eq=False)
 class _LayoutInputs:
-    """What the layouts of a quantizer's planes follow from, but for the shape."""
+    """What determines the layouts of a quantizer's planes, except for the shape."""
 
     formats: tuple[NumberFormat, NumberFormat]
     usages: tuple[Usage, ...]
@@ -356,7 +355,7 @@ class _LayoutInputs:
 
 
 _stored = functools.cache(_LayoutInputs)
-"""One object for equal fields: what is looked up at every cast is found by its identity."""
+"""One object for equal fields, so that the caches below, which every cast asks, compare identities."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -102,7 +102,7 @@ class HybridQuantizer(Quantizer):
         return self.rowwise_quantizer.state + self.columnwise_quantizer.state
 
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
-        """Of a rowwise cast beside the tensor itself, as what makes the tensor has both; None of other pairs."""
+        """The encoding of a rowwise cast beside the tensor itself, both of which the kernel has; None for other pairs."""
         if not self._keeps_original or type(self).quantize is not Quantizer.quantize:
             return None
         self._check(shape, dtype)
@@ -135,7 +135,7 @@ class HybridQuantizer(Quantizer):
 
     @cached_property
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
-        """Those that each direction asked for takes."""
+        """The dtypes that every direction asked for takes."""
         subs = ((self.rowwise_quantizer, self.rowwise), (self.columnwise_quantizer, self.columnwise))
         taken = [sub.input_dtypes for sub, wanted in subs if wanted and sub.input_dtypes is not None]
         return tuple(dtype for dtype in taken[0] if all(dtype in each for each in taken)) if taken else None

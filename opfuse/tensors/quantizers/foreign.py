@@ -55,7 +55,7 @@ class ForeignQuantizer(Quantizer):
 
 
 _USAGES: dict[str, Usage] = {"rowwise_usage": ROWWISE, "columnwise_usage": COLUMNWISE}
-"""What says the directions that a quantizer makes, which opfuse sets for each cast."""
+"""Attributes of a quantizer that say which directions it makes; set for each cast."""
 
 
 def _plain(value: object) -> str:
@@ -65,7 +65,7 @@ def _plain(value: object) -> str:
 
 
 def _values(own: Any, made: Any, usage: Usage, x: torch.Tensor) -> torch.Tensor:
-    """What a plane of the cast of ``x`` stands for, in the shape and the dtype of ``x``. QuantizerError if it is not told."""
+    """The dequantized values of a plane of the cast of ``x``, in its shape and dtype. QuantizerError if the cast has none."""
     codes, scale = (getattr(made, f"{name}{'_t' * (usage == COLUMNWISE)}", None) for name in ("data", "scale"))
     if isinstance(codes, torch.Tensor) and callable(getattr(own, "dequantize", None)):
         values = lines_of(own.dequantize(codes, scale, x.dtype), usage)

@@ -12,7 +12,7 @@ def is_ours(what: Any) -> bool:
 
 
 def is_own_quantizer(quantizer: Any) -> bool:
-    """Whether all code of the quantizer is the library's. One that reduces its amax asks at each call whether there are ranks."""
+    """Whether all code of the quantizer is the library's; not if it reduces amaxes, which depends on the ranks at each call."""
     if not is_dataclass(quantizer):
         return True
     if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):

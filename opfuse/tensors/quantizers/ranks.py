@@ -11,13 +11,18 @@ AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...]
 """Processes that find an amax together: None is all of them, a tuple one group after the other."""
 
 
+def in_distributed_run() -> bool:
+    """Whether this process is one of a group of torch.distributed."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:
     """The maximum of each element of ``amax`` over the processes of ``group``; ``amax`` itself outside a distributed run.
 
-    Reduced as integer bits, since a floating-point maximum may lose a NaN, and where the group can: that of shards on the CPU may
-    know NCCL alone.
+    Reduced as integer bits, since a floating-point maximum may lose a NaN, and on a device that the group has a backend for: the
+    group of shards on the CPU may know NCCL alone.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_distributed_run():
         return amax
     word = amax.view(torch.int32).clone()
     for each in group if isinstance(group, tuple) else (group,):

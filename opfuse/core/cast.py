@@ -1,4 +1,4 @@
-"""What an explicit quantize node runs."""
+"""The cast that a quantize node runs, and its scales under delayed scaling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _example(dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FusedCast:
-    """A cast of the tensor of ``shape`` and ``dtype`` that a kernel makes: ``encoding`` is what the kernel does."""
+    """A cast that is made by the kernel which computes the tensor of ``shape`` and ``dtype``; ``encoding`` tells it how."""
 
     encoding: Encoding
     quantizer: Quantizer
@@ -55,7 +55,7 @@ class FusedCast:
 
 @dataclass(frozen=True, eq=False)
 class Cast:
-    """Quantizes a tensor for one role of one op, in the dtype in which the op would have read it; nominally it keeps its own.
+    """Quantizes a tensor for one role of one op, from the dtype in which the op computes; the nominal dtype stays the tensor's.
 
     quantizer: how, with the planes that will be read. where: the op and the role, for error messages. state: delayed-scaling
     state that scales come from and amaxes go to, or None. group: ranks that share those amaxes.
@@ -90,9 +90,9 @@ class Cast:
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> FusedCast | None:
-        """The cast of a tensor of ``shape`` in ``dtype`` on ``device`` that a kernel is about to make, for that kernel to do.
+        """The cast of a tensor of ``shape`` in ``dtype`` on ``device``, for the kernel that is about to compute the tensor.
 
-        None if the tensor must exist first; then it is for a call to cast it. Delayed scaling is due for an update from now on.
+        None if the tensor must exist first: then call this cast on it. A delayed-scaling state is due for an update from now on.
         """
         if self.op.compute_dtype(self.env, _example(dtype)) != dtype:
             return None
@@ -101,17 +101,17 @@ class Cast:
         return None if encoding is None else FusedCast(encoding, quantizer, shape, dtype)
 
     def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
-        """The quantizer of such a tensor, over the live tensors of a state, which are due for an update from now on."""
+        """The quantizer of such a tensor; a delayed-scaling state that it reads is due for an update from now on."""
         self._check(self.quantizer, shape, dtype)
         return self.quantizer if self.state is None else self._delayed(self.state, device)
 
     def scale_of_call(self) -> torch.Tensor:
-        """A copy of the scale with which the running call casts, for whom it is to cast with once more."""
+        """A copy of the delayed scale that the running call casts with, for a backward pass that repeats the cast."""
         state = cast(DelayedScalingState, self.state)
         return cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale.clone()
 
     def under(self, scale: torch.Tensor) -> Cast:
-        """The same cast with a given scale, which counts no amax."""
+        """The same cast with a given scale, fp32 (1,); it counts no amax."""
         wanted = cast(Float8Quantizer, self.quantizer)
         made = Float8Quantizer(
             scale, torch.zeros_like(scale), wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise
@@ -119,7 +119,7 @@ class Cast:
         return replace(self, quantizer=made, state=None)
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
-        """ShapeError or DtypeError unless ``quantizer`` takes such a tensor. A dtype that is not the input's is traced back."""
+        """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""
         features = getattr(self.op, "in_features", None)
         if self.role == "input" and features is not None:
             check_features(self.where, shape, features)
@@ -142,7 +142,7 @@ class Cast:
         return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
-        """The quantizer over the live tensors of a state. Where this is recorded, a program asks for them at every call."""
+        """The quantizer over the live tensors of a state. If a program is being recorded, it will ask for them at every call."""
         tape = listener()
         if tape is None:
             return self._live(state, device)
@@ -181,10 +181,11 @@ class Cast:
 
 
 class _Live:
-    """The live tensors of a cast's state, which a program asks for at every call, those of all its casts at once.
+    """The scale and amax of a cast's state, which a program asks for at every call; :meth:`together` joins those of its casts.
 
-    As :meth:`Cast._live` has it: but where the call is an ordinary one and the state is as it was, all that is left to do is to
-    count. quantizer: over these tensors. tensors: while the state looks as it was ``seen``. use: how a call counts; None: not.
+    It does what :meth:`Cast._live` does, but where no checkpoint runs and the state looks as it did when last ``seen``, the call
+    is only counted. quantizer: over these tensors. tensors: scale and amax, valid while the state looks as ``seen``. use: how a
+    call is counted; None: it is not.
     """
 
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
@@ -206,7 +207,7 @@ class _Live:
         return live
 
     def together(self, others: Sequence[_Live]) -> _LiveTogether:
-        """It and others as one."""
+        """This one and ``others`` as one call."""
         return _LiveTogether((self, *others))
 
 

@@ -46,16 +46,16 @@ class Context:
 
     op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
     ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
-    remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: of a collective, how the cast
-    that it gets comes to all ranks; None: values do. dirty: tensors of the caller that the
-    op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: that of its output, where ``op_backward``
-    gets a cast of it in groups. extra_outputs: those that a rule left which ran the op.
+    remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: for a collective, which planes
+    of a quantized input travel in which pass; None: values travel. dirty: tensors of the caller that the op changed in place.
+    grad_extras: gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where
+    ``op_backward`` gets a cast of it in groups. extra_outputs: the op's extra outputs, if a rule ran it.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
 
-    What the backward pass of a built-in op reads beside the saved values is here whoever ran the forward pass: ``input_dtype``,
-    ``input_shape``, ``extra_dtypes`` of what came in, and ``compute_dtype``, the dtype in which the op computes on it, which is
-    ``io_dtype`` and ``dtype`` too. Each may be set; without that it follows from the input (:data:`_DERIVED`). What else the
-    backward pass of an op reads, its class says in ``derives``.
+    Beside the saved values, the backward pass of a built-in op finds here, whether the op itself or a rule ran the forward pass:
+    ``input_dtype``, ``input_shape``, ``extra_dtypes``, and ``compute_dtype``, in which the op computes, also under the names
+    ``io_dtype`` and ``dtype``. One that was not set follows from the input (:data:`_DERIVED`). Further names, and the functions
+    that find them, are listed by an op's class in ``derives``.
     """
 
     def __init__(self, op: Any, env: Env, needs: frozenset[str]) -> None:
@@ -110,7 +110,7 @@ class Context:
     def cast(self, role: str, x: Value, *by: Any) -> Value:
         """``x`` quantized for ``role`` where a user's fused op took over the op's cast; else ``x`` as it is.
 
-        by: what the cast reads besides, the rows of groups.
+        by: further arguments of the cast: for a cast in groups, the rows of each.
         """
         cast = self.casts.get(role)
         return x if cast is None else cast(x, *by)
@@ -137,7 +137,7 @@ class Context:
         self.grad_inputs = checked_tensors(self.op, "gradients of extra inputs", extras)
 
     def set_extra_outputs(self, *values: torch.Tensor) -> None:
-        """Leave the op's extra outputs, where a rule runs it. PipelineError for what is no tensor."""
+        """Leave the op's extra outputs, from a rule that runs it. PipelineError for anything but tensors."""
         for value in values:
             check_tensor(self.op, "extra outputs", value, "pass each of them, in order")
         self.extra_outputs = values
@@ -148,9 +148,9 @@ class Context:
         return SavedValues(self.op, self._saved)
 
     def save_for_backward(self, *values: Value | None) -> None:
-        """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do, beside those with names.
+        """Keep unnamed tensors for the backward pass, as ``torch.autograd.Function`` contexts do.
 
-        So a subclass keeps what it needs beside what its base has saved.
+        Named values stay, so a subclass can add to what its base has saved.
         """
         named = {name: value for name, value in self._saved.items() if not name.isdigit()}
         self._keep(named | {str(i): value for i, value in enumerate(values)})
@@ -161,10 +161,10 @@ class Context:
         return tuple([value for name, value in self._saved.items() if name.isdigit()])
 
     def complete(self) -> bool:
-        """Whether what was saved serves the op's own backward; then under the declared names, of which the others are None.
+        """Whether the op's own backward can run on what was saved; if so, it is kept under the declared names, the rest as None.
 
-        Unnamed values have the names that the op declares, in order, if there are as many. What no gradient reads may be left
-        out or be None, and so may a parameter of the op.
+        Unnamed values take the names that the op declares, in order, if there are as many. A value that no gradient reads may be
+        missing or None, and so may a parameter of the op.
         """
         op, saved = self.op, self._saved
         own = [name for name in op.saves if name not in op.parameter_names]
@@ -244,7 +244,7 @@ def _compute_dtype(ctx: Context) -> torch.dtype:
 
 
 def _known(ctx: Context, name: str, value: Any) -> Any:
-    """``value``; SavedTensorError without one: then only the implementation that ran knows it."""
+    """``value``; SavedTensorError if it is None: then only the fused op that ran the forward pass knows it."""
     if value is not None:
         return value
     where, got = f"{ctx.op.label} {name}", "nothing, where a fused op ran the forward pass"
@@ -260,10 +260,10 @@ _DERIVED: Mapping[str, Callable[[Context], Any]] = {
     "dtype": _compute_dtype,
     "extra_dtypes": lambda ctx: (ctx.compute_dtype,) * ctx.op.num_extra_inputs,
 }
-"""What follows from the input of the op, by the names under which the forward pass of the op leaves it."""
+"""What follows from the op's input, by the name under which the op's own forward pass sets it."""
 
 _OWN = frozenset(("op", "__dict__", "__getstate__", "__setstate__"))
-"""Names that are asked of a context which has no op yet."""
+"""Names that Python looks up on a context before it has an op, while it is copied."""
 
 _RELEASED = torch.empty(0, device="cpu")
 

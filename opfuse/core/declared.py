@@ -1,7 +1,7 @@
 """What a class declares of its methods holds for those methods, and ends where a subclass or an instance replaces one.
 
-A fusion computes what an op's traits say, and calls none of the op's protocol methods. So a class that replaces one, directly or
-by a mixin, is known by what it declares itself: its traits, and whatever else its bases said of the methods, start from nothing.
+A fusion computes what an op's traits say, and calls none of the op's protocol methods. So once a class replaces one, directly or
+by a mixin, what its bases declared about the methods no longer holds: it has the traits that it declares itself, and no others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CALLS = ("forward", "__call__")
 """What torch calls to run a module; a pipeline calls neither."""
 
 WITHOUT: Mapping[str, Any] = {"traits": frozenset(), "is_cast": False, "accepts_quantized": False}
-"""What classes declare of their protocol methods, and what is known of methods that nothing is declared of."""
+"""What classes declare about their protocol methods, with the values that hold where nothing is declared."""
 
 _WORDS: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 """The class that each word of patterns means."""
@@ -29,12 +29,12 @@ def place(cls: type, names: Collection[str]) -> int:
 
 
 def holds(cls: type, declared: Collection[str], methods: Collection[str]) -> bool:
-    """Whether the nearest class with one of ``declared`` also knew all of ``methods`` as ``cls`` has them."""
+    """Whether none of ``methods`` is overridden below the nearest class that has one of ``declared``."""
     return place(cls, declared) <= place(cls, methods)
 
 
 def adds_code(cls: type) -> bool:
-    """Whether ``cls``, or a mixin below its nearest op, is written elsewhere and has methods or properties."""
+    """Whether ``cls``, or a mixin of it, comes from outside of opfuse and has methods or properties that no op speaks for."""
     nearest = next((i for i, base in enumerate(cls.__mro__[1:], 1) if "reads_training" in vars(base)), len(cls.__mro__))
     return any(
         not base.__module__.startswith("opfuse.")

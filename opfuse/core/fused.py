@@ -16,7 +16,7 @@ from opfuse.errors import PipelineError, describe
 
 
 class FusedOperation(FusibleOperation):
-    """An op that stands for a run of basic ops and runs them its own way; has no parameters of its own.
+    """An op that stands for a run of basic ops and runs them in its own way; it has no parameters of its own.
 
     Override ``fuser_forward``, ``fuser_backward`` or both; what is not overridden runs op by op. An extra input that another
     op of the same fused op produces arrives as None; an extra output that nobody outside reads may be None.

@@ -1,8 +1,9 @@
 """The protocol of te.ops, in which contexts, extra tensors and keyword arguments come in lists with a place for each basic op.
 
-opfuse's own ops have ``op_forward`` and ``op_backward`` alone, and find in their context what else there is. What is written for
-te.ops overrides ``fuser_forward`` and ``fuser_backward``, and may take the quantizers of its neighbours, which are always None:
-casts are nodes of their own. A :class:`~opfuse.core.fused.FusedOperation`, which stands for several ops, has this protocol alone.
+opfuse's own ops have ``op_forward`` and ``op_backward`` alone, and find everything else in their context. An op written for
+te.ops overrides ``fuser_forward`` and ``fuser_backward``, and may take the quantizers of its neighbours, which are always None
+here: casts are nodes of their own. A :class:`~opfuse.core.fused.FusedOperation`, which stands for several ops, has this protocol
+alone.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ PASSED: Mapping[str, tuple[str, ...]] = {
 """The keywords that each method is called with, behind a context and a tensor. The first two may be called by the last two."""
 
 CALLER = {"op_forward": "fuser_forward", "op_backward": "fuser_backward"}
+"""The method of te.ops that calls each method of an op, unless a subclass overrides it."""
 
 LISTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "fuser_forward": (("extra outputs",), "return y, [()], for an op without any"),
@@ -100,7 +101,7 @@ def checked_outputs(op: Any, output: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def check_tensor(op: Any, what: str, output: object, cure: str) -> None:
-    """PipelineError for what is neither a tensor nor a quantized value. Names, which take long to write, are for errors alone."""
+    """PipelineError for what is neither a tensor nor a quantized value. Labels are slow, so one is made for an error alone."""
     if not isinstance(output, (torch.Tensor, QuantizedStorage)):
         raise PipelineError(describe(f"{op.label} {what}", wanted="a tensor", got=_form(output), cure=cure))
 
@@ -120,7 +121,7 @@ def checked_lists(op: Any, method: str, found: Any, ops: int) -> tuple[Any, ...]
 
 
 def checked_tensors(op: Any, what: str, found: Any) -> tuple[torch.Tensor | None, ...]:
-    """What an op gives several of, one by one; PipelineError for what is no collection of tensors and None."""
+    """``found`` as a tuple; PipelineError unless it is a collection of tensors and None. what: how the error calls them."""
     if not isinstance(found, (tuple, list)) and (not isinstance(found, Iterable) or isinstance(found, torch.Tensor)):
         cure = "return them in a tuple, with None for one that is not there; () if the op has no such tensors"
         raise PipelineError(describe(f"{op.label} {what}", wanted="a tuple of tensors", got=_form(found), cure=cure))
@@ -142,7 +143,7 @@ def _form(found: object) -> str:
 def checked_gradients(op: Any, ctx: Any, found: Any) -> tuple[Any, Any, Any]:
     """What ``op_backward`` returned: gradients of the input, of parameters and of extra inputs; PipelineError for anything else.
 
-    The last may be left out where there are no extra inputs, or where their gradients stand in the context.
+    The last may be left out if there are no extra inputs, or if their gradients are in the context.
     """
     count = len(found) if isinstance(found, (tuple, list)) else 0
     if count == 2 and len(ctx.grad_inputs) == op.num_extra_inputs:

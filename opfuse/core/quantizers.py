@@ -31,14 +31,14 @@ SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "
 """Tensor types of the slots of an op that gives their number only."""
 
 _LIKE = {"output": "input", "grad_input": "grad_output"}
-"""Tensor types of results: those that a recipe with a table has no entry for, and those that they are cast like."""
+"""Results, which the tables of recipes do not list, and the tensor type that each is cast like."""
 
 _records: ContextVar[bool] = ContextVar("opfuse_records", default=False)
 
 
 @contextmanager
 def recording_gradients(grad: bool) -> Iterator[None]:
-    """Inside, the forward pass of an op records gradients if ``grad`` says so: inside an autograd.Function torch says no."""
+    """Tell casts inside whether the call records gradients: in an autograd.Function, torch's own grad mode is off."""
     reset = _records.set(grad)
     try:
         yield
@@ -48,7 +48,7 @@ def recording_gradients(grad: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class _Delayed(Float8Quantizer):
-    """Delayed scaling over the live state of a slot, which is due for an update from the first cast on."""
+    """Delayed scaling over the state of a slot, which is due for an update once something was cast."""
 
     slot: DelayedScalingState = field(compare=False, repr=False)
     recipe: DelayedScaling = field(compare=False, repr=False)
@@ -130,7 +130,7 @@ class QuantizerSlotsMixin:
         return tuple(pair for mode in get_args(Mode) for pair in self._slots_of(mode, self.num_quantizers(mode)))
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
-        """Called before a call whose recipe is not that of the last one; quantizers are derived at each call all the same."""
+        """A hook for subclasses, called before a call under another recipe than the last one. Quantizers need no such reset."""
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The quantizer of forward slot 0 under the active recipe, or None."""

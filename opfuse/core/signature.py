@@ -31,8 +31,8 @@ def checked_dtype(where: str, dtype: torch.dtype) -> torch.dtype:
 class TensorSig(NamedTuple):
     """What a plan knows of a tensor: never its values.
 
-    ``quantized`` is None for a plain tensor, else the formats and usages of its planes; of a tensor that :func:`is_foreign` its
-    class, so that it never has the key of another one.
+    ``quantized`` is None for a plain tensor, the formats and usages of the planes of a quantized one, and the class of one that
+    :func:`is_foreign`, so that its key is never that of a plain tensor.
     """
 
     dtype: torch.dtype
@@ -99,7 +99,7 @@ def is_foreign(x: torch.Tensor) -> bool:
 
 
 def _kind(x: torch.Tensor) -> tuple[str, ...] | None:
-    """Of what is no plain Tensor or Parameter: formats and usages of planes, the class of a foreign tensor, else None."""
+    """``TensorSig.quantized`` of anything but a plain Tensor or Parameter."""
     if isinstance(x, QuantizedTensor) and ROWWISE in x.away:
         x.fetch()  # a call reads it, also one that is repeated in the backward pass
     signature: tuple[str, ...] | None = getattr(x, "signature", None)

@@ -39,13 +39,13 @@ class NoSpec:
 
 
 _ARGUMENTS = {"use_bias": "bias"}
-
+"""Fields of specs that are called otherwise than their argument, since the op has a parameter of that name."""
 
 _FIELDS = {name: field for field, name in _ARGUMENTS.items()}
 
 
 def argument(field: str) -> str:
-    """The argument of a constructor that a field of the spec holds; other names where the op has a parameter of that name."""
+    """The argument of a constructor that a field of the spec holds."""
     return _ARGUMENTS.get(field, field)
 
 
@@ -57,7 +57,7 @@ def hyper_parameters(init: Callable[P, None]) -> Callable[P, None]:
     """An op's constructor whose arguments, but for :data:`PLACEMENT`, are the fields of the op's spec.
 
     The constructor gets them in their normal form; SpecError for a value that its annotation does not allow. So a
-    hyper-parameter has its name, type and default in one place, which inspect.signature, editors and type checkers read.
+    hyper-parameter has its name, type and default in one place, which ``inspect.signature``, editors and type checkers read.
     """
     signature = inspect.signature(init)
     _, *arguments = signature.parameters.values()
@@ -88,9 +88,9 @@ def hyper_parameters(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def annotations_of(op: type) -> dict[str, Any]:
-    """What the class of an op and those it derives from, up to ``nn.Module``, annotate, the nearest first.
+    """The public annotations of an op's class and its bases up to ``nn.Module``, those of the class last.
 
-    Annotations that are text are not evaluated, which takes ten times as long; one of a name is what its module calls so.
+    A text annotation is looked up as a name in its module and not evaluated, which would take ten times as long.
     """
     ours = takewhile(lambda base: base is not nn.Module, op.__mro__)
     found = (
@@ -106,7 +106,7 @@ def spec_of(op: type) -> type:
 
 
 def _declares(op: type) -> Any:
-    """What the nearest class that declares a spec declares."""
+    """The spec of the nearest class that declares one; None if no class does."""
     for base in takewhile(lambda base: base is not nn.Module, op.__mro__):
         made = getattr(vars(base).get("__init__"), "spec", None)
         declared = inspect.get_annotations(base).get("spec")

@@ -1,7 +1,7 @@
-"""State dicts: what casts remember is saved beside the parameters, as plain tensors, once an op trains under delayed scaling.
+"""State dicts: delayed-scaling states are saved beside the parameters, as plain tensors, once an op trains under delayed scaling.
 
 The keys are ``delayed_scaling.ROLE.FIELD``, such as ``0.delayed_scaling.input.scale``; `recipes/saved_states.py` says what a
-field holds. An op has all of its keys, always in the same shapes, or none. It has them from when it was told that it trains under
+field holds. An op has all of its keys, always in the same shapes, or none. It has them once it was told that it trains under
 delayed scaling: by :func:`prepare_delayed`, by a state dict that has them, or by a training call under such a recipe. Any other
 op has the state dict of its parameters, which is that of its counterpart in torch.nn.
 """
@@ -42,9 +42,9 @@ _QUOTED = {"%": "%25", ".": "%2E"}
 
 
 class StatefulModule(WatchedModule):
-    """Has the delayed-scaling states of an op follow its parameters, to devices and files.
+    """Moves, saves and loads the delayed-scaling states of an op together with its parameters.
 
-    A module without ``quantizer_states`` has none; that of an op which stands for others has none of its own.
+    A module without ``quantizer_states`` has none, such as an op that stands for several others.
     """
 
     basic_ops: Any
@@ -70,9 +70,9 @@ class StatefulModule(WatchedModule):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """For torch.distributed.checkpoint, which finds keys so, module by module, also :attr:`delayed_scaling`.
+        """The buffers; for torch.distributed.checkpoint, which finds keys module by module, also :attr:`delayed_scaling`.
 
-        Nobody else sees them here: DDP broadcasts buffers, and others walk a model by their names.
+        No other caller gets those: DDP broadcasts buffers, and others walk a model by their names.
         """
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         if not recurse and sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
@@ -85,13 +85,13 @@ class StatefulModule(WatchedModule):
         return self.saved_states(self._device)
 
     def saved_states(self, device: torch.device | None) -> dict[str, torch.Tensor]:
-        """The saved tensors by ``ROLE.FIELD``; of every role, whether or not anything was cast for it yet, then on ``device``."""
+        """The saved tensors by ``ROLE.FIELD``, for every role; ``device`` is for roles for which nothing was cast yet."""
         states = self._states()
         named = states.to_dict([slot for _, slot in self._kept_under()], device=device) if states.saved else {}
         return {_key(*name.rpartition("/")): tensor for name, tensor in named.items()}
 
     def load_states(self, saved: object, device: torch.device | None, *, where: str) -> None:
-        """Take over what was saved by ``role/field``; QuantizerError for what is none."""
+        """Take over what was saved by ``role/field``; QuantizerError for what is no state of this op."""
         slots = [slot for _, slot in self._kept_under()]
         self._states().load_dict(saved, slots=slots, device=device, where=where)
 
@@ -107,11 +107,11 @@ class StatefulModule(WatchedModule):
             self.__dict__["_shown_unused"] = {name: _writes(p) for name, p in self._parameters.items() if p is not None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load also what plain modules save, which have no states, earlier versions, te.ops, and weights plane by plane.
+        """Load state dicts of plain modules (without states), of earlier versions and of te.ops, and weights plane by plane.
 
-        The states that a dictionary has are taken over, all of an op's or none; others stay as they are. QuantizerError for what
-        is none: roles that the op does not have, scales that are not finite and positive, tensors that claim more memory than
-        they have.
+        The states in a dictionary are taken over, all of an op's or none; otherwise they stay as they are. QuantizerError for
+        roles that the op does not have, scales that are not finite and positive, and tensors that claim more memory than they
+        have.
         """
         self.__dict__.pop("_shown_unused", None)
         put_together(state_dict, prefix)
@@ -125,25 +125,25 @@ class StatefulModule(WatchedModule):
             self._states().told |= key == NAMESPACE
 
     def notice_filled(self) -> None:
-        """At a call: was a state dict filled in place before the op ever ran, as torch.distributed.checkpoint fills one?
+        """Note, at a call, that a state dict without states was filled in place before the op ever ran.
 
-        It had no keys of states, and nobody loads it. An optimizer writes after a call.
+        torch.distributed.checkpoint fills state dicts so, and then loads nothing. An optimizer writes only after a call.
         """
         shown, held = self.__dict__.pop("_shown_unused", {}), self._parameters
         if any((value := held.get(name)) is not None and _writes(value) != writes for name, writes in shown.items()):
             self._states().unread |= not self._states().saved
 
     def _filled(self, state_dict: dict[str, Any]) -> bool:
-        """Whether there are tensors of this op's last state dict, written since: torch.distributed.checkpoint fills them so."""
+        """Whether ``state_dict`` has tensors of this op's last state dict that were written since, as by torch's checkpoints."""
         shown = [(value, writes) for ref, writes in self.__dict__.get("_shown", ()) if (value := ref()) is not None]
         filled = [value for value, writes in shown if _writes(value) != writes]
         return any(value is one for value in state_dict.values() for one in filled)
 
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give what was saved under other names, or in another form, the names and the form that this op has."""
+        """Rename and reshape entries of ``state_dict`` that were saved under other names or in another form; in place."""
 
     def _taken(self, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
-        """What is saved of states, by its kind of key, taken out of ``state_dict``; what the op cannot have is left to torch."""
+        """The states in ``state_dict``, by their kind of key, taken out of it; keys that the op cannot have are left to torch."""
         old, start = prefix + _OLD, f"{prefix}{NAMESPACE}."
         if old in state_dict and type(self).get_extra_state is nn.Module.get_extra_state:
             if isinstance(state_dict[old], torch.Tensor):
@@ -223,7 +223,9 @@ def _stateful(model: nn.Module) -> Iterator[StatefulModule]:
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch's own modules load strictly: quantized tensors decoded, also those that are there by planes, and no states."""
+    """A state dict that torch's own modules load strictly: without states, and with quantized tensors, also those saved plane by
+    plane, decoded.
+    """
     whole = from_planes(state_dict)
     kept = {name: value for name, value in whole.items() if not _STATE.fullmatch(name)}
     return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in kept.items()}

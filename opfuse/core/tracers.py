@@ -76,9 +76,9 @@ _numbers, _sites = itertools.count(1), itertools.count(1)
 
 
 def enroll(thing: Any) -> torch.Tensor:
-    """A ticket for an object of this process, by which a graph knows it: a tensor of its number.
+    """A ticket by which a graph knows an object of this process: an int64 tensor () that holds the object's number.
 
-    Dynamo takes a number or a name for a constant, and compiles anew for each object; a tensor is an input of the graph.
+    Dynamo treats a number or a name as a constant and compiles anew for each object; a tensor is an input of the graph.
     """
     number = next(_numbers)
     _enrolled[number] = thing
@@ -101,10 +101,10 @@ def all_enrolled() -> list[Any]:
 
 
 def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int]:
-    """Have the object of that ticket get ready to be followed; its number, and one for the place of the call.
+    """Get the object of a ticket ready to be traced; returns its number, and a number for the place of the call.
 
-    Dynamo runs it where it meets it, looks not into it, and takes what it returns for a constant, and ``form`` for a condition of
-    that: other objects of the same form share the graph. They get ready as well, for what is made later fails a guard.
+    Dynamo runs this function while it traces, without looking into it. The result becomes a constant of the graph, guarded by
+    ``form``: objects of one form share the graph. They all get ready now, since what is made later fails a guard.
     """
     number = int(ticket)
     thing = enrolled(number)

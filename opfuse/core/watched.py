@@ -48,12 +48,12 @@ class Tree(NamedTuple):
 
 
 class WatchedClass(ABCMeta):
-    """A class of ops: its objects follow a write to the class, as they follow one to themselves.
+    """The metaclass of ops: a write to a class is a change of its objects, as a write to an object is.
 
-    The class remembers what it was made with, so that code which was written into it later, by hand or by
-    ``unittest.mock``, is known for code that it says nothing of; what is put back is as it was.
+    A class remembers the attributes that it was made with. So a method that was written into it later, by hand or by
+    ``unittest.mock``, is known as one that the class's declarations do not speak of; one that is put back is as it was.
 
-    rewritten: what was found of classes since one was written to, since plans ask for each op.
+    rewritten: a cache of :func:`rewritten`, emptied by each write to a class.
     """
 
     rewritten: ClassVar[WeakKeyDictionary[type, frozenset[str]]] = WeakKeyDictionary()
@@ -69,13 +69,13 @@ class WatchedClass(ABCMeta):
         cls._write(name, partial(super().__delattr__, name))
 
     def _write(cls, name: str, write: Callable[[], None]) -> None:
-        """Write an attribute, and have the objects that there are follow."""
+        """Write an attribute, and tell the objects of the class that it changed."""
         was = vars(cls).get(name)
         write()
         made = None if name == _MADE_WITH else vars(cls).get(_MADE_WITH)
         if made is not None:
             made.setdefault(name, was)
-        WatchedClass.rewritten = WeakKeyDictionary()  # another one, for what a thread finds meanwhile may be of before
+        WatchedClass.rewritten = WeakKeyDictionary()  # a new one: another thread may be filling the old one from before the write
         if made is None:  # it is being made, here or in another process
             return
         for op in all_enrolled():
@@ -84,11 +84,11 @@ class WatchedClass(ABCMeta):
 
 
 _MADE_WITH = "_made_with"
-"""Where a class has what it was made with, of all that was written since."""
+"""The attribute of a class that holds the first value of each attribute that was written since."""
 
 
 def rewritten(cls: type) -> frozenset[str]:
-    """The attributes of a class and its bases that are others than those it was made with."""
+    """The attributes of a class and its bases that are not what the class was made with."""
     known = WatchedClass.rewritten
     found = known.get(cls)
     if found is None:

@@ -1,4 +1,4 @@
-"""Runs of elementwise ops over their contexts: one call of a chain, which leaves in each context what the op alone would."""
+"""Runs of elementwise ops as one chain, which leaves in each op's context what the op alone would leave."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from opfuse.tensors.gemm import PendingProduct
 from opfuse.tensors.storage import QuantizedStorage
 
 Input = torch.Tensor | PendingProduct
-"""What a chain runs over."""
+"""What a chain runs over: a tensor, or a product that is yet to be made."""
 
 
 def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
-    """The elementwise ops of ``contexts`` over ``x`` (in ``dtype`` or fp32 sums), each leaving its saved state; in ``dtype``.
+    """The result, in ``dtype``, of the elementwise ops of ``contexts`` over ``x``, in ``dtype`` or fp32 sums; each op's state is
+    saved in its context.
 
-    A product that is yet to be made is made with them, in one kernel where that saves time.
+    A product that is yet to be made is made together with them, in one kernel where that saves time.
     """
     stages, _ = _forward_stages(x, contexts, dtype)
     made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
@@ -151,7 +152,7 @@ def _backward_stages(dy: torch.Tensor, contexts: Sequence[Context]) -> tuple[lis
 
 
 def remake_chain(x: torch.Tensor, contexts: Sequence[Context], cast: Cast | None) -> Value:
-    """The result of a chain whose ops have run, over ``x``, the input of the first, and the operands that all saved; cast."""
+    """The result of a chain whose ops have run, from the first op's input ``x`` and saved operands; cast if ``cast`` is given."""
     stages, shape = [], x.shape
     for ctx in contexts:
         shape = ctx.op.math.result_shape(shape)
@@ -171,5 +172,5 @@ def _set_grads(contexts: Sequence[Context], grads: Sequence[Mapping[str, torch.T
 
 
 def unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands for a value that only unwanted gradients read: one zero, seen under ``shape``."""
+    """A stand-in for a value that only unwanted gradients read: one zero, expanded to ``shape``."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)

@@ -1,4 +1,4 @@
-"""Weight gradients put off: which weights a backward pass owes theirs, and what they are later computed from."""
+"""Weight gradients that are put off: which weights they are owed to, and what they are later computed from."""
 
 from __future__ import annotations
 

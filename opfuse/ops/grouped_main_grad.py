@@ -1,4 +1,4 @@
-"""Gradients of the weights of groups that are added to ``main_grad`` (main_grad.py): by the product, where it does that."""
+"""Weight gradients of groups, added to ``main_grad`` (main_grad.py): by the product itself where it can add."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_gradients(
     dtype: torch.dtype,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Add dW to the buffers of ``weights``; what autograd gets in the place of gradients.
+    """Add dW to the buffers of ``weights``; returns what autograd gets in place of gradients, by name.
 
-    names: of all groups, or of the one parameter (G, N, K) that holds their weights. groups: of sizes that the host knows, where
-    operands were not cast by those that the device knows.
+    names: those of all groups' weights, or of the one parameter (G, N, K) that holds them. groups: without sizes only if ``dy``
+    and ``x`` were cast by sizes that stay on the device.
     """
     buffers = {name: main_grad_of(weight, where=f"{where} {name}").detach() for name, weight in weights.items()}
     whole = next((buffer for buffer in buffers.values() if buffer.ndim == 3), None)

@@ -63,7 +63,7 @@ class BasicLinear(BasicOperation):
         self.reset_parameters()
 
     cut_over: Mapping[str, Any] = MappingProxyType({})
-    """Of operands of which this rank has a part, the ranks that have the others: they find what the whole shares together."""
+    """By role of an operand of which this rank has a part: the process group that has the whole, and finds its scale together."""
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, DelayedScalingState | None]:
         quantizer, state = super().make_quantizer(role, recipe)
@@ -93,12 +93,12 @@ class BasicLinear(BasicOperation):
         return self._product(ctx, x, out_dtype).made()
 
     def pending(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | PendingProduct:
-        """What :meth:`produce` makes, yet to be made where that is this class's own."""
+        """The product of :meth:`produce`, yet to be made; made at once if a subclass overrides ``produce``."""
         own = getattr(self.produce, "__func__", None) is BasicLinear.produce
         return self._product(ctx, x, out_dtype) if own else self.produce(ctx, x, out_dtype=out_dtype)
 
     def _product(self, ctx: Context, x: Value, out_dtype: torch.dtype | None) -> PendingProduct:
-        """The product of both operands' casts, of which the context has what the backward pass reads."""
+        """The product of both operands' casts, yet to be made; what the backward pass reads is saved in ``ctx``."""
         weight = self.parameter("weight")
         dtype, ctx.input_dtype = ctx.dtype_of(x), x.dtype
         self._check_input(x)
@@ -238,7 +238,7 @@ class Linear(FusibleOperation):
         return self._product.quantizer_states
 
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Those of its parts, as te.ops lists them, are its own."""
+        """Load also the keys of its parts, under which te.ops saves: ``basic_ops.0.weight`` is ``weight``."""
         state_dict.pop(f"{prefix}basic_ops.1._extra_state", None)
         for part in (f"{prefix}basic_ops.{i}." for i in range(len(self.basic_ops))):
             for name in [name for name in state_dict if name.startswith(part)]:

@@ -1,6 +1,6 @@
 """Weight gradients that are added to a buffer of the parameter, as Megatron-LM keeps them.
 
-``weight.main_grad`` is the caller's: fp32, in the shape and on the device of the weight. The words are those of te.ops.
+``weight.main_grad`` is the caller's: fp32, in the shape and on the device of the weight. Attributes have the names of te.ops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main_grad_of(weight: nn.Parameter, *, where: str) -> torch.Tensor:
 
 @torch.no_grad()
 def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tensor | None:
-    """Add ``grad``, fp32, to the buffer; what autograd gets in its place.
+    """Add ``grad``, fp32, to the buffer; returns what autograd gets in its place.
 
     Where the weight has an attribute ``overwrite_main_grad`` that is true, the buffer is overwritten. Where it has an attribute
     ``grad_added_to_main_grad``, that becomes True, and autograd gets zeros without memory of their own, so that hooks of the
@@ -51,14 +51,14 @@ LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def is_reached(leaf: Any) -> bool:
-    """Whether the running backward pass comes by ``leaf``; torch raises a RuntimeError if it only captures its gradient."""
+    """Whether the running backward pass runs ``leaf``; torch raises a RuntimeError if it only captures its gradient."""
     return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
 
 
 def is_asked_for(weight: nn.Parameter) -> bool:
-    """Whether the running backward pass is to give the gradient of a weight: not one that asks for others alone (``inputs=[x]``).
+    """Whether the running backward pass is asked for the gradient of a weight; not if it has other ``inputs=[x]`` alone.
 
-    True for what is no leaf of the node that runs, as inside of compiled code: then nobody says.
+    True also if the weight is no leaf of the node that runs, as in compiled code, where torch cannot tell.
     """
     node = torch._C._current_autograd_node()
     leaves = [edge for edge, _ in node.next_functions if isinstance(edge, LEAF) and edge.variable is weight] if node else []

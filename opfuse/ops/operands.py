@@ -15,12 +15,12 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 def values_of(x: torch.Tensor) -> torch.Tensor:
-    """What kernels take of an input: a quantized one stands for its values. It is saved as it came."""
+    """An input as kernels take it: a quantized tensor is dequantized; the caller saves it as it came."""
     return x.detach().dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def multiplied(weight: Any, other: Value) -> Value:
-    """A weight as a product reads it: of a quantized parameter the planes beside a quantized operand, else the values."""
+    """A weight as a product reads it: a quantized parameter gives its planes if ``other`` is quantized, else its values."""
     if not isinstance(weight, QuantizedTensor):
         return weight  # type: ignore[no-any-return]
     return weight.held if isinstance(other, QuantizedStorage) else weight.dequantize()
@@ -29,8 +29,9 @@ def multiplied(weight: Any, other: Value) -> Value:
 def kept(ctx: Context, operand: Any, role: str) -> Any:
     """What the backward products read of an operand: a quantized parameter itself, a plane of its cast, or the tensor.
 
-    Autograd notices when a parameter changes before the backward pass. MissingPlaneError for what came quantized without
-    the plane that is read. None for what the backward pass makes anew, of a parameter itself.
+    A parameter is kept itself so that autograd notices a change before the backward pass. An operand that the backward pass makes
+    anew is kept as the parameter that it is made of, or as None. MissingPlaneError for an operand that was quantized elsewhere
+    without the plane that is read.
     """
     if role in ctx.remade:
         return ctx.op.parameter(role) if role in ctx.op.parameter_names else None

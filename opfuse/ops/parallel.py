@@ -1,13 +1,13 @@
 """Tensor and sequence parallelism of a pipeline, as a style for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-The first linear layer of a pipeline is cut along its rows, the last one along its columns: what lies between has a part of the
-features on each rank, and the results are parts of a sum. So collectives become parts of the two layers, before the one product
-and behind the other. Under sequence parallelism tokens come in and go out in parts as well: what stands before the first product
-sees those of the rank alone, and the collectives gather and scatter, rows as they are cast where the format can
+The weight of the first linear layer of a pipeline is cut along its rows, that of the last one along its columns. Each rank has a
+part of the features in between, and its results are summands. So each layer takes in a collective, before the first product and
+behind the last. Under sequence parallelism each rank also has a part of the tokens at both ends: ops before the first product
+see those alone, and the collectives gather and scatter rows, in their quantized form where the format allows
 (:mod:`opfuse.compiler.meetings`).
 
-A pipeline computes on tensors, so for the time of a call local ones stand in the places of the parameters, which are DTensors:
-optimizers, clipping and torch.distributed.checkpoint see those.
+Parameters are DTensors, as optimizers, clipping and torch.distributed.checkpoint see them. A pipeline computes on plain tensors,
+so during a call the local tensors stand in the parameters' places.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorParallel(ParallelStyle):
     Ranks start from the same values, and under scales of whole tensors they find them together.
 
     sequence_dim: the dimension of input and result of which each rank has a part, of one size; None: each rank has all of both.
-    Inside it is the first one, since rows travel, so another one than 0 costs a copy of the input.
+    Rows travel along the first dimension, so any other than 0 costs a copy of the input.
 
     A gated activation between the two must find its halves side by side on each rank: give it a ``glu_interleave_size``. Weights
     that live quantized are cast anew from the values of their parts; one scale is found over the ranks.

@@ -26,7 +26,7 @@ from opfuse.tensors.masters import stored_in
 
 
 def _saved(cls: type, math: object) -> tuple[str, ...]:
-    """What an op of this math saves. SpecError where it is none, as torch's function of the same name is."""
+    """What an op of this math saves. SpecError if ``math`` is no Pointwise, but a function of torch, say."""
     if not isinstance(math, Pointwise):
         cure = "write math = ops.formula(NAME, lambda x: …), or ops.Pointwise(...)"
         raise SpecError(describe(f"class {cls.__name__} math", wanted="an ops.Pointwise", got=repr(math), cure=cure))
@@ -34,11 +34,11 @@ def _saved(cls: type, math: object) -> tuple[str, ...]:
 
 
 DECLARED = ("math", "sources")
-"""What plans and programs of an elementwise op follow from."""
+"""Attributes from which plans and programs of an elementwise op follow."""
 
 
 class PointwiseClass(WatchedClass):
-    """A class of elementwise ops: what its objects save follows a write to its math as well."""
+    """The metaclass of elementwise ops: after a write to ``math``, what their objects save follows from the new one."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "math":
@@ -46,7 +46,7 @@ class PointwiseClass(WatchedClass):
         super().__setattr__(name, value)
 
     def _write(cls, name: str, write: Callable[[], None]) -> None:
-        """Write, and have all know it: subclasses whose ``saves`` follows from their math, and the objects that there are."""
+        """Write an attribute, and update subclasses whose ``saves`` follows from their math, and all objects."""
         kinds = [*_family(cls)] if name in DECLARED else []
         following = [kind for kind in kinds if hasattr(kind, "math") and kind.saves == _saved(kind, kind.math)]
         super()._write(name, write)
@@ -108,7 +108,7 @@ class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
             self._follow_math()
 
     def _follow_math(self) -> None:
-        """Forget what followed from the math that this object had; plans and programs of it as well."""
+        """Derive anew what follows from this object's math; its plans and programs are made anew as well."""
         self.__dict__["_reads"] = {}
         self.__dict__["saves"] = _saved(type(self), self.math)
         self.changed()
@@ -172,8 +172,8 @@ class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
     def backward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         """This op's math with the saved operands, for a result of ``shape``.
 
-        A parameter whose value no gradient reads lends its dtype only; so does what stands for an extra input whose value only
-        an unwanted gradient reads.
+        Of a parameter whose value no gradient reads, only the dtype counts. An extra input whose value only an unwanted gradient
+        reads is replaced by zeros of its dtype.
         """
         saved = ctx.saved
         operands = {name: value for name in self.math.operands if (value := getattr(saved, name)) is not None}

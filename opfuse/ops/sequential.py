@@ -28,7 +28,7 @@ NamedOps = list[tuple[str, FusibleOperation]]
 
 
 class _MadeRuns:
-    """The runs of a list of modules, as it was, and the epoch of changes in which they were last found right."""
+    """The runs that were made of a list of modules, and the epoch of changes at which they were last found to hold."""
 
     def __init__(self, modules: Sequence[nn.Module | None], runs: tuple[nn.Module | OperationFuser, ...]) -> None:
         self.modules = modules
@@ -41,7 +41,7 @@ class _MadeRuns:
         return [not isinstance(module, FusibleOperation) or not module.joins for module in self.modules]
 
     def stands(self) -> bool:
-        """Whether the same modules are called as modules as before."""
+        """Whether each module is still called, or run in a pipeline, as when the runs were made."""
         self.epoch = WatchedModule.epoch
         return self.called == self._called()
 
@@ -180,7 +180,7 @@ class Sequential(Enrolled):
         return made.runs
 
     def get_ready(self) -> None:
-        """Have pipelines, of every Sequential inside as well, which a call asks what they take."""
+        """Make the pipelines of this Sequential and of every one inside, which dynamo reads."""
         for module in self.modules():
             if isinstance(module, Sequential):
                 module.runs()

@@ -87,10 +87,10 @@ class MakeExtraOutput(BasicOperation):
 class Quantize(Identity):
     """Quantizes the activation (forward), its gradient (backward), or both; without a recipe it does nothing.
 
-    Its quantizer says how, also for a matrix product right after it, whose input is cast no second time: what the product reads
-    is made, columnwise data or the original too. Likewise the gradient of a product right before it. To a product in groups of
-    rows it leaves the casts. Other ops compute on the values that the quantized data stands for, and a product after them casts
-    what they made; only Identity and MakeExtraOutput pass quantized data on. Under a backward override gradients are left alone.
+    A matrix product right after it multiplies this cast and makes none of its own, so all that the product reads is made here:
+    columnwise data or the original, too. The same holds for the gradient of a product right before it. A product in groups of
+    rows makes its own casts. Other ops compute on the dequantized values, and a product after them casts their result; only
+    Identity and MakeExtraOutput pass quantized data on. Under a backward override gradients are not quantized.
     """
 
     traits = Identity.traits

@@ -28,7 +28,7 @@ PRESERVED = "high_precision_init_val"
 
 
 def new_weight(op: BasicOperation, name: str, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
-    """The parameter ``name`` of ``op``, still without values; inside ``quantized_model_init`` one that lives quantized.
+    """A parameter ``name`` for ``op``, without values yet; inside ``quantized_model_init`` one that lives quantized.
 
     ShapeError or DtypeError if the format cannot take it; other errors as of :func:`new_parameter`.
     """
@@ -72,9 +72,9 @@ def reset_weight(op: BasicOperation, name: str, draw: Callable[[torch.Tensor], A
 
 
 def regroup(state_dict: dict[str, Any], name: str, held: int, groups: int) -> None:
-    """Have ``name`` in ``state_dict`` as one tensor for ``held`` = 1, else as one for each group; only where all are there.
+    """Rewrite ``name`` in ``state_dict`` as one tensor if ``held`` is 1, else as one for each group; only if all are there.
 
-    What lives quantized keeps its bytes both ways: groups have scales of their own.
+    Quantized weights keep their bytes both ways, since each group has scales of its own.
     """
     parts = [f"{name}{i}" for i in range(groups)]
     if held == 1 and name not in state_dict and all(part in state_dict for part in parts):

@@ -147,6 +147,11 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> str:
     return f"{where}: wants {wanted}, got {_ended(str(got))} Cure: {_ended(cure.rstrip('.'))}"
 
 
+def told_of(error: OSError) -> str:
+    """What the system says of an error: ``OSError: No space left on device``."""
+    return f"{type(error).__name__}: {error.strerror}"
+
+
 def _ended(text: str) -> str:
     """With a full stop, unless it ends as a question: :func:`nearest` asks."""
     return text if text.endswith("?") else f"{text}."

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from opfuse.cli.output import echo, error
 from opfuse.config import Config
-from opfuse.errors import OutputError, describe
-from opfuse.train.files import reason, writable, write
+from opfuse.errors import OutputError, describe, told_of
+from opfuse.train.files import writable, write
 
 _WIDEST = 10_000
 """Columns of the widest table in a file."""
@@ -43,7 +43,7 @@ def written(path: Path, content: bytes, cure: str) -> None:
     try:
         write(path, content)
     except OSError as failed:
-        raise OutputError(describe(str(path), wanted="a file to write", got=reason(failed), cure=cure)) from None
+        raise OutputError(describe(str(path), wanted="a file to write", got=told_of(failed), cure=cure)) from None
 
 
 def directory_for(config: Config, out: Path | None) -> Path:
@@ -66,7 +66,7 @@ def keep(write: Callable[[Path], list[Path]], directory: Path, text: Callable[[]
     try:
         return write(directory)
     except OSError as failed:
-        got = reason(failed)
+        got = told_of(failed)
     try:
         written = write(Path(tempfile.mkdtemp(prefix="opfuse-")))
         place = f"what was computed is in {written[0].parent}"

@@ -86,7 +86,7 @@ class Claims:
 
 
 _known: WeakSet[Callable[..., Any]] = WeakSet()
-"""Functions that replaced ops once, or of which it was told that they did not."""
+"""Functions that have replaced ops once, or that were warned of."""
 
 
 def _tell_idle(function: FusionFunction, ops: Sequence[BasicOperation], *, worked: bool) -> None:

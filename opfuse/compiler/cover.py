@@ -1,4 +1,4 @@
-"""Which rule runs which nodes, and an outcome for every rule: what fused, what did not, and why."""
+"""Matching rules against the chain of nodes: which rule runs which nodes, and an outcome, with a reason, for every rule."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class Group:
 
 @dataclass(frozen=True)
 class PartialMatch:
-    """How far a pattern got where it did not match. bounded: whether more nodes could have changed that."""
+    """How far a pattern got where it did not match.
+
+    depth, term: the place at which it stopped. node: the node there, None at the end of the run. at: the nodes matched before.
+    bounded: whether more unclaimed nodes could have changed the result.
+    """
 
     depth: int
     node: Node | None
@@ -102,10 +106,10 @@ def _runs(rule: Fusion, chain: MainChain, start: int, claimed: Collection[int]) 
 
 
 class _Match:
-    """One try to bind a pattern: the longest for each place in turn, and shorter ones where what follows needs the nodes.
+    """One try to bind a pattern: each place takes as many nodes as it can, and gives some back if a later place needs them.
 
-    dead: places and positions from which there is no way. One set does for tries from left to right, since what a try cannot
-    bind a later one, which has fewer nodes, cannot either.
+    dead: pairs of place and position from which no match exists. Tries from left to right share one set: a try that begins later
+    has fewer nodes and cannot match where an earlier one could not.
     """
 
     def __init__(self, rule: Fusion, nodes: Iterator[Node], start: int, dead: set[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The lowered pipeline: nodes are values, quantization is explicit, numbers of values say how they are wired.
+"""The lowered pipeline: nodes with explicit quantization, wired by the numbers of the values that they read and write.
 
 Nodes stand in forward order. A node reads values by number and writes new ones; value 0 is the pipeline's input. The *main*
 value of a node is its first input and first output; a channel is an edge like any other.
@@ -26,7 +26,7 @@ BOTH = frozenset((FORWARD, BACKWARD))
 
 QUANTIZE = "quantize"
 QUANTIZE_GROUPS = "quantize_groups"
-"""Kinds of quantize nodes: of a tensor as one, and of its groups of rows apart. Rules that end in a cast mean the first."""
+"""Kinds of quantize nodes: for a whole tensor, and for groups of rows apart. Rules that end in a cast mean the first."""
 
 GROUPED = "grouped"
 """Trait of an op whose rows are in groups, of as many rows as its first extra input says."""
@@ -42,9 +42,8 @@ VIEW = "view"
 class CastSpec:
     """What an explicit quantize node does: the operand's role, and the quantizer with the planes that will be read.
 
-    state: the op's delayed-scaling state; None for a quantizer without state. groups: how many groups of rows are cast apart,
-    each with a state of its own, of which ``state`` is then a tuple; 0: the tensor is cast as one. ragged: the products of the
-    op, where its casts in groups are such that the sizes of these may stay on a device.
+    state: the op's delayed-scaling state, or None; for groups, a tuple of states. groups: how many groups of rows are cast apart;
+    0: the tensor is cast as one. ragged: the products of the op, if the sizes of its groups may stay on a device.
     """
 
     role: str
@@ -79,9 +78,9 @@ class ProductFormats:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective beside the cast of an operand: the format in which rows travel, or None and why they do in high precision.
+    """A collective beside the cast of an operand. format: in which rows travel; None: in high precision, and why.
 
-    op: of the collective. product, role: of the operand.
+    op: the index of the collective. product, role: the index of the op that reads the operand, and the operand.
     """
 
     op: int
@@ -97,9 +96,8 @@ class Node:
 
     kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds
     an operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
-    takes_quantized: its methods take quantized values. travel: of a collective, how a cast comes to all ranks. directions: the
-    passes in which it does anything. needs: what wants a
-    gradient: "input", parameter names, "extra0" ….
+    takes_quantized: its methods take quantized values. travel: for a collective, which planes of a cast travel when. directions:
+    the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" ….
     """
 
     index: int
@@ -207,8 +205,8 @@ class Graph:
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
         """Whether ``follower`` alone continues ``node``: the value between them leaves nowhere.
 
-        It has no other reader, since what several ops read is an extra output. Forward, extra inputs of the one are the first
-        extra outputs of the other: so who runs both knows them apart.
+        It has no other reader, since a value that several ops read is an extra output. Forward, extra inputs of ``follower`` must
+        be the first extra outputs of ``node``, so that an implementation of both can tell them from the caller's.
         """
         value = node.outputs[0]
         if not follower.inputs or self.gradient_of(follower.inputs[0]) != self.gradient_of(value) or value in self.outputs:

@@ -38,9 +38,9 @@ class _GraphBuilder:
     """The graph so far: the current main value, and which values carry gradients.
 
     ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
-    values that are a copy of another, quantized or not, and share its gradient.
-    cast_gradients: values whose gradient is quantized. products: of ops with quantized operands. meetings: collectives beside
-    casts. moves: whether casts may change places with them. rows: what the number of rows of the current value divides by.
+    values that are a copy of another, quantized or not, and share its gradient. cast_gradients: values whose gradient is
+    quantized. products: of ops with quantized operands. meetings: collectives beside casts. moves: whether casts may change
+    places with collectives. rows: a number that divides the number of rows of the current value.
     """
 
     env: Env
@@ -79,7 +79,7 @@ def lower(
 ) -> Graph:
     """The lowered graph of ``ops``. exports: channels that leave it. A channel that no op makes comes in as an extra input.
 
-    moves: whether casts may change places with collectives; not where somebody takes the nodes of some ops for their own.
+    moves: whether casts may change places with collectives; not if fused ops or functions claim the nodes of given ops.
     """
     moves = moves and inputs.x.quantized is None
     b = _GraphBuilder(env, ops, [op.known for op in ops], exports=exports, moves=moves, rows=env.rows_class)
@@ -222,7 +222,7 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequenc
     if earlier is not None:
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
-    # That of an explicit Quantize stays where it is: the product behind it gives the cast its own spec, which knows no travel.
+    # The cast of an explicit Quantize stays where it is: the product after it replaces the spec, and would lose the travel.
     collective = None if b.known[op].is_cast else _collective_before(b, spec)
     if collective is None:
         _add_cast(b, op, spec, extra_values)
@@ -240,7 +240,7 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequenc
 
 
 def _collective_before(b: _GraphBuilder, spec: CastSpec) -> Node | None:
-    """What made the current value, if it has brought rows here that could have been cast where they were."""
+    """The collective that made the current value, if its rows could have been cast before they travelled."""
     node = b.nodes[-1] if b.nodes and b.moves and not spec.groups else None
     made = node is not None and not node.is_cast and node.outputs == (b.current,)
     return node if made and node is not None and carrier(b.ops[node.op], FORWARD) is not None else None
@@ -280,7 +280,7 @@ def _cast_gradient(b: _GraphBuilder, op: int, spec: CastSpec) -> None:
 
 
 def _move_gradient_cast(b: _GraphBuilder, collective: Node) -> None:
-    """Have the gradient cast of the op before ``collective`` behind that: there it casts this rank's rows alone."""
+    """Move the gradient cast of the op before ``collective`` to the other side, where it casts this rank's rows alone."""
     cast = b.nodes[-2] if len(b.nodes) > 1 and b.moves else None
     if cast is None or cast.directions != {BACKWARD} or collective.inputs != cast.outputs:
         return

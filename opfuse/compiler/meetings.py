@@ -1,6 +1,6 @@
-"""Casts beside collectives: rows travel among ranks as they are cast, where each rank then holds the bits of a cast of the whole.
+"""Casts beside collectives: rows travel between ranks quantized, if each rank then holds the bits of a cast of the whole tensor.
 
-Where they cannot, or would be more bytes than the values, values travel and each rank casts all of them anew, in both directions.
+If they cannot, or if that would be more bytes, values travel in high precision and each rank casts all of them.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
         BACKWARD: MappingProxyType({"scatters": True, "sums": False}),
     }
 )
-"""By pass, traits of ops behind which a value is what it was before, on more ranks; and whether rows of other ranks join it."""
+"""By pass: traits of ops that pass a value on unchanged to more ranks, and whether they join it with rows of other ranks."""
 
 KEEPS_ROWS = frozenset(("elementwise", "norm", "gemm", "transparent", "spreads", "sums"))
-"""Traits of ops whose results have as many rows as what comes in."""
+"""Traits of ops whose results have as many rows as their inputs."""
 
 GROWTH: Mapping[str, int] = MappingProxyType({"gathers": 1, "scatters": -1})
-"""Traits of ops whose results have as many rows as all ranks together, or as one of them."""
+"""Traits of ops whose results have the rows of all ranks together (1), or one rank's part of the rows (-1)."""
 
 SCALE_BYTES: Mapping[str, int] = MappingProxyType({"none": 0, "fp32": 4, "e8m0": 1, "e4m3": 1})
+"""Bytes of one scale, by ``NumberFormat.scale``."""
 
 
 def carrier(op: BasicOperation, direction: str) -> bool | None:
-    """Whether rows of other ranks join what passes ``op`` in ``direction``; None: what passes is changed otherwise."""
+    """Whether ``op`` joins a value with rows of other ranks in ``direction``; None if it is no carrier: it changes the value."""
     traits = op.known.traits
     return next((joins for trait, joins in CARRIERS[direction].items() if trait in traits), None)
 
 
 def rows_behind(op: BasicOperation, rows: int) -> int:
-    """What the number of rows of the op's result divides by, where that of its input divides by ``rows``."""
+    """A number that divides the number of rows of the op's result, if ``rows`` divides that of its input."""
     ranks, traits = getattr(op, "process_group_size", 1), op.known.traits
     for trait, growth in GROWTH.items():
         if trait in traits:
@@ -63,9 +64,9 @@ class Carried(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A collective beside a cast. product: whose operand it is. rows: what the number of a rank's rows divides by.
+    """A collective beside a cast. product: the op whose operand is cast. rows: a number that divides that of a rank's rows.
 
-    width: bytes of a value. direction: in which rows are gathered.
+    width: bytes of a value in high precision. direction: the pass in which the collective joins rows.
     """
 
     product: BasicOperation
@@ -77,7 +78,7 @@ class Beside(NamedTuple):
 
 
 def carried(spec: CastSpec, beside: Beside) -> Carried:
-    """The cast of this rank's rows and how it travels, or why values do."""
+    """The cast of this rank's rows and how its planes travel, or why values travel in high precision."""
     usages = spec.quantizer.usages
     if not carrier(beside.collective, beside.direction) or beside.collective.process_group_size == 1:
         return Carried(spec, Travel(usages))
@@ -122,7 +123,7 @@ def _waits(quantizer: Quantizer, beside: Beside) -> bool:
 
 
 def _together(spec: CastSpec, beside: Beside) -> Quantizer | None:
-    """The quantizer of rows on one rank: what they share with those of others is known, or found, on all ranks."""
+    """A quantizer of one rank's rows whose scales are those of all ranks: known before, or found together; None if neither."""
     quantizer: Quantizer = spec.quantizer
     if spec.state is not None:
         recipe, role = cast(Recipe, beside.env.recipe), beside.product.quantizer_role(spec.role)
@@ -143,7 +144,7 @@ def _lines(fmt: NumberFormat, usage: Usage) -> int:
 
 
 def _bytes(fmt: NumberFormat) -> float:
-    """Of one value, with its part of a scale, where it is not that of a whole line."""
+    """Bytes of one value, with its part of a scale; scales of whole lines or tensors do not count."""
     elements = math.prod(fmt.block or (0,))
     bits = 0 if fmt.element is None else fmt.element.bits
     return bits / 8 + (SCALE_BYTES[fmt.scale] / elements if elements else 0)

@@ -1,13 +1,13 @@
 """The language of patterns: places of nodes in a row, as Python, configuration files and explanations write them.
 
-A pattern is a row of places, ``basic_linear bias? act=gelu|silu elementwise* quantize?``. A place is one or more words, of which
-any will do, with a count behind them and, where it shall have another name than its words, a name before them::
+A pattern is a row of places, ``basic_linear bias? act=gelu|silu elementwise* quantize?``. A place is one or more words, any of
+which matches, followed by a count. A name may stand before them; otherwise the place is named after its words::
 
     place = [name "="] word {"|" word} ["?" | "*" | "+" | "{2}" | "{2,}" | "{2,5}"]
 
-Places stand behind blanks or commas, in brackets or without. A list has one place in each item; a dictionary, or an item of a
-list that is one, names places by its keys. :func:`printed` writes what :func:`terms_of` reads. Which words there are is not known
-here: ``vocabulary.py`` says so when a rule enters a rule set.
+Places are separated by blanks or commas, with or without brackets around all. A list has one place in each item; a dictionary, or
+an item of a list that is one, names places by its keys. :func:`printed` writes what :func:`terms_of` reads. Words are not checked
+here, but by ``vocabulary.py`` when a rule enters a rule set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACE = re.compile(rf"(?:(?P<name>{_WORD})=)?(?P<words>{_WORD}(?:\|{_WORD})*)(?
 _BETWEEN = re.compile(r"\s*,\s*(?![^{}]*\})|\s+")
 
 _COUNTS: Mapping[str, tuple[int, int | None]] = {"": (1, 1), "?": (0, 1), "*": (0, None), "+": (1, None)}
-"""How many nodes the sign behind a place stands for."""
+"""How many nodes, from least to most, the sign after a place stands for."""
 
 _EXAMPLE = "write 'basic_linear bias? act=gelu|silu elementwise* quantize?'"
 

@@ -37,7 +37,7 @@ def products(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def remade(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Each operand of a product that the backward pass makes anew: of what, in which format (None: the values themselves)."""
+    """Each operand that the backward pass makes anew: from what, and in which format (None: high precision)."""
     nodes = plan.graph.nodes
     for reader, operands in plan.remade.items():
         for each in operands:
@@ -47,7 +47,7 @@ def remade(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def meetings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Each collective beside a cast: the operand, the format in which rows travel (None: values do), and why they do not so."""
+    """Each collective beside a cast: the operand, the format in which rows travel (None: high precision), and why that."""
     for each in plan.graph.meetings:
         fmt = None if each.format is None else str(each.format)
         yield {"op": plan.ops[each.op], "product": plan.ops[each.product], "operand": each.role, "format": fmt, "why": each.why}
@@ -74,14 +74,14 @@ def pipeline(plan: Plan) -> dict[str, Any]:
 
 
 def stepped(plan: Plan) -> dict[str, str]:
-    """Why segments run at every call, by their nodes, as far as they have run."""
+    """Why segments are run by the interpreter at every call, by their nodes; only segments that have run."""
     nodes = plan.graph.nodes
     found = ((segment, plan.own_code.get(segment.nodes.start)) for segment in plan.segments)
     return {" ".join(nodes[i].name for i in segment.nodes): why for segment, why in found if why}
 
 
 def flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:
-    """Who hands a value to whom: readers of a value forward, and back along the same gradients."""
+    """Edges between the nodes ``shown``: from producers to readers forward, and along their gradients backward."""
     last: dict[int, int] = {}
     for node in graph.nodes:
         if node.index not in shown:

@@ -1,4 +1,4 @@
-"""A plan: how one pipeline runs under one key. Made by a short list of named passes over values."""
+"""A plan: how one pipeline runs under one key; made by lowering, claims of rules, a check, and a cut into segments."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Segment:
     """A stretch of nodes that runs inside one autograd node.
 
     inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
-    an autograd node; without a gradient to compute it has none, nor where torch follows all it does: views, one by one.
-    again: inputs that several of its nodes read, once for each further reader: autograd gets the gradient of each reader by
-    itself and sums them, in the order in which it gets them from ops that are nodes of their own.
+    an autograd node; not if there is no gradient to compute, nor for views alone, which torch itself follows. again: inputs that
+    several of its nodes read, once for each further reader: autograd gets each reader's gradient and sums them, in the order in
+    which it would get them from ops with nodes of their own.
     """
 
     nodes: range
@@ -59,9 +59,10 @@ class Plan:
 
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
-    that the backward pass makes anew, by the node that reads them. programs,
-    own_code, keepable: what was recorded of each segment, or of one of its casts, what in it is the user's own, and its casts of
-    weights that may be kept from call to call, by its first node; of a cast, by it.
+    that the backward pass makes anew, by the node that reads them.
+
+    What was found since, by a segment's first node: programs (also by a cast): recordings. own_code: why a segment runs at every
+    call. keepable: its casts of weights that may be kept from call to call.
     """
 
     key: PlanKey
@@ -96,12 +97,12 @@ class Plan:
 
     @cached_property
     def cast_once(self) -> dict[int, Cast]:
-        """Of casts whose result the backward pass makes anew: what is cast for the forward product alone."""
+        """By node, the casts for the forward product alone of operands that the backward pass makes anew."""
         return {each.source: each.forward for operands in self.remade.values() for each in operands}
 
     @cached_property
     def postponed(self) -> frozenset[int]:
-        """Collectives that leave a plane to the backward pass."""
+        """The nodes of collectives of which a plane travels in the backward pass only."""
         nodes = self.graph.nodes
         remade = (each for operands in self.remade.values() for each in operands)
         return frozenset(i for each in remade for i in each.chain if nodes[i].travel is not None)
@@ -123,7 +124,7 @@ def compile_plan(
 ) -> Plan:
     """The plan of ``ops`` under ``key``: lower, let everyone claim nodes, check, cut into segments.
 
-    presets: FusedOperations that the user put into the pipeline, each behind the position of its first op. name: of the pipeline,
+    presets: FusedOperations that the user put into the pipeline, each with the position of its first op. name: of the pipeline,
     for explanations. exports: channels that later pipelines read.
     """
     graph = lower(ops, key.env, key.inputs, exports, moves=not (presets or rules.functions))

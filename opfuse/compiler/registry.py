@@ -21,7 +21,7 @@ from opfuse.keys import REGISTERED, Digest, digest, key_fields
 from opfuse.sources import caller
 
 LEVELS = (0, 1, 2)
-
+"""Fusion levels, as :class:`RuleSet` says."""
 
 _CURE = "register a function (ops, *, recipe) -> ops; **unused takes what it does not read"
 
@@ -104,7 +104,7 @@ class RuleSet:
         return {rule.name: told(rule) for rule in self.rules} | {function.name: told(function) for function in self.functions}
 
     def of(self, direction: str) -> tuple[Fusion, ...]:
-        """The rules of one direction, higher priority first, in order otherwise; at every level, which their guards see to."""
+        """The rules of one direction, higher priority first, in order otherwise. The level is checked like a guard."""
         return tuple(sorted((rule for rule in self.rules if rule.direction == direction), key=lambda rule: -rule.priority))
 
     def functions_of(self, direction: str, level: int) -> tuple[FusionFunction, ...]:

@@ -1,10 +1,10 @@
-"""Operands of products that the backward pass makes anew, where a recipe's ``keep`` asks for it: of what, and by which cast.
+"""Operands of products that the backward pass makes anew, if a recipe's ``keep`` asks for it: from what, and by which cast.
 
-An operand is remade where it is a cast of a parameter, or of what ops have made whose results follow from their saved state: a
-run of elementwise ops behind one that has saved its input, or behind a norm. What it takes must be the library's own code that
-does the same twice; any other operand is saved as ever.
+An operand is remade if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
+elementwise op that saved its input, and of elementwise ops after it. All code that this takes must be the library's own and
+deterministic; any other operand is saved.
 
-Whatever ``keep`` says, a plane that a collective left where it was cast is brought here when the backward pass reads it.
+Whatever ``keep`` says, a plane that a collective left where it was cast travels when the backward pass reads it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FOLLOWED = frozenset(("elementwise", "norm"))
 class RemadeOperand:
     """An operand that is not saved.
 
-    reader: node of the product. role: of the operand, which is otherwise saved as ``name``. source: node of the cast. forward:
-    what that node runs, for the forward product alone. anew: the cast that the backward pass runs; None: it reads the values
-    themselves. chain: nodes of the ops whose saved state gives the values, the first one by itself; none for a parameter.
+    reader: node of the product. role: of the operand, which would be saved as ``name``. source: node of the cast. forward: the
+    cast of that node for the forward product alone. anew: the cast that the backward pass runs; None: it reads the values in high
+    precision. chain: nodes of the ops that make the values again, from the saved state of the first on; none for a parameter.
     """
 
     reader: int
@@ -47,7 +47,7 @@ class RemadeOperand:
 
 
 Remade = Mapping[int, tuple[RemadeOperand, ...]]
-"""By the node of the product."""
+"""Operands that are made anew, by the node of the product that reads them."""
 
 
 def remade_operands(
@@ -68,7 +68,7 @@ def remade_operands(
 
 
 def _is_own(group: Group) -> bool:
-    """Whether a group leaves and reads the state of its ops as these do one by one."""
+    """Whether a group saves and reads the same state as its ops would one by one."""
     rule = group.rule
     if rule is None:
         return group.opaque is None
@@ -77,7 +77,7 @@ def _is_own(group: Group) -> bool:
 
 
 def _postponed(graph: Graph, ops: Sequence[BasicOperation], casts: Mapping[int, Cast], reader: Node) -> Iterator[RemadeOperand]:
-    """The input of a product of which a collective has left a plane for later."""
+    """The input of a product, if a collective before it sends a plane in the backward pass only."""
     collective = graph.nodes[graph.producer[reader.inputs[0]]] if reader.inputs[0] in graph.producer else None
     if collective is not None and collective.travel is not None and collective.travel.later:
         source, name = graph.producer[collective.inputs[0]], ops[reader.op].remade_as["input"]
@@ -112,12 +112,12 @@ def _can_repeat(quantizer: Quantizer) -> bool:
 
 
 def _keeps_itself(quantizer: Quantizer, saved: str) -> bool:
-    """Whether what is saved of a parameter is the parameter."""
+    """Whether the parameter itself would be saved, so that there is nothing to gain."""
     return saved == "original" or (saved == "columnwise" and quantizer.formats[1].family == IDENTITY.family)
 
 
 def _only(quantizer: Quantizer, usage: Usage) -> Quantizer:
-    """What casts one direction, of a hybrid the part of it that does."""
+    """``quantizer`` for one direction alone; the sub-quantizer of a hybrid."""
     if isinstance(quantizer, HybridQuantizer):
         if usage == ROWWISE:
             return quantizer.rowwise_quantizer

@@ -35,6 +35,7 @@ __all__ = [  # what a rule is written with, wherever it stands
 ]
 
 JOINT = "joint"
+"""The direction of a rule that runs in both passes."""
 
 PASSES: Mapping[str, tuple[str, ...]] = {JOINT: (FORWARD, BACKWARD), FORWARD: (FORWARD,), BACKWARD: (BACKWARD,)}
 """The passes that a rule of each direction runs in; directions in the order in which they claim."""
@@ -46,6 +47,7 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
+"""What a guard reads where its path leads to nothing."""
 
 
 def _same(got: Any, want: Any) -> bool:

@@ -26,17 +26,15 @@ Base = TypeVar("Base")
 PARAMETERS = ("weight", "bias")
 """Parameters of the built-in ops; grouped ones number theirs."""
 
-
 DERIVED: Mapping[type, tuple[str, ...]] = {Env: ("backward_override", "rounding"), Recipe: ("kind",)}
-"""What guards may read of a part of the key beside its fields: what follows from these, or from its class."""
-
+"""Properties that guards may read of a part of the key beside its fields, from which they follow."""
 
 SEVERAL: Mapping[str, str] = {"linear": "basic_linear bias?"}
-"""What pipelines call one op and patterns several, and how patterns write it."""
+"""Names of ops in pipelines that are several basic ops, and the pattern for these."""
 
 
 class NodeKind(NamedTuple):
-    """A kind of node: the words that mean it, and the spec its nodes have (NoSpec: its class declares none)."""
+    """A kind of node: the words that match it, the spec of its nodes (NoSpec: none is declared), and names of parameters."""
 
     words: frozenset[str]
     spec: type

@@ -1,4 +1,4 @@
-"""Rules that are written down, not programmed: a sequence of kinds that a known implementation can run in one piece."""
+"""Declared rules: patterns without code of their own, which one of the built-in implementations runs as one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opfuse.fusions.epilogue import epilogue
 from opfuse.ops import OPS
 
 PRODUCER, ELEMENTWISE = "producer", "elementwise"
-
+"""Traits of what an epilogue begins with, and of what a chain is made of."""
 
 KINDS = {cls.kind: frozenset((cls.kind, *declared_traits(cls))) for cls in OPS.values() if issubclass(cls, BasicOperation)}
 """Every kind of node that built-in ops become, and those that :func:`learn` was told of, with the pattern words that mean it."""
@@ -30,7 +30,7 @@ WORDS: set[str] = set().union(*KINDS.values())
 
 
 def learn(cls: type[FusibleOperation]) -> None:
-    """Have files know an op of another package, and patterns in them its words."""
+    """Add an op of another package, and the words of patterns that match it, to what files may name."""
     if issubclass(cls, BasicOperation):
         KINDS[cls.kind] = frozenset((cls.kind, *declared_traits(cls)))
         WORDS.update(KINDS[cls.kind])
@@ -90,7 +90,7 @@ def _chain_misfit(term: Term, before: Term, *, last: bool) -> str | None:
 
 
 def _form_misfit(term: Term) -> str | None:
-    """Why several ops cannot share a place of which one is elementwise in one form only."""
+    """Why a word cannot share its place with others: the op is elementwise in one form only."""
     formed = [word for word in term.words if word in FORMS]
     shares = bool(formed) and len(term.words) > 1
     return f"{formed[0]!r} is elementwise in one form only, so it needs a place of its own" if shares else None
@@ -186,7 +186,7 @@ def unknown_word(term: Term) -> str | None:
 
 
 def forms_of(pattern: Sequence[Term]) -> tuple[Guard, ...]:
-    """What is asked of ops that are elementwise in one form only."""
+    """Guards that let only the elementwise form of such ops match."""
     formed = ((term, *FORMS[word]) for term in pattern for word in term.words if word in FORMS)
     return tuple(is_(f"{term.name}.{field}", value) for term, field, value in formed)
 

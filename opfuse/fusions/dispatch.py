@@ -1,4 +1,4 @@
-"""Rows on their way to experts, cast as they are read."""
+"""The forward rule that casts rows for experts as it reads them, instead of copying them first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opfuse.core.context import Context
 
 
 def dispatch_cast(x: torch.Tensor, *, dispatch: Context, quantize: Context) -> Any:
-    """The rows of each group, read through their index by the kernel that casts them; no copy of them in high precision."""
+    """The cast of the rows of each group, which the kernel reads through their index; they are not copied in high precision."""
     route = dispatch.op.route(dispatch, x)
     dispatch.set_extra_outputs(*route.extra_outputs)
     return quantize.op(route.x, route.extra_outputs[0], route.rows)

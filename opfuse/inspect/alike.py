@@ -1,4 +1,4 @@
-"""What layers of a model have in common is told once, with their number."""
+"""Grouping what layers of a model have in common, so that reports tell it once, with the number of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 def alike(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Items with one key together, in the order in which keys come first."""
+    """Items grouped by key, in the order in which keys first appear."""
     found: dict[Hashable, list[Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -35,5 +35,5 @@ def common(names: Sequence[str]) -> str:
 
 
 def counted(names: Sequence[str]) -> str:
-    """The same with their number where there are several: ``layers.*.mlp ×2``."""
+    """The :func:`common` name, with the number of names if there are several: ``layers.*.mlp ×2``."""
     return f"{common(names)} ×{len(names)}" if len(names) > 1 else names[0]

@@ -19,10 +19,10 @@ from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 BINS = 16
-"""Powers of two of which a histogram of scales tells, the most frequent ones."""
+"""The most powers of two in a histogram of scales, the most frequent ones."""
 
 BIAS = 127
-"""Of an exponent of fp32."""
+"""The bias of an fp32 exponent."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CastFigures:
 
 
 class FoundFigures(NamedTuple):
-    """What was found of a cast to a plane, on its device still: sums and counts of :func:`cast_figures`, one after another."""
+    """Figures of a cast to a plane, still on its device: the sums and counts of :func:`cast_figures`, one after another."""
 
     format: str
     plane: str
@@ -67,10 +67,10 @@ class FoundFigures(NamedTuple):
 
 
 def figures(given: Value, made: QuantizedStorage) -> Iterator[FoundFigures]:
-    """What the cast of ``given`` to ``made`` did, found on the device of the tensors; none where ``made`` keeps ``given`` itself.
+    """Figures of the cast of ``given`` to ``made``, found on the device of the tensors; none if ``made`` keeps ``given`` itself.
 
-    Of the rowwise plane, or of the columnwise one where that is all there is; then of the columnwise one if it is rotated, whose
-    values are others: those that the rotation makes of ``given``.
+    For the rowwise plane, or the columnwise one if it is the only one; also for a rotated columnwise plane, whose values are
+    those that the rotation makes of ``given``.
     """
     planes = [plane for plane in (made.rowwise, made.columnwise) if plane is not None and plane.format.element is not None]
     for plane in planes[:1] + [plane for plane in planes[1:] if plane.format.rht]:

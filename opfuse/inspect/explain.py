@@ -14,16 +14,16 @@ from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.tensors.gemm import chains_told
 
 ENVIRONMENT = "environment "
-"""How the source of a recipe's field begins that was taken from a variable."""
+"""How the source of a recipe's field begins if its value came from an environment variable."""
 
 
 def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: Any) -> Explanation:
     """Explain ``model(*inputs, **named)`` under the active recipe, or those of converted modules, by running its forward once.
 
-    The run leaves no trace: it works on copies of the inputs and of the model's buffers, makes plans that no cache keeps,
-    delayed-scaling states record nothing and those that it makes are dropped, and random state is restored. Only hooks of
-    the caller see it. overrides: also measure the bytes saved for backward under every backward override, as
-    :func:`opfuse.saved` does in more detail; an override under which the call cannot run is told as refused, and why.
+    The run leaves no trace: it works on copies of the inputs and of the model's buffers, and makes plans that no cache keeps.
+    Delayed-scaling states record nothing, those that it makes are dropped, and random state is restored. Only hooks of the caller
+    see it. overrides: also measure the bytes saved for backward under every backward override, as :func:`opfuse.saved` does in
+    more detail; an override under which the call cannot run is reported as refused, and why.
 
     OpfuseWarning for amaxes of delayed scaling that were not finite. PipelineError for what is no module or runs no op of opfuse;
     DtypeError for a first input that is no tensor.

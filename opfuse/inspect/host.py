@@ -1,4 +1,4 @@
-"""Which op takes the host how long, when nothing is recorded."""
+"""How long each op takes the host while calls are interpreted, before a program repeats them."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class _Times:
 def host_times(model: nn.Module, *inputs: Any, calls: int = 5, **named: Any) -> HostTimes:
     """How long the host is at each group of ``model(*inputs, **named)`` and of its backward pass, under the active recipe.
 
-    ``calls`` training calls are interpreted, by the plans that they have; as :func:`opfuse.explain`, that leaves no trace. From
-    the third call of a shape on segments are repeated without Python for each op, so what is told matters before, and where no
-    recording can be made. PipelineError and DtypeError as of ``explain``.
+    Interprets ``calls`` training calls under their plans, and like :func:`opfuse.explain` leaves no trace. From the third call of
+    a shape on, programs repeat segments without Python for each op, so these times matter for the first calls, and where nothing
+    can be recorded. PipelineError and DtypeError as of ``explain``.
     """
     times = _Times()
     for _ in range(calls):

@@ -34,12 +34,12 @@ WHERE = "inspected call"
 class SavedValue:
     """One value that is saved for the backward pass.
 
-    op: its node in the plan, behind the pipeline's name where there are several; "torch" for what plain modules save.
-    name: what the op calls it. format, usages: of its planes; "plain" and none for a tensor. dtype: nominal.
-    bytes: of its data, scales and amaxes together, as if it were contiguous; the memory that a view keeps alive is larger, or
-    smaller where it repeats elements, and only :class:`Totals` count that. memory: "own"; else who holds it anyway: "input",
-    "extra input 0", "parameter 1.weight", "buffer ...", "kept weights" for a scope of :func:`opfuse.kept_weights`, or the value
-    that was saved first.
+    op: its node in the plan, after the pipeline's name where there are several; "torch" for what plain modules save.
+    name: what the op calls it. format, usages: those of its planes; "plain" and none for a tensor. dtype: nominal.
+    bytes: of its data, scales and amaxes together, as if it were contiguous; a view keeps more memory alive, or less if it
+    repeats elements, which only :class:`Totals` counts. memory: "own", or who holds it anyway: "input", "extra input 0",
+    "parameter 1.weight", "buffer ...", "kept weights" for a scope of :func:`opfuse.kept_weights`, or a value that was saved
+    earlier.
     """
 
     op: str
@@ -53,10 +53,10 @@ class SavedValue:
 
 
 class Totals(NamedTuple):
-    """Bytes of the memory that the saved values keep alive, each block once; parameters, buffers, kept casts of weights left out.
+    """Bytes of the memory that the saved values keep alive, each block once; parameters, buffers and kept weights do not count.
 
-    A block is a whole torch storage: of a saved view, an input that is one among them, it counts all that the view keeps alive.
-    own: the inputs of the call, which the caller may hold anyway, left out as well.
+    A block is a whole torch storage: a saved view counts with all that it keeps alive. own: the bytes without the inputs of the
+    call, which the caller may hold anyway.
     """
 
     bytes: int
@@ -99,13 +99,10 @@ class CallInputs(NamedTuple):
 
 
 def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> Observation:
-    """Run ``model`` forward once, with what it is given.
+    """Run ``model(*given.inputs, **given.named)`` forward once, without a trace, as :func:`opfuse.explain` says.
 
-    The run works on copies of the inputs and of buffers, makes plans that no cache keeps, delayed-scaling states record nothing
-    and those that it makes are dropped, and random state is restored. Only hooks of the caller see it.
-
-    of_opfuse: its ops must run. PipelineError for what is no module, for one that runs none of these, and for a call without a
-    tensor; DtypeError for a first input that is no tensor.
+    of_opfuse: ops of opfuse must run. PipelineError for what is no module, for one that runs none of these, and for a call
+    without a tensor; DtypeError for a first input that is no tensor.
     """
     _check(model, given)
     call = given.copied()
@@ -284,6 +281,7 @@ def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards random state and the delayed-scaling states of ``model`` are what they were; casts inside record nothing."""
     states = [getattr(module, "quantizer_states", None) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())

@@ -37,8 +37,8 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
     """Compare the keys of all plans over the ranks of ``group`` (default: all), and name the rank that disagrees, and in what.
 
     A collective operation: every rank of the group calls it, at the same place of the program, and gets the same answer. Ranks
-    that agree send a digest and a number each; keys with their sources travel only where digests differ. What is compared are
-    the latest 256 plans of each pipeline that is in use. Without torch.distributed there is one rank.
+    that agree send a digest and a number each; keys with their sources travel only if digests differ. Compares the latest 256
+    plans of each pipeline that is in use. Without torch.distributed there is one rank.
     """
     gc.collect()  # what nobody holds lives until the collector runs, on each rank at another time
     plans = trace.in_order(trace.traced())

@@ -12,7 +12,7 @@ from torch import nn
 from opfuse.errors import OpfuseError
 from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
-from opfuse.inspect.errors import error_of, gradients_of
+from opfuse.inspect.gradients import error_of, gradients_of
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
 from opfuse.recipes.policy import OVERRIDES
@@ -21,7 +21,7 @@ from opfuse.recipes.recipe import KEEPS
 
 @dataclass(frozen=True)
 class RefusedSetting:
-    """A setting that a call was not asked for and that it cannot run under. reason: the first line of the error."""
+    """A setting, tried for comparison, under which a call cannot run. reason: the first line of the error."""
 
     reason: str
 
@@ -149,7 +149,7 @@ def _dtype(model: nn.Module, given: CallInputs) -> str:
 
 
 def _attempted(call: Callable[[], Totals]) -> Totals | RefusedSetting:
-    """What ``call`` finds; an error of opfuse or torch, which a setting that nobody asked for must not raise, is the answer."""
+    """What ``call`` finds, or why it failed: a setting that is tried for comparison must not raise."""
     try:
         return call()
     except (OpfuseError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""An explanation: a screenful of text, in which what is alike is told once, all of it on request; plain values; a chart."""
+"""An explanation as text, a screenful or in full; as plain values; as a chart. Layers that are alike are told once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, MOST = 120, 5
 """Columns of a line; lines of one pass, or names, that a screenful has of a pipeline."""
 
 ROUTINE = ("absent", "shadowed")
-"""What became of most rules at most places: nothing."""
+"""Outcomes that a screenful leaves out: those of most rules at most places."""
 
 DETAILS = "details  every rule at every place, each product and each value saved: opfuse explain --all, or .details()"
 
@@ -36,8 +36,8 @@ class Explanation:
 
     backend: native, emulated or high precision, and why. saved: every value kept for the backward pass by this call; totals:
     what they come to. saved_by_override: bytes under every backward override, or why the recipe or the call refuses it.
-    from_environment: the variable that each field of the recipe was taken from which was not given. rule: the only one that is
-    told of (None: all). kept: casts of weights that :func:`opfuse.kept_weights` keeps around the call, and their bytes.
+    from_environment: fields of the recipe that came from the environment, and their variables. rule: the only rule to tell of
+    (None: all). kept: casts of weights that :func:`opfuse.kept_weights` keeps around the call, and their bytes.
     chains: products of this call with elementwise ops behind them, and why they were not one launch; none but on a GPU.
     """
 

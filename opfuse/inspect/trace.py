@@ -207,10 +207,10 @@ def differences(old: PlanMade, new: PlanMade) -> list[KeyDifference]:
 
 @dataclass(frozen=True)
 class Odd:
-    """A rank that differs from most at one place: the ``occurrence``-th plan of a pipeline.
+    """A rank that differs from most in the ``occurrence``-th plan of a pipeline.
 
-    key: of its plan there, None where it made none; most: of the plan of most ranks, None where most made none. differences:
-    from the latter, or else from its own plan that came nearest.
+    key: that of its plan, None if it made none. most: that of most ranks' plans, None if most made none. differences: from the
+    plan of most ranks; if there is none, from the rank's own nearest plan.
     """
 
     rank: int
@@ -229,7 +229,7 @@ class Odd:
 def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
     """The ranks that disagree with most others about a key, compared plan by plan in the order in which each pipeline made them.
 
-    Which device of its type a rank has is no part of a key's digits. Of two ranks the first is right.
+    The number of a rank's device does not count. If as many ranks have one key as another, the first key is right.
     """
     by_rank = [(trace.process.rank, dict(_numbered(trace))) for trace in traces]
     found = []

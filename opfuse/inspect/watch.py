@@ -21,32 +21,36 @@ from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0.5, "sqnr": 8.0}
-"""What is told: shares above these, and a signal-to-noise ratio, in dB, below this."""
+"""Limits by default: shares above these are warned of, and a signal-to-noise ratio, in dB, below this."""
 
-WORDS = {
-    "nonfinite": "a share that is not finite of at most",
-    "saturated": "a share saturated of at most",
-    "flushed": "a share flushed to zero of at most",
-    "sqnr": "a signal-to-noise ratio, in dB, of at least",
+_WARNINGS = {
+    "nonfinite": (
+        "a share that is not finite of at most",
+        "look at the op before it: opfuse.watch tells of every cast, and the first one is the cause",
+    ),
+    "saturated": (
+        "a share saturated of at most",
+        "give the scale room: margin of delayed scaling, a rule that rounds scales up, or E5M2 for this tensor",
+    ),
+    "flushed": (
+        "a share flushed to zero of at most",
+        "use finer blocks or a wider exponent: MXFP8, E5M2 for gradients, or backward_override='high_precision'",
+    ),
+    "sqnr": (
+        "a signal-to-noise ratio, in dB, of at least",
+        "leave this layer in high precision, or give it more bits: opfuse advise says what was measured",
+    ),
 }
-"""What is wanted of each."""
-
-CURES = {
-    "nonfinite": "look at the op before it: opfuse.watch tells of every cast, and the first one is the cause",
-    "saturated": "give the scale room: margin of delayed scaling, a rule that rounds scales up, or E5M2 for this tensor",
-    "flushed": "use finer blocks or a wider exponent: MXFP8, E5M2 for gradients, or backward_override='high_precision'",
-    "sqnr": "leave this layer in high precision, or give it more bits: opfuse advise says what was measured",
-}
-"""What to do about each."""
+"""What a warning says is wanted of each figure, before its limit, and what to do."""
 
 RECORDS = 10_000
 """The latest records that a watch keeps."""
 
 
 class LookedAt:
-    """Training calls of ``model``, some of which are looked at: those for whose number ``due`` has an observer.
+    """Counts the training calls of ``model`` and observes those for whose number ``due`` returns an observer.
 
-    step: their number so far.
+    step: the number of calls so far.
     """
 
     def __init__(self, model: nn.Module, due: Callable[[int], Observer | None]) -> None:
@@ -78,10 +82,10 @@ class LookedAt:
 
 
 class Watch:
-    """Watches the casts of ``model``; :meth:`close`, or leaving it as a context manager, ends that.
+    """Watches the casts of ``model`` until :meth:`close`, or until it is left as a context manager.
 
-    What was found on a GPU is read, written and told of when the model is called again, when somebody asks, or at the end: the
-    step that is looked at waits for nothing.
+    Figures of a GPU are read, written and warned of at the next call of the model, when ``records`` is asked for, or at the end:
+    the watched step itself waits for nothing.
     """
 
     def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
@@ -129,7 +133,7 @@ class Watch:
         self.close()
 
     def note(self, step: int, run: GroupRun) -> None:
-        """A group of a step that is looked at ran."""
+        """Take the figures of a group of nodes that ran in a watched step, if it was a cast."""
         made = run.made.record if isinstance(run.made, QuantizedTensor) else run.made
         if run.role is None or run.given is None or not isinstance(made, QuantizedStorage):
             return
@@ -154,7 +158,8 @@ class Watch:
                 continue
             self._told.add(place)
             where = f"op {record['op']}, {record['tensor']}, step {record['step']}"
-            text = describe(where, wanted=f"{WORDS[name]} {limit}", got=f"{value:.3g} in {record['format']}", cure=CURES[name])
+            wanted, cure = _WARNINGS[name]
+            text = describe(where, wanted=f"{wanted} {limit}", got=f"{value:.3g} in {record['format']}", cure=cure)
             warnings.warn(text, OpfuseWarning, stacklevel=2)
 
     def __str__(self) -> str:

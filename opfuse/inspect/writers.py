@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opfuse.errors import OutputError, describe
+from opfuse.errors import OutputError, describe, told_of
 from opfuse.formats import ROWWISE
 
 Sink = Callable[[Mapping[str, Any]], None]
@@ -41,8 +41,8 @@ def _lines(path: Path) -> Sink:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a", encoding="utf-8").close()
     except OSError as error:
-        got = f"{type(error).__name__}: {error.strerror}"
-        raise OutputError(describe(str(path), wanted="a file to write", got=got, cure="name another path")) from None
+        got, cure = told_of(error), "name another path"
+        raise OutputError(describe(str(path), wanted="a file to write", got=got, cure=cure)) from None
 
     def write(record: Mapping[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as file:

@@ -27,7 +27,7 @@ from opfuse.compiler import plain as plans
 from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.core.tracers import all_enrolled
 from opfuse.environment import variable
-from opfuse.errors import OpfuseWarning, OutputError, describe
+from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 
@@ -182,7 +182,7 @@ def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text(records(pipelines)), encoding="utf-8")
     except OSError as error:
-        got = f"{type(error).__name__}: {error.strerror}"
+        got = told_of(error)
         raise OutputError(describe(str(path), wanted="a file to write", got=got, cure="name another path")) from None
     return path
 
@@ -220,7 +220,7 @@ class Writer:
                 file.write(text(iter([record])))
         except OSError as error:
             self.failed = True
-            got, cure = f"{type(error).__name__}: {error.strerror}", f"name a directory in {TRACE} that can be written"
+            got, cure = told_of(error), f"name a directory in {TRACE} that can be written"
             warnings.warn(
                 describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
             )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from opfuse.errors import OutputError, describe
-from opfuse.train.files import reason, write
+from opfuse.errors import OutputError, describe, told_of
+from opfuse.train.files import write
 
 FOLDER, CONFIGURATION = "checkpoints", "config.yaml"
 
@@ -71,7 +71,7 @@ class Checkpoints:
             write(path, content)
         except OSError as error:
             cure = "make room; what was written before is whole"
-            problem = OutputError(describe(str(path), wanted="room for what a run can go on from", got=reason(error), cure=cure))
+            problem = OutputError(describe(str(path), wanted="room for what a run can go on from", got=told_of(error), cure=cure))
             if self.failed is None:
                 raise problem from None
             self.failed(problem)
@@ -103,7 +103,7 @@ def read(path: Path) -> dict[str, Any]:
             return found
         got = "a file of something else"
     except OSError as error:
-        got = reason(error)
+        got = told_of(error)
     except Exception as error:  # what bytes that are no checkpoint raise is torch's business: several types, that of pickle too
         got = str(error).partition("\n")[0] or type(error).__name__
     raise OutputError(describe(str(path), wanted="a checkpoint of opfuse run", got=got, cure="run without --resume"))

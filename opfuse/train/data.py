@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from opfuse.config import OwnFile, Text, TokenFile
-from opfuse.errors import ConfigError, ShapeError, describe
-from opfuse.train.files import reason
+from opfuse.errors import ConfigError, ShapeError, describe, told_of
 
 BYTES = 256
 """Classes: the next byte is one of these."""
@@ -45,7 +44,7 @@ def read(path: Path) -> bytes:
     try:
         text, got = path.read_bytes(), "an empty one"
     except OSError as error:
-        text, got = b"", reason(error)
+        text, got = b"", told_of(error)
     if not text:
         cure = "write data.path from the folder of the configuration, or as an absolute path"
         raise ConfigError(describe(f"data {path}", wanted="a file with a text", got=got, cure=cure))

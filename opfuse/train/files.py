@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from opfuse.errors import OutputError, describe
+from opfuse.errors import OutputError, describe, told_of
 
 REPORT, VALUES = "report.json", "values.jsonl"
 """Files of a run: what it found, and what its casts did to values."""
@@ -21,7 +21,7 @@ def writable(directory: Path) -> Path:
             file.write(b"\0")
     except OSError as error:
         cure = "name another directory with --out"
-        raise OutputError(describe(str(directory), wanted="a directory to write in", got=reason(error), cure=cure)) from None
+        raise OutputError(describe(str(directory), wanted="a directory to write in", got=told_of(error), cure=cure)) from None
     return directory
 
 
@@ -40,8 +40,3 @@ def write(path: Path, content: bytes) -> Path:
             part.unlink()
         raise
     return path
-
-
-def reason(error: OSError) -> str:
-    """What the system says of it: ``OSError: No space left on device``."""
-    return f"{type(error).__name__}: {error.strerror}"

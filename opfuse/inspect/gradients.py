@@ -12,9 +12,9 @@ from opfuse.inspect.observe import CallInputs, copied_call
 
 
 def gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | None]:
-    """The gradients of all trained parameters under the active recipe, for a gradient of each output drawn anew from one seed.
+    """The gradients of all trained parameters under the active recipe, for gradients of the outputs that are drawn from one seed.
 
-    They go nowhere: the call runs on copies, and neither ``.grad`` nor ``main_grad`` of the caller is written.
+    The call runs on copies, and neither ``.grad`` nor ``main_grad`` of the caller is written.
     """
     generator = torch.Generator().manual_seed(0)
     with copied_call(model, given) as call:

@@ -1,4 +1,4 @@
-"""Layer by layer: low precision or bf16, by what products and casts were measured to take on one GPU.
+"""Advice, layer by layer: low precision or bf16, by the measured times of products and casts on one GPU.
 
 A training step multiplies three times and casts the input, the weight and the gradient once each. Times follow from measured
 rates of large products and of memory (``benchmarks/results/h200.json``); a product that is too small for its casts gains nothing.
@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from opfuse.convert.gains import RECORD
 from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
 from opfuse.domains import SIZE
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
-
-RECORD = "benchmarks/results/h200.json"
 
 BF16 = 800e12
 RATES: Mapping[str, float] = {"fp8_current": 1440e12, "fp8_block": 1155e12, "mxfp8": 670e12, "nvfp4": 685e12}
@@ -39,7 +38,7 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """What is advised for one layer. gain: of a training step of it, how many times as fast; None where there is no product."""
+    """The advice for one layer. gain: how many times as fast a training step of it is expected to be; None if not estimated."""
 
     path: str
     sizes: tuple[int, int]
@@ -54,19 +53,19 @@ class LayerAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What is advised for a model, layer by layer. rows: the tokens that were reckoned with."""
+    """The advice for a model, layer by layer. rows: tokens of the training step that was assumed."""
 
     rows: int
     layers: tuple[LayerAdvice, ...]
 
     @property
     def policy(self) -> dict[str, None]:
-        """The layers that had better stay in high precision, as a policy of :func:`opfuse.fuse_`."""
+        """The layers that should stay in high precision, as a policy of :func:`opfuse.fuse_`."""
         return {layer.path: None for layer in self.layers if layer.advice == "bf16"}
 
     @property
     def gain(self) -> float:
-        """Of a training step of all these layers, if they are as advised."""
+        """How many times as fast a training step of all these layers is expected to be if they follow the advice."""
         before = sum(_flops(layer.sizes, self.rows) for layer in self.layers)
         after = sum(_flops(x.sizes, self.rows) / (1 if x.advice == "bf16" or x.gain is None else x.gain) for x in self.layers)
         return before / after if after else 1.0
@@ -83,7 +82,7 @@ class Advice:
 
 
 def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192, heads: Collection[str] = ()) -> Advice:
-    """For each linear layer of ``model``: the recipe ``kind`` or bf16, with what a training step of it would gain.
+    """Advise the recipe ``kind`` or bf16 for each linear layer of ``model``, with the expected gain of a training step.
 
     rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing;
     they are known by name, or by the model's own word. heads: paths of output heads beside these. The model may lie on the
@@ -101,7 +100,7 @@ def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192, hea
 
 
 def _layers(model: nn.Module, heads: Collection[str]) -> Iterator[tuple[str, tuple[int, int], str | None]]:
-    """The path of each linear layer, its sizes, and what it is that stays in high precision, if it is."""
+    """The path of each linear layer, its sizes (out, in), and what it is if it stays in high precision: a head or a router."""
     own = dict(heads_of(model))
     inside: set[int] = set()
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The forward of a module that routes, masks and caches, traced for what it says of its submodules; it is never replaced."""
+"""Traces of forwards that route, mask and cache, to learn how submodules are connected; such a forward is never replaced."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_PLACE = {
 
 
 class _WriteProxy(fx.Proxy):
-    """Has the trace tell where it is written."""
+    """A proxy that records in-place operators as such."""
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -48,7 +48,7 @@ for _name, _function in IN_PLACE.items():
 
 
 class _WritesTold(Tracer):
-    """Follows a forward, with what it writes."""
+    """Traces a forward, in-place operators included."""
 
     kind = _WriteProxy
 
@@ -59,7 +59,7 @@ class _TracedValue(_WriteProxy):
 
 
 class _Beginning(_WritesTold):
-    """Follows a forward as far as it goes: what is unpacked, a shape above all, is taken to have two parts."""
+    """Traces a forward as far as it can: a value that is unpacked, usually a shape, is assumed to have two parts."""
 
     kind = _TracedValue
 
@@ -98,7 +98,7 @@ def beginning_of(module: nn.Module) -> list[fx.Node]:
 
 
 def writes_before(module: nn.Module, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Of each node in a forward, how many before it write to a tensor: what is read on both sides of a write may differ."""
+    """For each node, how many nodes before it write to a tensor: a value may differ before and after a write."""
     found, count = {}, 0
     for node in nodes:
         found[node] = count
@@ -107,7 +107,7 @@ def writes_before(module: nn.Module, nodes: Iterable[fx.Node]) -> dict[fx.Node, 
 
 
 def _writes(module: nn.Module, node: fx.Node) -> bool:
-    """As torch names what writes, or by the flag that asks for it, of a call or of a submodule."""
+    """Whether a node writes in place, by torch's naming (``add_``), an operator, ``out=``, or the flag ``inplace``."""
     if node.op == "call_module":
         return bool(getattr(module.get_submodule(name_of(node)), "inplace", False))
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):

@@ -23,15 +23,15 @@ from opfuse.ops.structure import Identity
 from opfuse.recipes import Recipe
 
 ROWS = 128
-"""Rows of an input that every format takes: those of a call are known to the call alone."""
+"""A number of rows that every format takes, for checks before any call, which alone knows its rows."""
 
 
 @dataclass(eq=False)
 class Build:
-    """The parts of one module, as far as they are made.
+    """The parts of one module, as they are made.
 
-    weights: the modules whose matrices its runs multiply with. members: all that its runs stand for, by path. inlined:
-    those of them whose own chain is a part of this one. told: words for each part.
+    weights: the modules whose matrices its runs multiply with. members: the submodules that its runs replace, by path. inlined:
+    members whose own chain became a part of this one. told: words for each part, for the report.
     """
 
     module: nn.Module
@@ -154,7 +154,7 @@ class Build:
 
 
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
-    """What a module whose forward is a chain becomes, and how. NoChain where it is none, or holds no product."""
+    """The new forward of a module whose forward is a chain, and how it was made. NoChain for any other, or without a product."""
     if "forward" in vars(module):
         raise NoChain("a forward of this very object", "the forward of its class")
     chain = chain_of(module)

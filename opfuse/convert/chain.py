@@ -1,9 +1,8 @@
 """The forward of a module as a chain of steps, from its symbolic trace.
 
-The trace follows ``forward`` with torch.fx and does not look into the submodules that it calls. A chain is a trace in which
-one value goes from the first argument to the result: each step takes it, and nothing else but parameters of submodules,
-constants and, in a sum, a further argument of ``forward``. What branches is known if it is a gated unit. Anything else is
-no chain, and the reason is told.
+The trace follows ``forward`` with torch.fx and does not look into the submodules that it calls. In a chain one value goes from
+the first argument to the result: each step reads it, and nothing else but parameters of submodules, constants and, in a sum, a
+further argument of ``forward``. The only branch is a gated unit. Any other forward is no chain, and NoChain says why.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch.nn import functional as F
 from opfuse.convert.probe import activation_of, kept, random_states
 
 MOST_ARGUMENTS = 2
-"""A block is a function of its tensors. Forwards with more arguments, or with some that may be left out, route and mask: what
-they do depends on the call, so they are not traced.
+"""Arguments of a forward that is traced, at most. With more, or with optional ones, it routes and masks: what it does depends on
+the call.
 """
 
 
@@ -70,12 +69,12 @@ class TracedChain:
     steps: tuple[ChainStep, ...]
 
     def within(self, path: str) -> tuple[ChainStep, ...]:
-        """The steps as those of the module that holds this one under ``path``."""
+        """The steps, with paths as seen from the module that has this one as its submodule ``path``."""
         return tuple(_within(step, path) for step in self.steps)
 
 
 class NoChain(Exception):
-    """A forward is no chain: what was met, and what a chain has there."""
+    """A forward is no chain. got: what was found. wanted: what a chain has there."""
 
     def __init__(self, got: str, wanted: str) -> None:
         super().__init__(got, wanted)
@@ -84,7 +83,7 @@ class NoChain(Exception):
 
 @contextmanager
 def _no_cycles_left() -> Iterator[None]:
-    """What is garbage at the end of the block is gone behind it: torch.fx leaves cycles where it unpacks a value."""
+    """Frees at the end of the block what became garbage in it: torch.fx leaves cycles where it unpacks a value."""
     collects = gc.isenabled()
     gc.disable()  # so that all of it is in the youngest generation
     try:
@@ -101,11 +100,11 @@ def _modes() -> tuple[Any, ...]:
 
 
 class Tracer(fx.Tracer):
-    """Submodules are leaves. Nodes tell in ``meta`` what a graph does not show.
+    """torch.fx's tracer, which does not look into submodules; ``meta`` of a node has what a graph does not show.
 
-    "stored": that the forward put the value somewhere, in an attribute or a list for one: it is alive when the forward is over.
-    "modes": the modes of autograd and autocast in which the value was made, which a forward may change for a part of it.
-    kind: what values are while a forward is followed.
+    "stored": the value is alive after the forward, which put it somewhere, such as in an attribute or a list.
+    "modes": the modes of autograd and autocast in which the value was made; a forward may change them for a part of it.
+    kind: the class of the values in a forward that is traced.
     """
 
     kind: ClassVar[type[fx.Proxy]] = fx.Proxy
@@ -130,7 +129,7 @@ class Tracer(fx.Tracer):
 
 
 def chain_of(module: nn.Module) -> TracedChain:
-    """The chain that the forward of ``module`` is, in training and in evaluation. NoChain where it is none."""
+    """The forward of ``module`` as a chain, the same in training and in evaluation. NoChain if it is none."""
     _check_arguments(type(module).forward)
     one, other = (_TraceReader(_traced(module, training)).chain() for training in (True, False))
     if one != other:

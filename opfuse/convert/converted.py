@@ -1,7 +1,7 @@
-"""A module of a model that trains through opfuse: its forward is replaced, and nothing else of it.
+"""The forward that a converted module gets. Nothing else of the module is replaced.
 
-The module keeps its class, its submodules and its parameters. Under a recipe the new forward runs pipelines over them;
-without one it is the forward that the module had, bit for bit.
+It keeps its class, its submodules and its parameters. Under a recipe the new forward runs pipelines over them; without one it
+calls the forward that the module had.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from opfuse.runtime.segment import listed_saves
 class Converted:
     """The forward of a converted module.
 
-    path: that of the module in the model. arguments: names of what its parts take. parts: runs, and submodules between them.
-    recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made from, by path.
-    awaited: by thread what a norm has handed on, and whether that or the norm was changed since. followed: in a graph of
-    torch.compile the moment of a norm's result, and the norm's input.
+    path: that of the module in the model. arguments: names of the arguments that its parts read. parts: runs, and submodules
+    between them. recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made
+    from, by path. awaited: by thread, the tensor that a norm has handed on, and a function that says whether it or the norm was
+    written since. followed: in a graph of torch.compile, the moment of a norm's result, and the norm's input.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Converted:
         vars(self).update(state, ticket=enroll(self))
 
     def begin_with(self, op: BasicOperation, name: str, norm: Converted) -> None:
-        """Have the parts begin with a norm, ``op``, where its module hands its input on: see ``feeds.py``."""
+        """Put a norm, ``op``, before the parts, for calls to which its module hands its input on: see ``feeds.py``."""
         self.norm = norm
         first = self.parts[0]
         if isinstance(first, PipelineRun):
@@ -88,12 +88,12 @@ class Converted:
 
     @property
     def made(self) -> list[MadeParameters]:
-        """What its pipelines make of parameters."""
+        """The parameters that its pipelines make for each call."""
         return [made for part in self.parts if isinstance(part, PipelineRun) for made in part.made]
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What the module has as its ``forward``: with the name, the words and the signature that its class's has."""
+        """The ``forward`` for the module, with the name, docstring and signature of its class's."""
         return MethodType(_forward_of(self.kind), self)
 
     @property
@@ -110,17 +110,17 @@ class Converted:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """How messages call it."""
         return self.path or type(self.module).__name__
 
     @property
     def structure(self) -> str:
-        """The same for the same module alone."""
+        """A text that identifies the module."""
         return f"{self.label} {id(self)}"
 
     @property
     def ops(self) -> Sequence[object]:
-        """What is run."""
+        """Itself, as the one thing that is run."""
         return (self,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class Converted:
         return self.unrecorded(partial(self._run, args, kwargs))
 
     def unrecorded(self, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives. Recorders of its first run have had what it did when it runs again."""
+        """What ``run()`` returns. A recomputation is kept from recorders, which have seen the first run."""
         if not is_recomputing():
             return run()
         with listed_plans(), listed_saves():
@@ -182,8 +182,8 @@ class Converted:
         return x
 
     def _is_awaited(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is what a norm has handed on. ConversionError if it has, and ``x`` is something else, also where what it
-        handed on is gone: ``x`` may be made of that.
+        """Whether a norm has handed ``x`` on. ConversionError if it has handed on another tensor, also if that is gone by now:
+        ``x`` may have been made of it.
         """
         awaited = self.awaited.pop(get_ident(), None)
         if awaited is not None:
@@ -201,18 +201,18 @@ class Converted:
     # In a graph of torch.compile.
 
     def get_ready(self) -> None:
-        """Have what dynamo follows: the call by itself and, where a norm hands its input on, the call with that."""
+        """Make what dynamo reads: the call by itself and, if a norm hands its input on, the call with the norm."""
         if not self.in_graph:
             self.in_graph = (InGraph(self), *([] if self.norm is None else [InGraph(self, norm=self.norm)]))
 
     def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
-        """The one pipeline that is all that a call runs, with its norm or without; None where there is more to it."""
+        """The pipeline of a call that runs nothing else, with its norm or without; None if it runs more."""
         parts = self.normed if normed else self.parts
         only = parts[0] if len(parts) == 1 and type(self).compute is Converted.compute else None
         return only if isinstance(only, PipelineRun) else None
 
     def resembles(self, other: Converted) -> bool:
-        """Whether a graph that was made for ``other``, of the same class, may do for this one."""
+        """Whether a graph that was made for ``other``, of the same class, can serve this one."""
         return type(self.module) is type(other.module)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,11 +221,11 @@ class Converted:
         return result
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Outputs that look as those for ``given``, where its own forward does not tell of tensors without values."""
+        """Stand-ins of the outputs for ``given``, if its own forward cannot run on tensors without values."""
         return ()
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The call as an op, or a graph break."""
+        """The call as an op of a graph, or after a graph break."""
         if self.awaited:
             break_graph("a norm that ran before its graph. Cure: compile the module around both")
             return outside(_call_outside)(self, *args, **kwargs)
@@ -251,8 +251,8 @@ class Converted:
         return current_recipe()
 
     def check_members(self) -> None:
-        """ConversionError if a submodule was replaced, or what a forward reads was changed, since; an OpfuseWarning for the first
-        submodule that got hooks, also by hooks of all modules.
+        """ConversionError if a submodule was replaced, or an attribute that a forward reads was changed, since fuse_; an
+        OpfuseWarning for the first submodule that got hooks, also hooks of all modules.
         """
         check_settings(self.module, self.label, self.settings[""])
         if not self.warned and self.members and has_global_hooks():
@@ -267,9 +267,10 @@ class Converted:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """One function for all modules of a class: of a bound method dynamo guards the function. Who asks for its signature (Trainer
-    does, to know which columns of a data set it takes) gets that of the class's own forward. Accelerate binds the function to the
-    module under ``mixed_precision``, and unwraps it as long as it wraps another.
+    """The one ``forward`` function for all modules of a class, since dynamo guards the function of a bound method.
+
+    It has the signature of the class's own forward, which Trainer reads to choose columns of a data set. It has no
+    ``__wrapped__``: under ``mixed_precision`` Accelerate unwraps functions, and binds this one to the module itself.
     """
     if kind not in _forwards:
 
@@ -285,21 +286,21 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 OWN = "opfuse_forward"
-"""Where a module has what converts it, beside the method, which others may bind anew."""
-
+"""The attribute of a module that holds its :class:`Converted`, beside the method, which others may bind anew."""
 
 _forwards: dict[type[nn.Module], Callable[..., Any]] = {}
+"""The forward of each class of converted modules."""
 
 
 def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:
-    """Before its state is there."""
+    """A copy that has no state yet, for unpickling."""
     copy = made.__new__(made)
     copy.kind = kind
     return copy
 
 
 def _call_outside(forward: Converted | InGraph, *args: Any, **kwargs: Any) -> Any:
-    """What compiled code calls."""
+    """The function that compiled code calls outside of its graph."""
     check_partial(forward.label)
     return forward(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Norms whose result only one converted module reads: they become the first op of its pipeline.
 
-Which module reads a norm's result, the forward of the module around both says, which is traced for that alone: as it is
-called without its optional arguments, and with all of them. Both traces must agree. When the model runs, the norm hands its
-input on as it came, and remembers that tensor; the module that reads it knows it again, and begins with the norm.
+The forward of the module around both says who reads a norm's result. It is traced for that alone, once without its optional
+arguments and once with all of them, and both traces must agree. When the model runs, the norm hands on its input itself; the
+reader recognises that tensor by identity, and its pipeline begins with the norm.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from opfuse.runtime.compiled import hindrance, moment
 
 
 def feeds(module: nn.Module) -> dict[str, str]:
-    """Submodules of ``module`` by the submodule whose result they alone read, as their first argument."""
+    """For submodules of ``module``: the one submodule that reads the result, as its first argument."""
     return _agreed(_traces(module))
 
 
 def _traces(module: nn.Module) -> list[dict[str, str] | None]:
-    """What each trace says."""
+    """What each trace shows, by combination of arguments, in training and in evaluation."""
     return [_fed(module, names, training) for names in arguments_around(module) for training in (True, False)]
 
 
@@ -81,21 +81,21 @@ class Fed(Converted):
         self.reader, self.holder, self.name = reader, holder, name
 
     def _is_read(self) -> bool:
-        """Whether the reader is where it was: nobody wrapped it, compiled it alone, gave it another forward or took it back."""
+        """Whether the reader still reads: nobody wrapped it, compiled it alone, gave it another forward or unfused it."""
         reader = self.reader.module
         stands = self.holder._modules.get(self.name) is reader and converted(reader) is self.reader
         return stands and reader._compiled_call_impl is None
 
     def _is_blind(self, x: torch.Tensor) -> bool:
-        """Whether hooks may write to ``x`` unseen: what is made in inference mode counts no writes."""
+        """Whether hooks may write to ``x`` unnoticed: tensors made in inference mode count no writes."""
         return x.is_inference() and (has_hooks(self.module) or has_hooks(self.reader.module))
 
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """In a graph the result itself. A reader that gets it as it was made computes the norm in its op, and then nobody needs
-        this result, which a compiler drops.
+        """In a graph, the result of the norm. A reader that gets it unchanged computes the norm in its own op; then nobody reads
+        this result, and the compiler drops it.
         """
         (x,) = [*args, *kwargs.values()]
         normed = self.plain(x)
@@ -105,15 +105,15 @@ class Fed(Converted):
         return normed
 
     def _state(self, handed: torch.Tensor | None) -> Any:
-        """What the norm of ``handed`` depends on."""
+        """Counts of writes to ``handed`` and to the norm's parameters: the result holds while they stay."""
         return versions(handed), state_of(self.module)
 
     def get_ready(self) -> None:
-        """Have the call of the reader."""
+        """Make what dynamo reads of the reader."""
         self.reader.get_ready()
 
     def check_members(self) -> None:
-        """And an OpfuseWarning where the norm got hooks that read its result, which is its input."""
+        """Also an OpfuseWarning if the norm got hooks of its result, which would see its input instead."""
         super().check_members()
         if not self.warned and has_hooks(self.module, HOOKS_OF_RESULTS):
             self.warned = True
@@ -122,7 +122,7 @@ class Fed(Converted):
             warnings.warn(told, OpfuseWarning, stacklevel=2)
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
-        """The input itself, under another name; the norm of it if nobody reads that."""
+        """A view of the input itself; its norm, if the reader cannot take the input."""
         if not self._is_read() or self._is_blind(x):
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
@@ -134,8 +134,8 @@ class Fed(Converted):
 def fed(
     module: nn.Module, path: str, made: Mapping[nn.Module, Converted]
 ) -> tuple[list[tuple[Converted, Fed, BasicOperation]], str]:
-    """Of the submodules of ``module``, each that reads a norm alone, the new forward of that norm, and the op that it is; and why
-    nobody knows who reads its norms, empty where that is known.
+    """For each submodule of ``module`` that alone reads a norm: its forward, the new forward of the norm, and the norm's op; and
+    why it is not known what reads the norms, an empty string where it is known.
     """
     candidates = {name: norm for name, norm in module.named_children() if norm not in made and norm_of(norm) is not None}
     readers = {name: made[child] for name, child in module.named_children() if child in made and _begins(made[child])}

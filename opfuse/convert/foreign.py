@@ -1,8 +1,8 @@
-"""Weights as other libraries write and read them: their names and arrays, and the planes that these are, bit for bit.
+"""Weights as other libraries write and read them: names and arrays in files, converted from and to planes bit for bit.
 
 :data:`LAYOUTS` is a table: DeepSeek's block FP8, and schemes of compressed-tensors, which vLLM and transformers read as well.
-What lives quantized in the layout's format is written as it is; what is plain is cast by the layout's own scale rule. An array
-that does not fit is refused by its name. :data:`READ` has layouts that are read and not written: ModelOpt's NVFP4.
+Weights that live quantized in the layout's format are written as they are; plain ones are cast by the layout's scale rule. Arrays
+that do not fit are refused by name. :data:`READ` also has a layout that is read and not written: ModelOpt's NVFP4.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WEIGHT = ".weight"
 
 
 class Part(NamedTuple):
-    """An array of a weight in a file: what stands after the module's name, its dtype, and what a plane has of it.
+    """An array of a weight in a file: its suffix after the module's name, its dtype, and how it is made of a plane.
 
-    scale_of: of the scale of a whole weight, what it is of the global amax that opfuse keeps.
+    scale_of: for the scale of a whole weight, how it follows from the global amax, which opfuse keeps instead.
     """
 
     suffix: str
@@ -51,12 +51,12 @@ def _scales(plane: Plane) -> torch.Tensor:
 
 
 def _encode(amax: torch.Tensor) -> torch.Tensor:
-    """What values are multiplied by."""
+    """The global encode scale, by which values are multiplied before their cast."""
     return nvfp4_global_scale(amax, NVFP4.encode_max)
 
 
 def _decode(amax: torch.Tensor) -> torch.Tensor:
-    """What values are multiplied by that were cast."""
+    """The global decode scale, by which cast values are multiplied."""
     return divide(amax, _LARGEST)
 
 
@@ -77,7 +77,7 @@ class Foreign:
 
     @property
     def format(self) -> NumberFormat:
-        """Of the rowwise plane."""
+        """The format of the rowwise plane."""
         return self.quantizer.formats[0]
 
     def written(self, path: str, record: QuantizedStorage) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ class Foreign:
         return {f"{path}.{part.suffix}": _as(part.written(plane), part.dtype) for part in self.parts}
 
     def layout(self, codes: torch.Tensor) -> Layout:
-        """Of the plane whose codes an array has."""
+        """The layout of the plane whose codes are given."""
         return layout_of(self.format, ROWWISE, (codes.shape[0], codes.shape[1] * 8 // cast(Any, self.format.element).bits))
 
     def fits(self, arrays: Mapping[str, torch.Tensor]) -> bool:
@@ -100,12 +100,12 @@ class Foreign:
         return layout.lines[1] % self.format.multiple == 0 and tuple(scales.shape) == layout.blocks
 
     def amax(self, path: str, arrays: Mapping[str, torch.Tensor], *, nearest: bool = False) -> torch.Tensor | None:
-        """The global amax that arrays tell of, where the format has one; see :func:`import_weights` for ``nearest``."""
+        """The global amax that the file's scale follows from, if the format has one; ``nearest``: see :func:`import_weights`."""
         part = self.parts[-1]
         return None if part.scale_of is None else _amax_of(path, part, arrays[part.suffix], nearest=nearest)
 
     def global_scale(self, path: str, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The scale that the whole weight was multiplied by, where the format has one."""
+        """The global encode scale, if the format has one, in a tuple."""
         part = self.parts[-1]
         if part.scale_of is None or part.scale_of is _encode:
             return () if part.scale_of is None else (arrays[part.suffix],)
@@ -144,9 +144,9 @@ def _is_of(array: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _amax_of(path: str, part: Part, stored: torch.Tensor, *, nearest: bool) -> torch.Tensor:
-    """The global amax that has the scale ``stored``, the roundest of those; ConversionError if there is none.
+    """The global amax whose scale is ``stored``, that with the most trailing zero bits; ConversionError if there is none.
 
-    nearest: also one whose scale is the next number to it.
+    nearest: also accept one whose scale is a neighbouring fp32 number.
     """
     scale_of, wanted = cast(Any, part.scale_of), stored.reshape(1).to(torch.float32)
     about = _LARGEST / wanted if scale_of is _encode else _LARGEST * wanted

@@ -1,4 +1,4 @@
-"""``fuse_`` and ``unfuse_``: a model one has, made to train through opfuse, in place, and given back."""
+"""``fuse_`` converts a model in place to train through opfuse; ``unfuse_`` undoes it."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
 
 
 class _Walk:
-    """Looks at each module once, from the outside in: what one module takes over, those in it are not asked for.
+    """Visits each module once, from the outside in; submodules that a converted module replaces are not converted again.
 
-    inlined: modules whose own chain is a part of another one. taken: all that chains stand for. lone: modules whose own
-    parameters are vectors, as those of norms, which are settled last. untraced: why nobody knows who reads a norm.
+    inlined: modules whose own chain is a part of another one. taken: all modules that chains replace. lone: modules whose own
+    parameters are vectors, such as norms, by path; they are converted last. untraced: why it is not known what reads a norm.
     """
 
     def __init__(self, policies: Policies) -> None:
@@ -186,7 +186,7 @@ class _Walk:
         )
 
     def _join(self, module: nn.Module) -> None:
-        """Have products of one tensor be one product."""
+        """Join products of one tensor."""
         for group in siblings(module, self.made):
             first, *others = group
             names = [each.path.rpartition(".")[2] for each in group]
@@ -205,7 +205,7 @@ class _Walk:
         self.entries[self.entries.index(entry)] = replace(entry, **fields)
 
     def _feed(self, module: nn.Module, path: str) -> None:
-        """Have the pipelines of submodules begin with the norm that they alone read."""
+        """Put norms into the pipelines of submodules that alone read them."""
         found, untraced = fed(module, path, self.made)
         self.untraced.update(dict.fromkeys(module.children(), untraced))
         for reader, norm, op in found:
@@ -218,7 +218,7 @@ class _Walk:
             self._retell(norm.path, status="joined", became=where, recipe=_told(norm))
 
     def convert_norms(self) -> None:
-        """Those that no pipeline begins with."""
+        """Convert the norms that no pipeline begins with, each alone."""
         for path, module in self.lone:
             if module in self.made:
                 continue

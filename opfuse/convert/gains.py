@@ -1,4 +1,4 @@
-"""What a recipe was measured to gain, and what that makes of a model.
+"""The measured gain of each recipe.
 
 The figures are of one record, ``benchmarks/results/h200.json``: a training step of RMSNorm, Linear, SwiGLU, Linear with 8192
 tokens, 4096 wide, 14336 inside, beside the same modules under ``torch.compile`` in bf16. `tests/convert/test_policy.py` compares.

@@ -1,9 +1,8 @@
-"""A converted module in a graph of torch.compile: one op, whose run decides by the recipe of then, as an eager call does.
+"""A converted module in a graph of torch.compile: one op, which decides by the recipe at run time, as an eager call does.
 
-What modules hand to each other by identity when they run, dynamo follows while it traces: a norm and its reader are one op, and
-so are the products of one tensor, where the graph writes to nothing that they read in between. The op runs outside of autograd's
-sight, over stand-ins of its arguments. So the modules inside are called as shallow copies, whose parameters are stand-ins, and
-autograd is made to look.
+Modules that hand tensors to each other by identity are one op: a norm and its reader, or the products of one tensor, if the graph
+writes to nothing that they read in between. Autograd does not see into the op, which runs over stand-ins of its arguments. So the
+modules inside are called as shallow copies with stand-ins for parameters, and the op runs an autograd of its own.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class ForwardInGraph(CalledPipeline, Protocol):
 class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
 
-    norm: whose module handed its input on. others: modules that share the product of ``owner``; the op gives the columns of all
-    in one tensor, of which the graph takes views: outputs of one op may not lie in one memory.
+    norm: the forward of a norm that handed its input on. others: modules that share the product of ``owner``; the op returns the
+    columns of all in one tensor, of which the graph takes views, since outputs of one op may not share memory.
     """
 
     ops: tuple[BasicOperation, ...] = ()
-    """None that a pipeline of the caller has."""
+    """No ops of the caller's."""
 
     def __init__(
         self, owner: ForwardInGraph, *, norm: ForwardInGraph | None = None, others: Sequence[ForwardInGraph] = ()
@@ -87,12 +86,12 @@ class InGraph:
         self.slots = tuple((slot, name) for tree in self._trees for slot, names in tree.parameters for name in names)
 
     def outline(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-        """Outputs that look as those for ``given``, which may have no values."""
+        """Stand-ins of the outputs for ``given``, which may have no values."""
         with autocast(enabled=False):
             return list(self.owner.outline(given)) or [self._plain(*given)]
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The call where a graph broke, as an eager one."""
+        """The call outside of a graph, after a break, as an eager one."""
         return (self._around(partial(self._run, given)),)
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
@@ -109,7 +108,7 @@ class InGraph:
             return run() if repeat is None else repeat(partial(owner.unrecorded, run))
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
-        """Where one pipeline is all that runs, it writes down what it does; elsewhere autograd does."""
+        """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""
         pipeline = self.owner.pipeline(normed=self.norm is not None, shared=bool(self.others))
         if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
             return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
@@ -142,7 +141,7 @@ class InGraph:
         return result
 
     def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
-        """By the forwards that the modules had."""
+        """The result by the modules' original forwards."""
         first, *rest = [replica(module, plain=True) for module in self.modules]
         if self.norm is not None:
             x, first, rest = first(x), rest[0], []

@@ -1,7 +1,7 @@
-"""The modules that have an op as their counterpart: one function of LEAVES each, which recognises a module and makes its op.
+"""Modules that have an op as their counterpart: each function of LEAVES recognises a kind of module and makes its op.
 
-A function looks at what a module computes: at the code of its forward, where that is torch's, at its trace, or at its values.
-The name of a class decides nothing.
+A module is recognised by what it computes: by its forward if that is torch's own, by its trace, or by its values, and never by
+the name of its class.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _source(value: Any) -> Any:
 
 
 def _keeps_rows(module: nn.Module) -> bool:
-    """Whether results have the leading dimensions of what comes in."""
+    """Whether results have the leading dimensions of the input."""
     parameters = {name: p.to("meta") for name, p in module._parameters.items() if p is not None}
     weight, leading = parameters["weight"], (3, 5)
     x = weight.new_empty(*leading, weight.shape[0])

@@ -1,5 +1,7 @@
-"""What a converted module was made from, and whether that is still so: attributes that a forward reads were read when the module
-was converted, and decide nothing afterwards. A change of one is an error, and not another result than the module's own.
+"""What a converted module was made from, and whether that has changed since.
+
+Attributes that a forward reads were read when the module was converted. A later change of one would have no effect, so it is an
+error.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from torch import nn
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
-"""Values that are compared, also where the class has them."""
+"""Types of attributes that are compared, on the module itself or on its class."""
 
 SIMPLE = (*CONSTANTS, FunctionType, BuiltinFunctionType, MethodType, partial)
-"""Values of a module itself that are compared."""
+"""Types of attributes that are compared if the module itself has them."""
 
 SIZES = ("in_features", "out_features")
-"""Attributes that count where no forward reads them: whoever gives a module other sizes tells them here."""
+"""Attributes that are compared even if no forward reads them: code that resizes a module sets them."""
 
 
 class Settings(NamedTuple):
@@ -36,7 +38,7 @@ class Settings(NamedTuple):
     of_class: Any
 
     def hold(self, module: nn.Module) -> bool:
-        """Whether ``module`` is still so; asked at every call, so without a look at what is the same object."""
+        """Whether ``module`` is unchanged. Asked at every call, so identical objects are not compared further."""
         own, kind = vars(module), type(module)
         if kind.forward is not self.of_class:
             return False
@@ -48,15 +50,16 @@ class Settings(NamedTuple):
 
     @property
     def named(self) -> dict[str, Any]:
-        """What a message tells."""
+        """All of them by name, for messages."""
         told = {"parameters": self.parameters, "submodules": self.submodules, "forward of its class": self.of_class}
         return {**dict(self.attributes), **told}
 
 
 def settings_of(module: nn.Module, *, member: bool) -> Settings:
-    """What decides, beside tensors, what a module computes: the simple attributes that its forward reads, and which parts it
-    has. Its mode is none of them: what depends on that is not converted, or follows it. member: of another module, so that it has
-    no forward of its own.
+    """What a module computes depends on, beside tensors: simple attributes that its forward reads, and which parts it has.
+
+    Not its mode: a module whose chain depends on that is not converted, and dropout follows it. member: it is a part of another
+    converted module, and must not get a forward of its own.
     """
     own, kind = vars(module), type(module)
     theirs = {name for base in _bases(kind) for name in vars(base)}
@@ -66,7 +69,7 @@ def settings_of(module: nn.Module, *, member: bool) -> Settings:
 
 
 def check_settings(module: nn.Module, where: str, before: Settings) -> None:
-    """ConversionError if they do not hold any more."""
+    """ConversionError if the settings ``before`` do not hold any more."""
     if not before.hold(module):
         one, other = before.named, _now(module, [name for name, _ in before.attributes]).named
         wanted, got = ({name: each[name] for name in one if one[name] != other[name]} for each in (one, other))
@@ -85,7 +88,7 @@ def check_place(module: nn.Module, path: str, member: nn.Module, label: str) -> 
 
 
 def warn_of_hooks(where: str, label: str, *, of_all: bool = False) -> None:
-    """An OpfuseWarning that those of the module at ``where`` do not run. of_all: those that torch has for all modules."""
+    """An OpfuseWarning that hooks of the module at ``where`` do not run. of_all: hooks that torch has for all modules."""
     wanted, got = "none on a module that runs as a part of another", "hooks that do not run under a recipe"
     cure = f"register them on {label}, or before opfuse.fuse_"
     if of_all:
@@ -119,7 +122,7 @@ def _now(module: nn.Module, names: Sequence[str]) -> Settings:
 
 
 def _default(kind: type[nn.Module], name: str) -> Any:
-    """What a class has where a module has nothing of its own; None for a method, over which nothing may stand."""
+    """The class's value of an attribute that the module itself does not have; None for a method, which nothing may override."""
     value = getattr(kind, name, None)
     return value if isinstance(value, CONSTANTS) else None
 
@@ -134,7 +137,7 @@ def _there(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def _read(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes that the forward of a class reads, itself or in methods and properties that it names."""
+    """Attributes that the forward of a class reads, with the methods and properties that it names."""
     steps = (step for code in _codes(kind) for step in dis.get_instructions(code))
     return frozenset(step.argval for step in steps if step.opname in READS) - _OF_TORCH
 
@@ -147,7 +150,7 @@ READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _codes(kind: type[nn.Module]) -> set[CodeType]:
-    """Of a class's forward, and of all that it names in the class and its bases."""
+    """The code of a class's forward, and of everything in the class and its bases that it names."""
     bases = _bases(kind)
     waiting, seen = ["forward"], set[CodeType]()
     while waiting:
@@ -159,17 +162,17 @@ def _codes(kind: type[nn.Module]) -> set[CodeType]:
 
 
 def _bases(kind: type[nn.Module]) -> Sequence[type]:
-    """The class and those above it, below that of torch."""
+    """The class and its bases below ``nn.Module``."""
     return kind.__mro__[: kind.__mro__.index(nn.Module)]
 
 
 def _function(value: Any) -> Any:
-    """What a method, a property or a decorated function runs."""
+    """The function behind a method, a property or a decorated function."""
     return inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
 
 
 def _nested(function: Any) -> Iterator[CodeType]:
-    """The code of a function, and what stands inside of it."""
+    """The code of a function, and of functions inside of it."""
     waiting = [getattr(function, "__code__", None)]
     while waiting:
         code = waiting.pop()

@@ -1,7 +1,7 @@
-"""Norms that no pipeline begins with, such as that before attention: each runs as one op, where transformers' takes seven.
+"""Norms that no pipeline begins with, such as the one before attention: each runs as one op.
 
-Models write an RMS norm as sums, casts and products of its own, and called, each is a kernel over the whole tensor. In a graph of
-torch.compile the norm stays what it is: the compiler makes one kernel of it and of the sum before it.
+Models write an RMS norm as several sums, casts and products, seven in transformers, each a kernel over the whole tensor. In a
+graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from opfuse.convert.parts import PipelineRun
 from opfuse.recipes import Recipe
 
 NARROW = 1024
-"""Columns below which a norm is left alone: those of heads, of which attention has many, were not measured."""
+"""Columns below which a norm is left alone: norms of attention heads were not measured."""
 
 
 class LoneNorm(Converted):
-    """The forward of a norm that runs as one op on tensors of its weight's dtype, and as it was on others or with another eps."""
+    """The forward of a norm: one op for tensors of its weight's dtype; the original forward for others, or after a change."""
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         weight: Any = self.module._parameters["weight"]
@@ -33,10 +33,10 @@ class LoneNorm(Converted):
         return self.plain(x)
 
     def check_members(self) -> None:
-        """What was changed is the module's to compute."""
+        """Nothing to check: after a change the module's own forward computes."""
 
     def get_ready(self) -> None:
-        """Nothing is an op in a graph."""
+        """Nothing to make: in a graph the norm is no op."""
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self.plain(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Two checkpoints side by side: which tensors are quantized in which, whose bytes are equal, and why others are not.
 
-A plain weight beside a quantized one, and a high-precision source of both, are cast by every scale rule and from every dtype that
-they may have had, until the bytes are found. So a difference has a name: a rule, a dtype, or a module that one side left plain.
+A plain weight beside a quantized one, or a high-precision source of both, is cast by every scale rule and from every dtype that
+it may have had, until the bytes match. So a difference has a name: a rule, a dtype, or a module that one side left plain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 EQUAL, CAST = "equal", "equal after the cast"
 PARTS = ("codes", "scales", "global scale")
-"""What a quantized weight has, in the order in which it is told of; scales come first where bytes differ."""
+"""Names of the arrays of a quantized weight, for messages; scales are compared first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,9 @@ class Compared:
 
 
 class Verdict(NamedTuple):
-    """What became of a tensor: EQUAL, CAST, or what differs; what each side has, and why."""
+    """The comparison of one tensor. status: EQUAL, CAST, or what differs. left, right: dtype or format on each side, ``-`` if it
+    is missing there. why: a reason, if one was found.
+    """
 
     name: str
     status: str
@@ -202,7 +204,7 @@ def origin_of(values: torch.Tensor, side: Compared) -> str | None:
     for dtype in dict.fromkeys((values.dtype, torch.bfloat16, torch.float16)):
         x = values.to(dtype)
         if found := [told for told, quantizer in _casts(cast(NumberFormat, side.format)) if _makes(quantizer, x, side)]:
-            return f"rule {' or '.join(found)}, from {str(dtype).removeprefix('torch.')}"
+            return f"rule {' or '.join(found)}, from {dtype_name(dtype)}"
     return None
 
 

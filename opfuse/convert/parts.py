@@ -22,8 +22,9 @@ from opfuse.runtime.fuser import OperationFuser
 class PipelineRun:
     """Ops that run as one pipeline.
 
-    ops, names: the ops and what they are called. extras: the further arguments that they add. made: owners of parameters
-    that are made for each call. modes: ops that follow the training flag of a module.
+    ops, names: the ops and their names. extras: indices of the further arguments that they read. made: owners of parameters that
+    are made for each call. modes: ops that follow the training flag of a module. path: of the module, for messages. spare: rows
+    of zeros to add, by recipe, rows and mode.
     """
 
     ops: list[BasicOperation] = field(default_factory=list)
@@ -38,7 +39,7 @@ class PipelineRun:
     """Held while there are made parameters, so that another thread does not drop them."""
 
     def multiply(self, weights: Sequence[Weight], name: str, names: tuple[str, str]) -> None:
-        """Go on with the product of ``weights``. name: what messages call it. names: of the product and its bias, in the run."""
+        """Append the product of ``weights``. name: for messages. names: of the product and its bias in the run."""
         ops, made = product_of(weights)
         ops[0].name = name
         self.ops += ops
@@ -76,7 +77,7 @@ class PipelineRun:
                     made.drop()
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result for ``x``, with rows of zeros behind it where the recipe wants more of them."""
+        """The result for ``x``, to which rows of zeros are added for the call if the recipe needs them."""
         spare = self.spare_of(x)
         if not spare:
             whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
@@ -85,7 +86,7 @@ class PipelineRun:
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 
     def spare_of(self, x: torch.Tensor) -> int:
-        """How many rows of zeros the recipe wants behind ``x``."""
+        """How many rows of zeros the recipe needs after those of ``x``."""
         rows, recipe = _rows(x), current_recipe()
         if not rows % UNITS[-1] or recipe is None:
             return 0

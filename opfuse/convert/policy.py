@@ -14,14 +14,14 @@ from opfuse.errors import ConversionError, describe, nearest
 from opfuse.recipes import Recipe, as_recipe
 
 Said = Recipe | None | Literal["default"]
-"""What a policy says of a module: its recipe; None: it stays in high precision; "default": what the others have."""
+"""What a policy says of a module: its recipe; None: it stays in high precision; "default": the recipe of the other modules."""
 
 Policy = Mapping[str, Said] | Callable[[nn.Module, str], Said]
 Filter = Callable[[nn.Module, str], bool]
 
 
 class Choice(NamedTuple):
-    """Of a module with weights: whether it is converted, its own recipe, and else why it is not, and how to have it."""
+    """What was decided for a module with weights. got, cure: why it is not converted, and how to have it converted."""
 
     convert: bool
     recipe: Recipe | None = None
@@ -47,7 +47,7 @@ routing.
 
 
 class Policies:
-    """Answers for each module of a model, and remembers which patterns were of use."""
+    """The choice for each module of a model; remembers which patterns decided of one."""
 
     def __init__(self, model: nn.Module, recipe: object, policy: Policy | None, filter_fn: Filter | None) -> None:
         if filter_fn is not None and not callable(filter_fn):

@@ -27,9 +27,9 @@ UNGATED: Mapping[str, type[Activation]] = {
 
 @contextmanager
 def kept(module: nn.Module, **instead: Any) -> Iterator[Callable[[], list[str]]]:
-    """The module with other values in its dictionary; what is assigned to it inside the block is taken back.
+    """Give the module other attributes inside the block; afterwards all its attributes are what they were.
 
-    Yields a function for the names of the attributes that were assigned since.
+    Yields a function that returns the names of the attributes assigned since.
     """
     before = dict(vars(module))
     vars(module).update(instead)
@@ -42,14 +42,14 @@ def kept(module: nn.Module, **instead: Any) -> Iterator[Callable[[], list[str]]]
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of the generators that a forward may ask on the host: equal as long as nobody asks one."""
+    """The states of the host's random generators, which are equal as long as nobody draws."""
     _, numbers, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest
 
 
 def found_in_both_modes(module: nn.Module, probe: Callable[[], T]) -> T | None:
-    """What ``probe()`` finds of the module in training as in evaluation; None where that differs, where it drew lots, or where
-    the module's forward keeps something in an attribute, as a count or what it saw.
+    """What ``probe()`` finds of the module; None if that differs in training and evaluation, if random numbers were drawn, or if
+    the module's forward assigned an attribute, such as a count.
     """
     before, found = random_states(), list[T]()
     for training in (True, False):
@@ -63,10 +63,12 @@ def found_in_both_modes(module: nn.Module, probe: Callable[[], T]) -> T | None:
 _NEAR = torch.linspace(-12, 12, 2049, dtype=torch.float64, device="cpu")
 _FAR = torch.logspace(1.1, 4.7, 64, dtype=torch.float64, device="cpu")
 GRID = torch.cat((_NEAR, _FAR, -_FAR))
-"""Where activations are compared: the forms of GELU differ by 5e-4 near 0, rounding in fp32 by 1e-6; far out some are cut off."""
+"""Points at which activations are compared. The forms of GELU differ by 5e-4 near 0, and fp32 rounding makes 1e-6; some
+activations are clamped far out.
+"""
 
 CLOSE = 4e-6
-"""Of values up to 1, and of larger ones in parts of them."""
+"""The difference up to which values are the same: absolute up to 1, relative above."""
 
 
 def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
@@ -120,8 +122,9 @@ def _is_close(y: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def activation_of_module(module: nn.Module) -> str | None:
-    """Of a module without parameters, buffers and submodules, in training and in evaluation; hooks do not run, and what its
-    forward keeps is taken back.
+    """The name in UNGATED of a module without parameters, buffers and submodules, the same in training and evaluation, or None.
+
+    Hooks do not run, and attributes that its forward sets are restored.
     """
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
@@ -129,9 +132,9 @@ def activation_of_module(module: nn.Module) -> str | None:
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, bool] | None:
-    """Of a module that computes an RMS norm with its one weight: eps, and whether the weight counts from 1; None for others.
+    """For a module that computes an RMS norm with its one weight: eps, and whether the weight is zero-centered; None for others.
 
-    It runs on rows of several sizes with another weight, in fp64 on the CPU, whatever its own is; eps is one of its attributes.
+    The module is run on rows of several magnitudes, with another weight, in fp64 on the CPU; eps must be one of its attributes.
     It must compute the same in training and in evaluation.
     """
     weight = module._parameters.get("weight")

@@ -1,4 +1,4 @@
-"""Rows of zeros that fill the last block of a format: a model of one's own brings as many tokens as it has."""
+"""Rows of zeros that fill the last block of a format, for calls with any number of tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from opfuse.ops.linear import BasicLinear
 from opfuse.recipes import Recipe
 
 UNITS = (1, 16, 32, 128)
-"""Numbers of rows whose multiples formats ask for."""
+"""Formats need a number of rows that is a multiple of one of these."""
 
 
 def spare_rows(ops: Sequence[BasicOperation], recipe: Recipe, rows: int, *, trains: bool) -> int:
-    """How many rows are to be added so that each product among ``ops`` can cast its operands; 0 where none would do."""
+    """How many rows to add so that each product among ``ops`` can cast its operands; 0 if no number helps."""
     products = [op for op in ops if isinstance(op, BasicLinear)]
     whole = (-(-rows // unit) * unit for unit in UNITS)
     return next((count for count in whole if all(_fits(op, recipe, count, trains) for op in products)), rows) - rows

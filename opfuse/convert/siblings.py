@@ -1,7 +1,7 @@
-"""Products of one tensor, such as query, key and value: one product computes them, and each module hands out its columns.
+"""Products of one tensor, such as query, key and value: one product computes all, and each module returns its columns.
 
-The forward of the module around them says which read the same tensor. When the model runs, the first of them computes all,
-and the others know the tensor again. One that is called with another tensor, or out of turn, computes its own product.
+The forward of the module around them says which read the same tensor. When the model runs, the first of them computes all, and
+the others recognise the tensor by identity. A module that is called with another tensor, or out of order, computes its own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import MadeParameters, Weight, state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
+from opfuse.inspect.alike import short
 from opfuse.recipes import current_recipe, note_use
 from opfuse.runtime.compiled import autocast_dtype, hindrance, moment
 
 
 class _Waiting(NamedTuple):
-    """Columns that were computed and not yet asked for: of which tensor, in which state it was, and by module."""
+    """Columns that were computed and not yet returned. source, state: of which tensor, and its state then. left: by module."""
 
     source: weakref.ref[torch.Tensor]
     state: Any
@@ -39,9 +40,8 @@ class _Waiting(NamedTuple):
 class Shared:
     """One product for several modules.
 
-    plain: its parts are handed out as they lie, as columns of one matrix; else as tensors of their own. waiting: by thread.
-    members: the modules' forwards, in order. followed: in a graph of torch.compile the moment of the product, and the columns
-    that were not yet asked for.
+    plain: modules return views of columns of one matrix; else contiguous tensors. waiting: by thread. members: the modules'
+    forwards, in order. followed: in a graph of torch.compile, the moment of the product, and the columns not yet returned.
     """
 
     def __init__(self, run: PipelineRun, columns: Sequence[int], *, plain: bool) -> None:
@@ -62,7 +62,7 @@ class Shared:
         return parts if self.plain else [part.contiguous() for part in parts]
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of the first module; those of the others wait until they are asked for, or ``x`` is gone."""
+        """The columns of the first module; those of the others are kept until they are taken, or until ``x`` is gone."""
         one, *others = self.parted(self.run(x, ()))
         thread, waiting = get_ident(), self.waiting
         waiting[thread] = _Waiting(
@@ -71,7 +71,7 @@ class Shared:
         return one
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The columns of another module; None where they were not computed, for this tensor as it is now and in this mode."""
+        """The columns of another module; None if they were not computed for this tensor in its present state and mode."""
         waiting = self.waiting.get(get_ident())
         if waiting is None or waiting.source() is not x or waiting.state != self._state(x):
             return None
@@ -81,11 +81,11 @@ class Shared:
         return found
 
     def is_blind(self, x: torch.Tensor) -> bool:
-        """Whether hooks may write to ``x`` unseen: what is made in inference mode counts no writes."""
+        """Whether hooks may write to ``x`` unnoticed: tensors made in inference mode count no writes."""
         return x.is_inference() and any(has_hooks(each.module) for each in self.members)
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """What columns of ``x`` depend on: the recipe, the modes, and which parameters there are and what was written to them."""
+        """What columns of ``x`` depend on: the recipe, the modes, counts of writes to ``x`` and to the parameters."""
         own = state_of(*(each.module for each in self.members))
         return current_recipe(), torch.is_grad_enabled(), autocast_dtype(x), versions(x), own
 
@@ -106,7 +106,7 @@ class Sibling(Converted):
 
     @property
     def products(self) -> dict[str, BasicOperation]:
-        """Its own product, which runs alone, and with the first the one for all."""
+        """Its own product, for calls alone; the first also has the product of all."""
         alone = super().products
         if self.index:
             return alone
@@ -114,20 +114,20 @@ class Sibling(Converted):
         return alone | {"shared": product}
 
     def check_members(self) -> None:
-        """The first looks after all, whose parameters its product reads."""
+        """Check this module; the first checks all, since its product reads the parameters of all."""
         for each in [self] if self.index else self.shared.members:
             Converted.check_members(each)
 
     def get_ready(self) -> None:
-        """And the call for all."""
+        """Make what dynamo reads; the first also makes the call for all."""
         super().get_ready()
         shared = self.shared
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
 
     def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
-        """In a graph the first computes all, and the others know the tensor again while nothing that the product read is written.
-        Another graph cannot tell what was written before it.
+        """In a graph the first computes all; the others recognise the tensor as long as nothing that the product read is written.
+        Across graphs that is not known.
         """
         shared, whole, (x,) = self.shared, self.shared.in_graph, given
         followed, shared.followed = shared.followed, None
@@ -144,7 +144,7 @@ class Sibling(Converted):
         return followed[1][self.index - 1]
 
     def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
-        """That of all modules, which runs for them in a graph."""
+        """The pipeline of all modules, if ``shared``."""
         return self.shared.run if shared else None
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,9 +164,7 @@ class Sibling(Converted):
 
 
 def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
-    """Of the submodules of ``module`` that are converted by themselves, those that share a product, in the order of their
-    calls.
-    """
+    """Groups of submodules of ``module``, each converted alone so far, that can share a product, in the order of their calls."""
     alone = {name: weight for name, child in module.named_children() if child in made and (weight := weight_of(child))}
     if len(alone) < 2:
         return
@@ -190,7 +188,7 @@ def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> b
 
 
 def _is_parted(node: fx.Node) -> bool:
-    """Whether the result goes into a reshape, or a view that parts its last dimension: both take columns of a wider matrix."""
+    """Whether the result is only reshaped, or viewed with its last dimension split: both work on columns of a wider matrix."""
     return all(
         user.op == "call_method" and (user.target == "reshape" or (user.target == "view" and _parts(user.args[1:])))
         for user in node.users
@@ -202,16 +200,9 @@ def _parts(shape: Sequence[Any]) -> bool:
     return isinstance(sizes, (tuple, list)) and len(sizes) == 4
 
 
-def _together(paths: Sequence[str]) -> str:
-    """``layer.attention.q+k+v``: a name for modules side by side."""
-    first, *others = paths
-    parent = first.rpartition(".")[0]
-    return "+".join([first, *(path.removeprefix(f"{parent}.") for path in others)])
-
-
 def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: bool) -> list[Sibling]:
-    paths = [each.path for each in alone]
-    name, run = "+".join(paths), PipelineRun(path=_together(paths))
+    name = "+".join(each.path for each in alone)
+    run = PipelineRun(path=short(name))
     run.multiply(weights, name, (name, f"{name}.bias"))
     shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
     for index, own in enumerate(alone):

@@ -1,8 +1,8 @@
-"""Delayed-scaling states of a converted module: they follow it to devices, and into its state dict once that was asked for.
+"""Delayed-scaling states of a converted module: moved with it, and in its state dict after :func:`opfuse.prepare_delayed`.
 
-The ops that :func:`opfuse.fuse_` makes are no submodules, so the module asks them. The keys are
-``delayed_scaling.OP.ROLE.FIELD``, such as ``mlp.delayed_scaling.down_proj.input.scale``. A state dict that nobody prepared is
-that of the model alone: whoever reads a checkpoint knows no other keys.
+The ops that :func:`opfuse.fuse_` makes are no submodules, so four attributes of the module stand in for ``nn.Module``'s methods.
+Keys are ``delayed_scaling.OP.ROLE.FIELD``, such as ``mlp.delayed_scaling.down_proj.input.scale``. Without that call a state dict
+has the model's own keys alone, which are all that other readers of a checkpoint know.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from opfuse.core.state import NAMESPACE, quoted, unquoted
 
 
 class States:
-    """What a converted module does with the states of its ops.
+    """Moves, saves and loads the states of a converted module's ops.
 
-    It stands in the module's dictionary, as the new forward does, and for three methods of its class. ops: by name.
+    It is an attribute of the module, like the new forward, and its methods replace three of the module's. ops: by quoted name.
     """
 
     def __init__(self, module: nn.Module, ops: Mapping[str, BasicOperation]) -> None:
@@ -29,13 +29,13 @@ class States:
         self.ops = {quoted(name): op for name, op in ops.items()}
 
     def install(self) -> None:
-        """Stand in for the methods."""
+        """Put itself and its methods on the module."""
         own = {"delayed_scaling": self, "_apply": self.apply}
         vars(self.module).update(own, _save_to_state_dict=self.save, _load_from_state_dict=self.load)
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """Give the methods back."""
+        """Take them off again."""
         for name in ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict"):
             vars(module).pop(name, None)
 
@@ -48,7 +48,7 @@ class States:
 
     @property
     def device(self) -> torch.device | None:
-        """Of the module's parameters."""
+        """The device of the module's parameters."""
         return next((p.device for p in self.module.parameters()), None)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -59,7 +59,7 @@ class States:
         return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The keys of the module, and those of ops that were told of delayed scaling."""
+        """``nn.Module._save_to_state_dict``, with the states of ops that were told of delayed scaling."""
         type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
         for name, op in self.ops.items():
             op.quantizer_states.tell(op.label)
@@ -69,7 +69,7 @@ class States:
                 destination.update({start + key.removeprefix(_named(op)): tensor for key, tensor in found.items()})
 
     def load(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """The states that are there, and then the keys of the module."""
+        """``nn.Module._load_from_state_dict``, with the states that ``state_dict`` has."""
         taken: dict[str, dict[str, Any]] = {}
         for name, op in self.ops.items():
             start = f"{prefix}{NAMESPACE}.{name}."
@@ -82,5 +82,5 @@ class States:
 
 
 def _named(op: BasicOperation) -> str:
-    """What the keys of an op begin with: the path of its module, which the key of the module says already."""
+    """The prefix of an op's keys: the path of its module, which the module's own key repeats and so leaves out."""
     return f"{quoted(op.name)}:" if op.name else ""

@@ -1,8 +1,8 @@
 """Ops over the parameters of a model's own modules, which stay where they are, under their names.
 
-An op reads its parameters at each call from the dictionary of a module that owns them. Where that is a module of the model, the
-parameter itself is the op's. Where an op reads several parameters as one, or one transposed, :class:`MadeParameters` owns what
-is made of them at each call, with a graph of autograd behind it; so gradients arrive in the model's parameters.
+An op reads its parameters at each call from the dictionary of a module that owns them. If that is a module of the model, the op
+reads the parameter itself. If an op reads several parameters as one, or one transposed, :class:`MadeParameters` owns the tensor,
+which is made of them at each call under autograd, so that gradients arrive in the model's parameters.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ Source = tuple[nn.Module, str, bool]
 
 
 class MadeParameters(nn.Module):
-    """Owns the parameters of an op that are made anew for each call; between calls it keeps only what they look like.
+    """Owns parameters of an op that are made anew for each call; between calls it holds stand-ins without their memory.
 
-    sources: what each is made of, one after another in its rows.
+    sources: the parameters that each is made of, one after another in its rows. blanks: the stand-ins.
     """
 
     sources: Mapping[str, Sequence[Source]]
@@ -86,7 +86,7 @@ class MadeParameters(nn.Module):
             slots[name] = _noted(ledger, sources) if isinstance(ledger, Ledger) else _made([_read(each) for each in sources])
 
     def watch(self, result: torch.Tensor) -> None:
-        """Have the backward pass of ``result`` look after frozen parameters in one memory: no gradient of theirs comes by."""
+        """Have the backward pass of ``result`` check frozen parameters in one memory for writes, as no gradient reaches them."""
         for name, sources in self.sources.items():
             values: list[Any] = [taken(module._parameters[own]) for module, own, _ in sources]
             whole: Any = self._parameters[name]
@@ -94,7 +94,7 @@ class MadeParameters(nn.Module):
                 result.grad_fn.register_prehook(partial(_check_unwritten, values, versions(*values)))
 
     def drop(self) -> None:
-        """Let go of them. A backward pass asks for dtypes and shapes alone."""
+        """Put stand-ins in their places: a backward pass reads dtypes and shapes alone."""
         slots: dict[str, Any] = self._parameters
         for name, sources in self.sources.items():
             module, own, _ = sources[0]
@@ -120,7 +120,7 @@ def _made(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
-    """What is made of parameters, whose gradients ``ledger`` finds in its gradient."""
+    """What is made of parameters; ``ledger`` notes how their gradients follow from its gradient."""
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
     turned = [transposed for _, _, transposed in sources]
     with torch.no_grad():
@@ -154,7 +154,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: Any) -> None:
-    """SavedTensorError for parts that were written: their whole tells autograd of writes to the first alone."""
+    """SavedTensorError for parts that were written: autograd notices writes to the first part alone."""
     if (now := versions(*parts)) != before:
         got, cure = f"weights written {sum(now) - sum(before)} times since", "call backward() before an optimizer's step"
         where, wanted = "backward of weights in one memory", "each as the forward pass left it"
@@ -181,7 +181,7 @@ def state_of(*modules: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Looks like ``parts`` one after another, and has the memory of one element."""
+    """A stand-in for the concatenation of ``parts``, with the memory of one element."""
     rows = sum(part.shape[0] for part in parts)
     return torch.empty((), dtype=parts[0].dtype, device=parts[0].device).expand(rows, *parts[0].shape[1:])
 
@@ -197,9 +197,9 @@ _instead: ContextVar[Mapping[int, torch.Tensor] | Ledger | None] = ContextVar("o
 
 @contextmanager
 def taking(instead: Mapping[int, torch.Tensor] | Ledger) -> Iterator[None]:
-    """Inside, parameters are read as what stands for them, by their ``id()``, and takes their gradients.
+    """Inside, parameters are replaced by stand-ins, by their ``id()``, which take their gradients.
 
-    A ledger has them read themselves, by pipelines alone, which write down there what takes them.
+    With a ledger, pipelines read the parameters themselves, and note in it how gradients reach them.
     """
     reset = _instead.set(instead)
     try:
@@ -209,12 +209,12 @@ def taking(instead: Mapping[int, torch.Tensor] | Ledger) -> Iterator[None]:
 
 
 def stand_ins() -> Mapping[int, torch.Tensor] | Ledger | None:
-    """What stands for parameters now, by their ``id()``, or the ledger of those who read them."""
+    """The stand-ins of parameters by their ``id()``, or the ledger, of the :func:`taking` around; None outside."""
     return _instead.get()
 
 
 def taken(value: Any) -> Any:
-    """What stands for a parameter now; itself outside of :func:`taking`."""
+    """The stand-in of a parameter; itself outside of :func:`taking`."""
     instead = _instead.get()
     return instead.get(id(value), value) if isinstance(instead, Mapping) else value
 

@@ -1,1 +1,1 @@
-"""Programs: what one interpreted run did, repeated in a straight line. Knows tensors and kernels, no op and no recipe."""
+"""Programs: recordings of one interpreted run, repeated without branches. Knows tensors and kernels, but no ops and recipes."""

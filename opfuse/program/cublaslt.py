@@ -1,7 +1,7 @@
 """Products of cuBLASLt by addresses, through nvmath's bindings: descriptors are made and the algorithm is chosen once.
 
-Both are what torch's ``scaled_mm`` gives the library at each call, so the bits are the same. The workspace is as large as
-torch's as well: the algorithms that need more, which split long sums, sum in another order.
+The library gets the same descriptors as from torch's ``scaled_mm``, so the bits are the same. The workspace has torch's size,
+too: algorithms that need more split long sums, and add in another order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ProductForm(NamedTuple):
 
 
 OPERANDS = ("left", "right", "left_scale", "right_scale", "out", "workspace")
-"""Whose addresses a product takes, in this order."""
+"""The operands whose addresses a product takes, in this order."""
 
 
 class Product:

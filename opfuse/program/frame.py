@@ -1,4 +1,4 @@
-"""What a call of a program writes for the device's libraries: the parameters of its launches, and descriptors of its products."""
+"""The memory that one call of a program writes: parameters of its launches, and descriptors of its products."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Readers(NamedTuple):
 
 
 class Frame:
-    """Belongs to one call at a time, and remembers addresses: those that are as they were at its last call cost a comparison.
+    """Belongs to one call at a time. It remembers addresses, so one that has not changed costs a comparison.
 
-    arguments: what the driver takes for each launch. at: by base, the address that was last written.
+    arguments: for each launch, the address that the driver takes. at: by base, the address that was last written.
     """
 
     def __init__(self, parameters: Sequence[bytes], forms: Sequence[ProductForm], readers: Mapping[int, Readers]) -> None:
@@ -56,7 +56,7 @@ class Frame:
         return self.words.nbytes
 
     def move(self, base: int, address: int) -> None:
-        """Write an address for all who read it."""
+        """Write the address of ``base`` everywhere it is read."""
         self.at[base] = address
         words = self.words
         for word, offset in self._holes[base]:

@@ -1,4 +1,4 @@
-"""Launches of a recording that become one: of one kernel, and none of them waits for another or for what lies between."""
+"""Joining launches of a recording: several of one kernel become one, if none depends on another or on a step in between."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Homes = Callable[[Iterable[int]], set[int] | None]
 
 @dataclass
 class _LaunchGroup:
-    """Launches that may become one; what they read, what they write, and the groups, by number, that they wait for.
+    """Launches that may become one. reads, writes: memory that they touch. behind: numbers of the groups that they depend on.
 
-    place: where they run, behind all that they wait for.
+    place: the position at which they run, after everything that they depend on.
     """
 
     place: int
@@ -29,7 +29,7 @@ class _LaunchGroup:
     behind: set[int] = field(default_factory=set)
 
     def waits_for(self, reads: set[int] | None, writes: set[int] | None) -> bool:
-        """Whether the order matters of them, and of a step that reads and writes this."""
+        """Whether a step with these reads and writes must keep its order with the launches; None: unknown memory."""
         return (
             reads is None
             or writes is None
@@ -38,10 +38,10 @@ class _LaunchGroup:
 
 
 class _LaunchGroups:
-    """Groups in the order in which they run. One is open as long as no step has passed that had to come behind it.
+    """Groups in the order in which they run. A group is open until a step has passed that depends on it.
 
-    A launch that waits for an open group closes none: it is of a later one. So of groups that are measured and cast one after
-    another, all are measured by one launch, and then cast by one.
+    A launch that depends on an open group closes none, but joins a later group. So if several tensors are each measured and then
+    cast, one launch measures all, and the next one casts all.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class _LaunchGroups:
         self._last: dict[tuple[object, ...], int] = {}
 
     def pass_by(self, reads: set[int] | None, writes: set[int] | None) -> None:
-        """Close the groups that come before a step, and those that these wait for."""
+        """Close the groups that a step depends on, and those that these depend on."""
         closing = self._before(reads, writes)
         while closing:
             self._open -= closing
             closing = {number for each in closing for number in self.all[each].behind} & self._open
 
     def add(self, place: int, launch: LaunchStep, reads: set[int], writes: set[int]) -> None:
-        """To the last group of its kind if nothing that it waits for comes later, else to a new one, at the end."""
+        """Add a launch to the last group of its kind, or to a new one if it depends on a group after that."""
         key = launch.variant, launch.entry, launch.device, launch.grid[1:]
         before, number = self._before(reads, writes), self._last.get(key, -1)
         if number not in self._open or max(before, default=-1) >= number or len(self.all[number].launches) == JOINED:
@@ -75,7 +75,7 @@ class _LaunchGroups:
             self._touching.setdefault(home, set()).add(number)
 
     def _before(self, reads: set[int] | None, writes: set[int] | None) -> set[int]:
-        """The open groups that come before what reads and writes this."""
+        """The open groups that a step with these reads and writes depends on."""
         near = self._open
         if reads is not None and writes is not None:
             near = near.intersection(chain.from_iterable(self._touching.get(home, ()) for home in reads | writes))
@@ -83,7 +83,7 @@ class _LaunchGroups:
 
 
 def joined_launches(steps: Sequence[Step], homes: Homes) -> list[Step]:
-    """The steps, with one launch for several. Launches move to the place of their last, never further up."""
+    """The steps with joined launches. A launch moves to the place of the last of its group, never to an earlier one."""
     groups, kept = _LaunchGroups(), dict[int, list[Step]]()
     for place, step in enumerate(steps):
         split = _split(step)
@@ -100,7 +100,7 @@ def joined_launches(steps: Sequence[Step], homes: Homes) -> list[Step]:
 
 
 def _split(step: Step) -> tuple[set[int], set[int]] | None:
-    """What a launch that can be joined reads, and what it writes; places are known by the first tensor that was seen there."""
+    """The memory that a launch reads and writes, by the first tensor seen there; None if the step cannot be joined."""
     if not isinstance(step, LaunchStep) or step.variant.source not in READ_WORDS:
         return None
     read = READ_WORDS[step.variant.source]

@@ -1,4 +1,4 @@
-"""A program as one Python function without branches, written for it: what a step needs stands in it as a constant."""
+"""Writes a program as one Python function for its recording, with constants for everything that is known."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
 
 
 def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Makes room on the current device of a type, for shape, strides and dtype. None where torch has no such function.
+    """Torch's function that allocates on the current device of a type, by shape, strides and dtype; None if it has none.
 
-    It is what code calls that torch.compile writes, and costs the host a quarter of ``torch.empty``.
+    Code of torch.compile calls it; it takes the host a quarter of the time of ``torch.empty``.
     """
     found: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     return found
@@ -45,9 +45,9 @@ def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
 class Line:
     """The text of the function, and the values of its constants.
 
-    given, results: numbers of what comes in and goes out. addressed: by number the base of a tensor whose address is read.
-    rooms: bytes of the blocks that a call makes; of the slab the first ``zeroed`` are set to 0. inside: numbers of tensors that
-    have no variable, since they lie in a block.
+    given, results: numbers of the inputs and results. addressed: the base of each tensor whose address is read, by number. rooms:
+    bytes of the blocks that a call allocates; the first ``zeroed`` bytes of the slab are set to 0. inside: numbers of tensors
+    that lie in a block and so have no variable.
     """
 
     def __init__(
@@ -204,16 +204,16 @@ class Line:
 
 
 SLAB, KEPT = -1, -2
-"""The numbers of the block for what only this program's kernels see, and of that which one program leaves to another."""
+"""Numbers of the block of tensors that only this program's kernels read, and of the block that one program leaves to another."""
 
 _BLOCKS = {SLAB: "slab", KEPT: "kept"}
 
 MAKES_ROOM = (_aten.empty.memory_format, _aten.zeros.default)
-"""Ops that make a tensor whose values nothing decides."""
+"""Ops that allocate a tensor, uninitialised or zero."""
 
 
 def plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], torch.dtype] | None:
-    """Shape and dtype, if the step makes room on the program's device, in rows, and does nothing else."""
+    """Shape and dtype, if the step only allocates a contiguous tensor on the program's device; else None."""
     if not isinstance(step, OpStep) or step.op not in MAKES_ROOM or device is None or len(step.args) != 1:
         return None
     dtype, where = step.kwargs.get("dtype"), step.kwargs.get("device")

@@ -1,4 +1,4 @@
-"""One call of a kernel, checked and packed once, to be made again and again."""
+"""A call of a kernel that is checked and packed once and repeated many times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opfuse.kernels.engine.variants import parameter_bytes
 
 
 def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
-    """The call of a kernel that only writes its arguments, with these very tensors: whoever calls it keeps them alive."""
+    """The call of a kernel that only writes to its arguments, for these very tensors, which the caller keeps alive."""
     x = leading(args)
     if x is None or not x.is_cuda or not x.numel() or not runs_kernels(x):
         return functools.partial(kernel.reference, *args)
@@ -37,7 +37,7 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
 
 
 class _Parameter:
-    """A packed parameter, whole, since the driver reads all of it, and the address that it takes."""
+    """A packed parameter, padded to the size that the driver reads, and the address that the driver takes."""
 
     def __init__(self, packed: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(packed, len(packed))

@@ -1,4 +1,4 @@
-"""A recorded run as a program: fill in addresses, launch, in a straight line."""
+"""A recording as a program, which fills in addresses and launches, without branches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from opfuse.program.tape import Tape
 _aten: Any = torch.ops.aten
 
 SMALL = 1 << 20
-"""Bytes of the largest tensor that lies in a program's slab, which is there from the first step to the last.
+"""Bytes of the largest tensor in a program's slab, which is allocated from the first step to the last.
 
-Larger ones live as long as they are read. It is where torch's allocator, too, parts small from large.
+Larger tensors are freed after their last reader. torch's allocator divides small from large blocks at the same size.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What programs are made of. given, results: numbers of the tensors that come in and go out. device: where launches run.
+    """The steps of a run. given, results: numbers of the tensors that come in and go out. device: where launches run.
 
-    sizes: bytes of the memory of tensors on that device, if they are small.
+    sizes: bytes of the memory of small tensors on that device, by number.
     """
 
     steps: tuple[Step, ...]
@@ -41,7 +41,7 @@ class Recording:
 
     @classmethod
     def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
-        """What is on a tape, without what nobody needs; products go to cuBLASLt where they can."""
+        """The steps of a tape without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
         told = _without_same_views(tape, _joined(tape.steps), results)
         steps = _needed([each for step in told for each in _by_address(tape, step)], results)
         steps = joined_launches(steps, tape.homes)
@@ -55,11 +55,11 @@ class Recording:
 
 
 class Program:
-    """What a tape recorded, to be run for tensors that look like those of the recording.
+    """Runs a recording again, for tensors that look like those of the recorded run.
 
-    Small memory that only kernels see lies in one slab; a tensor is made where it is large, torch reads it, or the caller gets
-    it. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text: the
-    function that runs it, as Python. block_bytes: of the blocks that a call allocates; none is held between calls.
+    Small tensors that only kernels read lie in one slab; others are tensors of their own: large ones, those that torch reads, and
+    results. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text:
+    the function that runs it, as Python. block_bytes: bytes of the blocks that a call allocates; none is held between calls.
     """
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class Program:
         self._make(Recording.of(tape, results), NO_BLOCK, NO_BLOCK)
 
     def _make(self, recording: Recording, comes: Slab, goes: Slab) -> None:
-        """comes, goes: small tensors that come in, or are returned, in one block, the last of what does."""
+        """comes, goes: small tensors that come in, or are returned, in one block, which is the last input, or result."""
         self.recording = recording
         self._launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
         self._products = [step for step in recording.steps if isinstance(step, ProductStep)]
@@ -97,13 +97,13 @@ class Program:
         self._frames = [self._new_frame()]
 
     def with_blocks(self, *, comes: Slab | None = None, goes: Slab | None = None) -> Program:
-        """The same, for small tensors that come in one block, or go out in one; it is the last of what does."""
+        """The same program with small inputs, or results, in one block, which is the last input, or result."""
         program = Program.__new__(Program)
         program._make(self.recording, comes or NO_BLOCK, goes or NO_BLOCK)
         return program
 
     def _read(self, bases: dict[int, int], places: Mapping[int, tuple[int, int]], *, workspace: int) -> dict[int, Readers]:
-        """Who reads which address, by bases, which are numbered here: tensors, and blocks for all that lie in them."""
+        """The readers of each address, by base. Bases are numbered here: tensors, and blocks for the tensors in them."""
         readers: dict[int, Readers] = {}
 
         def base_of(place: Place) -> tuple[int, int]:
@@ -132,9 +132,9 @@ class Program:
         return sum(frame.nbytes for frame in self._frames) + len(self.text)
 
     def __call__(self, given: list[torch.Tensor]) -> list[Any]:
-        """The results. given: the tensors that come in, in the order of the recording; the list is emptied.
+        """The results. given: the inputs, in the order of the recording; the list is emptied.
 
-        A tensor that nobody else holds is let go after its last reader.
+        An input that nobody else holds is freed after its last reader.
         """
         device = self._device
         if device is not None and not launching.is_current(device):
@@ -153,12 +153,12 @@ NO_BLOCK = Slab(0, {})
 
 
 def _in_block(block: int, slab: Slab) -> dict[int, tuple[int, int]]:
-    """Block and offset of the tensors in it."""
+    """Block and offset of each tensor in a block, by number."""
     return {number: (block, offset) for number, offset in slab.offsets.items()}
 
 
 def _with_block(numbers: Sequence[int], block: Slab) -> list[int]:
-    """Those that are not in the block, and it."""
+    """The numbers that are not in the block, and the block's own if it holds any."""
     return [*(number for number in numbers if number not in block.offsets), *([KEPT] if block.size else [])]
 
 
@@ -171,7 +171,7 @@ def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
 
 
 def _joined(steps: Sequence[Step]) -> list[Step]:
-    """With one call in place of those that can be made together."""
+    """``steps`` with one call in place of all calls that can be made together."""
     calls = [step for step in steps if isinstance(step, CallStep)]
     functions = [step.function for step in calls]
     found = [(call, each) for call, each in zip(calls, functions) if isinstance(each, Joining)]
@@ -186,7 +186,7 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
 
 
 def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
-    """Without views that show a tensor as it is, unless a view goes out: who gets it must not get the tensor itself."""
+    """``steps`` without views that are the same as their tensor, except results, which must not be the tensor itself."""
     same: dict[int, int] = {}
     for step in steps:
         if not isinstance(step, OpStep):
@@ -201,7 +201,7 @@ def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int
 
 
 def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
-    """Without the ops that make what nobody reads: views whose address alone was read, and the memory of what was folded."""
+    """``steps`` without pure ops whose results nobody reads, such as views of which only the address was read."""
     read, kept = set(results), []
     for step in reversed(steps):
         if isinstance(step, OpStep) and step.is_pure and read.isdisjoint(step.results):
@@ -212,7 +212,7 @@ def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
 
 
 def _by_address(tape: Tape, step: Step) -> list[Step]:
-    """``step``, or if it is a product that torch hands to cuBLASLt, the same by addresses, after an op that makes room for it."""
+    """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
     missing = step.op._schema.arguments[len(step.args) :]

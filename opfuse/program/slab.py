@@ -1,4 +1,4 @@
-"""One block of memory for what only kernels see."""
+"""One block of memory for the small tensors that only kernels read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from opfuse.program.steps import CallStep, OpStep, Step
 
 ALIGNMENT = 256
-"""Bytes between the places of a slab: no less than what torch's allocator aligns to, so that kernels find what they found."""
+"""Alignment in a slab, in bytes: at least that of torch's allocator, so that kernels find the alignment of the recorded run."""
 
 
 class Slab(NamedTuple):
@@ -34,9 +34,8 @@ def slab_of(
 ) -> Slab:
     """A block for the tensors that the op ``made_by`` makes and whose addresses alone are read: first fit, by lifetimes.
 
-    sizes: bytes of the tensors that may lie in it, which are those of one device. results: tensors that outlive the program.
-    reserved: bytes at the start that belong to nobody. reuses: whether tensors that are not alive at the same time may share
-    memory.
+    sizes: bytes of the tensors that may lie in it, all on one device. results: tensors that outlive the program. reserved: bytes
+    at the start that no tensor takes. reuses: whether tensors that are not alive at the same time may share memory.
     """
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
     last = last_reads(steps)

@@ -49,7 +49,7 @@ class OpStep:
         return numbers_in((self.args, self.kwargs))
 
     def renamed(self, names: Mapping[int, int]) -> OpStep:
-        """The same for other numbers of what it reads."""
+        """The same step with other numbers for the tensors that it reads."""
         if names.keys().isdisjoint(self.reads()):
             return self
         args, kwargs = tree_map_only(Ref, lambda ref: Ref(names.get(ref.number, ref.number)), (self.args, self.kwargs), _is_ref)
@@ -57,9 +57,9 @@ class OpStep:
 
     @property
     def is_pure(self) -> bool:
-        """Whether nothing is left of the step where nobody reads its results; a draw of random numbers moves a generator.
+        """Whether the step can be dropped if nobody reads its results: it writes nothing and draws no random numbers.
 
-        An op that gives nothing, as an assertion, is there for what it does.
+        An op without results, such as an assertion, is there for its effect.
         """
         return bool(self.results) and not self.op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
 
@@ -76,7 +76,7 @@ class LaunchStep:
     holes: tuple[Hole, ...]
 
     def reads(self) -> Iterator[int]:
-        """As of an op."""
+        """Numbers of the tensors that the step reads or writes."""
         return (hole.place.number for hole in self.holes)
 
 
@@ -93,32 +93,32 @@ class ProductStep:
 
     @property
     def device(self) -> int:
-        """As of a launch."""
+        """The number of the CUDA device."""
         return self.form.device
 
     def reads(self) -> Iterator[int]:
-        """As of an op."""
+        """Numbers of the tensors that the step reads or writes."""
         return (place.number for place in self.places.values())
 
 
 @dataclass(frozen=True, eq=False)
 class CallStep:
-    """A function of the host that gives tensors of one look at every call, such as the live state that a cast uses."""
+    """A host function that returns tensors of the same look at every call, such as the scale and amax of a delayed cast."""
 
     function: Callable[[], Sequence[torch.Tensor]]
     results: tuple[int, ...]
 
     def reads(self) -> Iterator[int]:
-        """Nothing."""
+        """No tensors."""
         return iter(())
 
 
 @runtime_checkable
 class Joining(Protocol):
-    """A function of the host that is called with others of its kind as one, at the place of the first of them."""
+    """A host function that can be merged with others of its kind into one call, at the place of the first."""
 
     def together(self, others: Sequence[Any]) -> Callable[[], Sequence[torch.Tensor]]:
-        """One function that gives the tensors of it, and then those of the others."""
+        """One function that returns the tensors of this one, then those of the others."""
 
 
 def _is_ref(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Recording one run: every torch op and every kernel launch, with tensors as numbers.
 
-What a run does follows from what its caller's key says and from the looks of the tensors that come in: shapes, strides, dtypes,
-alignment. So one run tells what all runs do. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
-:func:`opfuse.kernels.engine.launch.launch` tells it of each kernel. A tensor is known by the memory that it shows, an address
-in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so that no
-memory has two owners.
+What a run does follows from its caller's key and from the looks of the tensors that come in: shapes, strides, dtypes, alignment.
+So all runs of one look do the same. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
+:func:`opfuse.kernels.engine.launch.launch` reports each kernel to it. A tensor is recognised by the memory that it shows, an
+address in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no
+memory is used twice.
 
-What no program can repeat ends the recording, not the run: a value that the host reads, a shape that values decide, a tensor that
-came from outside without a number. ``refusal`` says which.
+If something cannot be repeated, the recording ends, and the run goes on: a value that the host reads, a shape that depends on
+values, a tensor that came from outside without a number. ``refusal`` says which.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORD = 8
 
 _UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-"""What torch says of ops whose results the values decide: a tensor's size, or a number for the host."""
+"""Torch's tags of ops whose results depend on values: a tensor's size, or a number for the host."""
 
 Look = tuple[Any, ...]
 """What a tensor shows: storage, offset in it, shape, strides, dtype."""
 
 
 class Unrecordable(Exception):
-    """What no program can repeat; the text says why. Never leaves the library."""
+    """A run cannot be repeated by a program; the text says why. Never leaves the library."""
 
 
 class _StorageSpan(NamedTuple):
@@ -50,11 +50,10 @@ class _StorageSpan(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """What one run did, in order. Inside ``with tape.recording():`` it is told of what the thread does.
+    """The steps of one run, in order. Records what the thread does inside ``with tape.recording():``.
 
-    given: the tensors that come in, with numbers from 0; one that comes twice comes twice in every run. A tensor subclass is
-    passed on as it is, and the tensors that it wraps must be given as well. refusal: why the run cannot be repeated; empty if
-    it can.
+    given: the tensors that come in, numbered from 0; one that is given twice is given twice in every run. A tensor subclass is
+    passed on as it is, and the tensors that it wraps must be given as well. refusal: why the run cannot be repeated, or empty.
     """
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
@@ -110,7 +109,7 @@ class Tape(TorchDispatchMode):
     # -- numbers -----------------------------------------------------------------------------------------------------
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor that was seen; of another view of known memory a new one, and a step that makes the view."""
+        """The number of a known tensor; for another view of known memory, a new number and a step that makes the view."""
         if type(tensor) not in _PLAIN:
             if id(tensor) in self._wrappers:
                 return self._wrappers[id(tensor)]
@@ -123,7 +122,7 @@ class Tape(TorchDispatchMode):
         return self._at(self.tensors[number].data_ptr())
 
     def homes(self, numbers: Iterable[int]) -> set[int] | None:
-        """The memory of these tensors, by the numbers of the first that were seen there; None if one is no plain tensor."""
+        """The memory of these tensors, each by the number of the first tensor seen there; None if one is no plain tensor."""
         tensors = [self.tensors[number] for number in numbers]
         if not all(type(tensor) in _PLAIN for tensor in tensors):
             return None
@@ -163,7 +162,7 @@ class Tape(TorchDispatchMode):
         return number
 
     def _check_place(self, number: int) -> None:
-        """Refuse a place counted from the beginning of a storage that comes in: the next tensor may begin elsewhere."""
+        """Refuse an offset into the storage of an input: the next call's input may begin elsewhere in its storage."""
         if number < len(self.given):
             raise Unrecordable("a place in the storage of a tensor that comes in")
 
@@ -197,7 +196,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The op; without the recording, whose tensors it sets free, if there is no memory for both."""
+        """The result of the op. If memory runs out, the recording is given up with the tensors it keeps, and the op rerun."""
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -219,11 +218,11 @@ class Tape(TorchDispatchMode):
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
 
     def _is_the_same(self, func: Any, result: Any) -> bool:
-        """Whether a view shows what a tensor of this run shows already, as a transposed vector does."""
+        """Whether a view has the look of a tensor that the run has already made, as a transposed vector does."""
         return bool(func.is_view) and type(result) in _PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
 
     def launched(self, launch: Launch) -> None:
-        """A kernel is about to be queued."""
+        """Note a kernel that is about to be queued."""
         if self.refusal:
             return
         with self._refusing():
@@ -238,7 +237,7 @@ class Tape(TorchDispatchMode):
             self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(holes)))
 
     def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Call a function of the host whose tensors are read; a program calls it at the same place."""
+        """Call a host function whose tensors are then read; a program will call it at the same place."""
         paused, self._paused = self._paused, True
         try:
             tensors = function()
@@ -258,7 +257,7 @@ def _look(tensor: torch.Tensor) -> Look:
 
 @cache
 def pointers(layout: str) -> tuple[tuple[int, int], ...]:
-    """Of every address in a native ``struct`` format: its index among the fields, and among the words of what is packed."""
+    """For every address in a native ``struct`` format: its index among the fields, and among the 8-byte words when packed."""
     found, index, before = [], 0, ""
     for count, char in _codes(layout):
         if count == 0:

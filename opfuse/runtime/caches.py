@@ -1,4 +1,4 @@
-"""What pipelines keep for later calls, in numbers."""
+"""Counts of the plans and programs that pipelines keep for later calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from opfuse.runtime.recorded import RecordedValues
 class CacheInfo(NamedTuple):
     """Plans alive, calls that found one, calls that did not, and why the last one did not.
 
-    programs: recordings alive. block_bytes: the most device memory that a call of one allocates as blocks; none is held between
-    calls. host_bytes: of their parameters and texts. A pipeline has 64 plans at most, a segment of a plan programs for 32 looks
-    of its inputs, a look programs for 8 looks of gradients; what was not used, or entered, for longest goes.
+    programs: recordings alive. block_bytes: the most device memory that a call of one allocates in blocks; none is held between
+    calls. host_bytes: bytes of their parameters and texts. A pipeline keeps at most 64 plans, a segment of a plan programs for 32
+    looks of its inputs, and each of these programs for 8 looks of gradients; the least recently used, or made, is dropped.
     """
 
     plans: int
@@ -29,7 +29,7 @@ class CacheInfo(NamedTuple):
 
 
 def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> CacheInfo:
-    """Of the plans of several pipelines together."""
+    """The counts of several pipelines together."""
     caches = list(caches)
     programs = [program for each in caches for _, plan in each.items() for program in _programs(plan)]
     return CacheInfo(

@@ -1,4 +1,4 @@
-"""The kind of torch's checkpoint that torch advises, under a short name."""
+"""torch's checkpoint in its non-reentrant kind, which torch advises, under a short name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.utils.checkpoint
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint(function, *args, ...)``, non-reentrant where nothing else is said.
+    """``torch.utils.checkpoint.checkpoint(function, *args, ...)``, non-reentrant by default.
 
-    Nothing of it is opfuse's: pipelines recompute under any checkpoint of torch as in the forward pass, with its recipe, amax
-    group and rules, although ``autocast`` is over by then. Delayed scaling casts with the scales of the forward pass and counts
-    no amax twice. So they compute the same bits (``recompute.py``).
+    It is only a short name: under any checkpoint of torch, pipelines recompute with the recipe, amax group and rules of the
+    forward pass, although ``autocast`` is over by then. Delayed scaling casts with the scales of the forward pass and counts no
+    amax twice, so the bits are the same (``recompute.py``).
     """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

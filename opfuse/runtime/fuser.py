@@ -55,9 +55,10 @@ from opfuse.runtime.told import Told
 from opfuse.runtime.trace import Made, note, since_start
 
 ROWS = 128
-PLANS = 64
-MADE = 256
-"""Plans alive of a pipeline; plans whose making it remembers."""
+"""The largest divisor of the number of rows that a plan may depend on."""
+
+PLANS, MADE = 64, 256
+"""Plans alive of a pipeline; plans of which it remembers why they were made."""
 
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
@@ -78,14 +79,15 @@ def _rows(x: torch.Tensor) -> int:
 
 
 class OperationFuser:
-    """Runs a fixed sequence of ops under whatever environment a call finds. One plan for each key, many alive at once.
+    """Runs a fixed sequence of ops in the environment of each call: one plan for each key, many alive at once.
 
     names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
-    channels that come from earlier pipelines, and that later ones read. before: the key of a pipeline that it replaces.
-    extra_inputs: for every extra input of a call its channel, None for one without. extra_outputs: the channels of the extra
-    outputs. slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name.
-    last_missed: the number of its last miss among the misses of all pipelines, 0 before the first. members: the ops whose module
-    hooks it passes over. path: that of its module, once it is known. ticket: what graphs of torch.compile call it.
+    channels that come from earlier pipelines, and that later ones read. before: the last key of a pipeline that this one
+    replaces. extra_inputs: the channel of each extra input of a call, or None. extra_outputs: the channels of the extra outputs.
+    slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the
+    number of its last miss among those of all pipelines, 0 before the first. members: ops that are run without calling their
+    modules, so that module hooks do not run. path: that of its module, once known. ticket: identifies it in graphs of
+    torch.compile.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class OperationFuser:
 
     @property
     def where(self) -> str:
-        """What messages call it, behind the path of its module where that is known."""
+        """How messages call it: its label, after the path of its module if that is known."""
         return f"{self.path} {self.label}".strip()
 
     def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
@@ -191,9 +193,8 @@ class OperationFuser:
         if self._epoch != WatchedModule.epoch or self._trees:
             self._look_again()
         device, arch, has_autocast = _device(x.device)
-        group = (
-            current_amax_group() or default_group()
-        )  # made after a first call, it is another plan: rows travel, amaxes are shared
+        # A group that is made after a first call makes another plan: rows travel, and amaxes are shared.
+        group = current_amax_group() or default_group()
         shape = x.shape
         rows = x.numel() // (shape[-1] or 1) if shape else 1
         env = (
@@ -263,7 +264,7 @@ class OperationFuser:
         return plan
 
     def _listed(self, into: ListedPlans, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
-        """The plan of this call, entered in the list of who wants to know."""
+        """The plan of this call, appended to the list of :func:`listed_plans`; as a trial, made for this call alone."""
         if into.trial:
             check_call(self, x, extras)
             rules = self.rules or active_rules()
@@ -290,8 +291,8 @@ class OperationFuser:
     ) -> Any:
         """The main output, or a tuple of it and the extra outputs that go to the caller.
 
-        instead: what takes the gradients of parameters, by their ``id()``, or a ledger of segments, of which autograd then knows
-        nothing; they themselves otherwise.
+        instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their
+        backward passes in place of autograd nodes.
 
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
         """
@@ -322,7 +323,7 @@ class OperationFuser:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _repeated(self, run: Callable[[], Any]) -> Any:
-        """A call inside a checkpoint. Lists of its first run have had what it did when it runs again."""
+        """A call inside a checkpoint. A recomputation is kept from lists, which have seen the first run."""
         if not is_recomputing():
             return run()
         first = current_list()  # a look at ops one by one has them so again
@@ -334,14 +335,14 @@ class OperationFuser:
     get_ready = _look_again
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
-        """The call inside of an op: its segments are all that it does."""
+        """The call inside of an op of torch.compile: its segments are all that it runs."""
         run = partial(call.noted, lambda given, ledger: self(*given, instead=ledger))
         repeat = repeated(self)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(partial(self._repeated, run))
         return found
 
     def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
-        """Outputs that look as those for ``given``, which may have no values. Recipes, fusions and gradients change no look."""
+        """Stand-ins of the outputs for ``given``, which may have no values. Recipes, fusions and gradients change no shapes."""
         x, *extras = given
         check_count(self, extras)
         rules = replace(self.rules or active_rules(), level=0)

@@ -1,4 +1,4 @@
-"""Gradients of one backward pass: summed by value number, and what an implementation left checked."""
+"""Gradients of one backward pass: summed by value number, and checked when an implementation leaves them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from opfuse.tensors.storage import QuantizedStorage
 
 
 class Gradients:
-    """Gradients by value number, and of parameters by node and name.
+    """Gradients of values by number, and of parameters by op and name.
 
-    apart: values whose gradients are not summed here, but taken one by one, in the order in which they came.
+    apart: values whose gradients are not summed, but taken one by one, in the order in which they were added.
     """
 
     def __init__(self, plan: Plan, contexts: Mapping[int, Context], apart: Sequence[int] = ()) -> None:
@@ -47,7 +47,7 @@ class Gradients:
             self.values[self.graph.gradient_of(value)] = grad
 
     def take(self, value: int) -> Value | None:
-        """Remove and return the gradient of ``value``, or the next one of it."""
+        """Remove and return the gradient of ``value``, or the next of its gradients if they are kept apart."""
         root = self.graph.gradient_of(value)
         if waiting := self.apart.get(root):
             return waiting.pop(0)
@@ -74,7 +74,7 @@ class Gradients:
 
 
 def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """What wants a gradient with its gradient. PipelineError unless there are as many of them."""
+    """Pairs of ``wanted`` and ``grads``. PipelineError unless there are as many of both."""
     if len(grads) != len(wanted):
         cure = "return one gradient, or None, for each, in order"
         raise PipelineError(describe(f"{context.op.label} gradients of {what}", wanted=len(wanted), got=len(grads), cure=cure))

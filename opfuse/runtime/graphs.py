@@ -1,4 +1,4 @@
-"""A call as CUDA graphs, one for each pass, that leaves states of delayed scaling as it found them."""
+"""``opfuse.graphed``: a call as CUDA graphs, one for each pass, whose capture leaves delayed-scaling states as they were."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from opfuse.tensors.masters import stored_in
 
 WHERE = "opfuse.graphed"
 CALLS = 2
-"""Calls before the one that must not wait: they compile kernels and find products."""
+"""Warm-up calls before the one in which the host must not wait: they compile kernels and choose products."""
 
 
 def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: Recipe | None = None) -> nn.Module:
     """``module`` as a module whose forward and backward pass are a CUDA graph each, for inputs that look like ``sample_args``.
 
     It is ``torch.cuda.make_graphed_callables``, with three differences. Each call enters ``autocast(recipe=recipe)`` itself, so
-    that the update of delayed scaling is a part of the graphs; None enters no region, as models that ``fuse_`` has converted
-    want. What warm-up does to scales, histories, buffers and ``main_grad`` is undone. And a call in which the host waits for the
-    device, or reads tensors on a CPU, whose values graphs would keep for ever, is an UnsupportedError that names the op, before
-    anything is captured.
+    that the update of delayed scaling is a part of the graphs; None enters no region, for models that ``fuse_`` has converted.
+    What warm-up does to scales, histories, buffers and ``main_grad`` is undone. If the host waits for the device in a call, or
+    reads tensors on a CPU, whose values graphs would keep, an UnsupportedError names the op before anything is captured.
 
     Graphs and their memory live as long as the result.
     """
@@ -123,9 +122,9 @@ def _op_of(traceback: TracebackType | None) -> str:
 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
-    """Afterwards states that were used inside, buffers and ``main_grad`` have the values that they had, in the same memory.
+    """Restore, at the end, the values of buffers, ``main_grad`` and states that were used inside, in the same memory.
 
-    Ops of converted models are no submodules of theirs, so all states of the process are looked at.
+    Ops of converted models are no submodules, so all states of the process are saved.
     """
     held = [*module.buffers(), *(p.main_grad for p in module.parameters() if hasattr(p, "main_grad"))]
     copies = [tensor.detach().clone() for tensor in held]
@@ -144,7 +143,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
 
 
 def _states() -> Iterator[DelayedScalingState]:
-    """Of all ops that are alive, each once."""
+    """The states of all ops that are alive, each once."""
     held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
     yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
 

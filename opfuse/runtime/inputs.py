@@ -1,4 +1,4 @@
-"""What a call must bring. All of it is looked at where a plan is missing or a key cannot be made; a hit has passed it before."""
+"""Checks of what a call is given. They run if a plan is missing or a key cannot be made; later calls of the key have passed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _warned_plain: WeakSet[FusibleOperation] = WeakSet()
 
 
 class PipelineInputs(Protocol):
-    """Of a pipeline, what the checks read. members: the ops that it runs without calling them as modules. extra_inputs:
-    one entry for each that a call brings."""
+    """The parts of a pipeline that the checks read, as :class:`~opfuse.runtime.fuser.OperationFuser` says."""
 
     label: str
     ops: tuple[BasicOperation, ...]
@@ -34,14 +33,14 @@ class PipelineInputs(Protocol):
 
 
 def check_count(pipeline: PipelineInputs, extras: Sequence[torch.Tensor]) -> None:
-    """PipelineError unless a call brings as many extra inputs as the pipeline takes."""
+    """PipelineError unless ``extras`` are as many as the pipeline's extra inputs."""
     if len(extras) != len(pipeline.extra_inputs):
         wanted = f"{len(pipeline.extra_inputs)} extra inputs"
         raise PipelineError(describe(pipeline.label, wanted=wanted, got=len(extras), cure=cure_of_extras(pipeline.ops)))
 
 
 def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """Typed errors for tensors not strided or not plain, for weights parametrized or complex, for two devices; tells of hooks."""
+    """All checks of a call: typed errors for tensors, weights and devices that it cannot take; warnings for hooks."""
     check_tensors(pipeline.label, *extras, what="extra input")
     _check_strided(pipeline.label, x, *extras)
     _check_foreign(f"{pipeline.label} input", x, _LOCAL)

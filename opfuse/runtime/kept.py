@@ -1,9 +1,9 @@
-"""Casts of weights that stay from call to call, inside a scope that the user opens.
+"""Casts of weights that are kept from call to call, inside a scope that the user opens.
 
-A cast is found again by the parameter, the quantizer and the stream, and serves as long as the parameter is the memory that was
-cast and autograd has counted no write to it; under delayed scaling also as long as its scale stands and its amax still counts
-for the same update. Anything else casts anew, so that every call has the bits that it has without the scope. Only a cast whose
-code is all the library's is kept, and none that draws random numbers or meets other ranks.
+A cast is found by the parameter, the quantizer and the stream. It is valid while the parameter lies in the memory that was cast
+and autograd has counted no write to it; under delayed scaling also while its scale stays and its amax counts for the same update.
+Otherwise a call casts anew, so every call has the bits that it has without the scope. Casts with code that is not the library's,
+with random numbers or with other ranks are not kept.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from opfuse.tensors.quantizers.own import draws, is_own_quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 CASTS = 4
-"""Casts of one weight that a scope keeps: by recipe, planes and stream. Of more, the one that was made first goes."""
+"""Casts of one weight that a scope keeps, by recipe, planes and stream. Of more, the oldest is dropped."""
 
 PLANS = 64
-"""Plans whose casts an entry knows to be its own; of more, they are found by comparison again."""
+"""Casts of plans that an entry finds by identity; beyond that number, by comparison."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-
 VAIN, REST = 3, 32
-"""Casts of a weight in a row that served one call alone, after which as many calls make their own before the next is kept."""
+"""After VAIN kept casts of a weight in a row that served no second call, only every REST-th call keeps its cast."""
 
 
 class Held(NamedTuple):
-    """A kept cast in a call. node: the quantize node that need not run. tensors: of the storage, but not the weight's memory.
+    """A kept cast in a call. node: the quantize node that need not run. tensors: those of the storage, without the weight's own.
 
-    look: how they lie.
+    look: their shapes, strides and dtypes.
     """
 
     node: int
@@ -55,7 +54,7 @@ class Held(NamedTuple):
 
 
 class _CachedCast:
-    """A cast of a weight, and all that it depends on."""
+    """A cast of a weight, and everything that its validity depends on."""
 
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
         # Neither inference mode nor a graph may mark what later calls save for their backward passes.
@@ -74,7 +73,7 @@ class _CachedCast:
         self._written = [(t, t._version) for t in self.tensors]
 
     def stands(self) -> bool:
-        """Whether nothing that it depends on has changed."""
+        """Whether the cast is still valid."""
         parameter = self.parameter
         if (
             parameter._version != self._writes
@@ -91,7 +90,7 @@ class _CachedCast:
         )
 
     def serves(self, cast: Cast) -> bool:
-        """Whether another cast of the same weight makes the same bytes, and counts the same amaxes."""
+        """Whether ``cast``, of the same weight, would make the same bytes and count the same amaxes."""
         mine = self._cast
         return (
             mine.quantizer == cast.quantizer
@@ -108,7 +107,7 @@ def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:
 
 
 class KeptWeights:
-    """What :func:`kept_weights` keeps. For several threads at once."""
+    """The casts that a :func:`kept_weights` scope keeps. Several threads may use it at once."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in _PLAIN}
@@ -151,10 +150,9 @@ class KeptWeights:
         return self._open and self._parameters.get(id(parameter)) is parameter
 
     def find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
-        """The kept cast of a parameter, or one that is made and kept now.
+        """The kept cast of a parameter; if there is none and ``make`` is set, one is made and kept.
 
-        None of one that it does not own, without ``make`` where there is none, and where keeping has been in vain: the next call
-        would find it changed.
+        None for a parameter that the scope does not own, and if keeping has been in vain: the weight changes before every call.
         """
         found = self._known.get((cast, stream))
         if found is not None and found.parameter is parameter and found.stands():
@@ -190,7 +188,7 @@ class KeptWeights:
         return found
 
     def _is_vain(self, parameter: torch.Tensor, before: list[_CachedCast]) -> bool:
-        """Whether the weight changes before every call, so that this one shall cast by itself."""
+        """Whether the weight changes before every call, so that this call should cast without keeping."""
         count = self._vain.get(id(parameter), 0)
         if any(entry.served for entry in before):
             count = 0
@@ -200,7 +198,7 @@ class KeptWeights:
         return count >= VAIN and count % REST != 0
 
     def _forget(self, entries: Iterable[_CachedCast]) -> None:
-        """Have casts no longer find these at once."""
+        """No longer find these by identity."""
         for entry in entries:
             for cast in entry.casts:
                 self._known.pop((cast, entry.stream), None)
@@ -215,21 +213,20 @@ _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights
 def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     """Inside the block, casts of the weights of ``model`` are kept from call to call: over microbatches of a step, in serving.
 
-    Every call has the bits that it has without: a weight is cast anew where autograd has counted a write to it, an
-    optimizer's above all, where it lies in other memory, under another recipe, and once its delayed scale may have moved.
-    Graphs of the block may be run backward after it. The casts are the memory of the block: ``nbytes`` of what it yields says
-    how much, no more than :data:`CASTS` of each weight; all go with the block, however it ends. A block inside another of the
-    same weights keeps nothing itself. What it saves is time of the device: the look that a kept cast needs costs the host
-    about what the launch of a cast does, so small models gain nothing. A weight that changes before every call, as under
-    delayed scaling where each call is a region, is soon cast as without, and tried again from time to time.
+    Every call has the bits that it has without the block: a weight is cast anew after a write that autograd counts, such as an
+    optimizer's, if it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
+    may be run backward after it. Casts take device memory, ``nbytes`` of what the block yields, at most :data:`CASTS` for each
+    weight; all are freed at the end of the block. A block inside another one of the same weights keeps nothing. The gain is
+    time of the device: to check a kept cast costs the host about as much as to launch a cast, so small models gain nothing. A
+    weight that changes before every call, as under delayed scaling with a region for each call, is soon cast as without the
+    block, and tried again from time to time.
 
-    The count of writes is all there is to go by, and some writes it misses: through ``parameter.data``, through memory shared
-    with numpy, by collectives on such tensors, by the replay of a CUDA graph. After those call ``drop()`` of what the block
-    yields. So this is never done unasked.
+    Some writes are not counted: through ``parameter.data``, through memory shared with numpy, by collectives on such tensors, by
+    the replay of a CUDA graph. After these call ``drop()`` of what the block yields. That is why casts are kept only on request.
 
-    Cast at every call as ever are: weights that live quantized, those of ops, quantizers and fused ops with code of your own,
-    weights that a converted module joins from several parameters, DTensors, and everything in a CUDA graph that is captured.
-    Threads have a block of their own, unless they run in a copy of this context.
+    Not kept are casts of weights that live quantized, of ops, quantizers and fused ops with code of your own, of weights that a
+    converted module joins from several parameters, of DTensors, and in the capture of a CUDA graph. The block holds for its own
+    thread, and for others that run in a copy of its context.
 
     PipelineError for what is no module. UnsupportedError under FSDP, whose gathers write parameters without a count.
     """
@@ -263,7 +260,7 @@ def _check_counted(model: nn.Module) -> None:
 
 
 def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> tuple[Held, ...]:
-    """The casts of weights that a call of ``segment`` finds made, in the order of its nodes; those that it lacks are made."""
+    """The kept casts of weights for a call of ``segment``, in the order of its nodes; missing ones are made now."""
     owners = _owners.get()
     if not owners or torch._C._len_torch_dispatch_stack():
         return ()
@@ -289,7 +286,7 @@ def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> t
 
 
 def _stream(device: torch.device) -> int | None:
-    """The stream of a call; None where a graph is captured: what it made would have no values yet."""
+    """The stream of a call; None while a CUDA graph is captured, in which a cast has no values yet."""
     if device.type != "cuda":
         return 0
     if torch._C._cuda_isCurrentStreamCapturing():
@@ -298,7 +295,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def scopes_of(model: nn.Module) -> list[KeptWeights]:
-    """The scopes around that keep casts of weights of a model."""
+    """The active scopes that keep casts of weights of ``model``."""
     owners = _owners.get()
     return list(dict.fromkeys(owners[id(p)] for p in model.parameters() if id(p) in owners and owners[id(p)].owns(p)))
 

@@ -1,4 +1,4 @@
-"""Who wants to know which plans run."""
+"""A list of the plans that run inside a block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from opfuse.compiler.plan import Plan
 
 
 class ListedPlans(NamedTuple):
-    """Plans that ran, in order. trial: each was made for its call, and no cache knows of it.
-
-    alone: without fusions, wherever that changes no bit.
-    """
+    """Plans that ran, in order. trial, alone: as in :func:`listed_plans`."""
 
     plans: list[Plan]
     trial: bool
@@ -24,14 +21,14 @@ class ListedPlans(NamedTuple):
 _list: ContextVar[ListedPlans | None] = ContextVar("opfuse_listed_plans", default=None)
 
 current_list = _list.get
-"""The innermost one that is around, or None."""
+"""The list of the innermost block, or None."""
 
 
 @contextmanager
 def listed_plans(*, trial: bool = False, alone: bool = False) -> Iterator[list[Plan]]:
-    """The plans that run inside the block, in order. trial: make a plan for every call, as if no pipeline had a cache.
+    """The plans that run inside the block, in order. trial: make a plan for every call, which no cache keeps.
 
-    alone: one without fusions, wherever that changes no bit: recipes that round once keep theirs, as do functions of the user's.
+    alone: make plans without fusions if that changes no bit: not under ``rounding="single"``, nor with fusion functions.
     """
     plans: list[Plan] = []
     reset = _list.set(ListedPlans(plans, trial, alone))

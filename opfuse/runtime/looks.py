@@ -1,4 +1,4 @@
-"""What a program depends on beside the key of its plan: how the tensors lie that come in."""
+"""Looks of tensors: shapes, strides, alignment and identity, on which a program depends beside the key of its plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a program depends on besides the plan's key: how tensors lie, and which of them are one.
+    """The look of ``tensors``: how each lies in memory, and which of them are the same.
 
-    None if there is a tensor of a class that is not known, or two tensors for the same memory: each counts its own writes.
+    None for a tensor of an unknown class, and for two tensors over the same memory, since each counts its own writes.
     """
     look: list[Any] = []
     addresses: list[int] = []
@@ -48,7 +48,7 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Those that there are, and after them the tensors of quantized ones."""
+    """The tensors that are not None, followed by the planes of quantized ones."""
     there = [tensor for tensor in tensors if tensor is not None]
     planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.held.tensors()]
     return [*there, *planes]

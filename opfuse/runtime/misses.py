@@ -1,4 +1,4 @@
-"""What a call does that finds no plan."""
+"""``opfuse.on_miss``: what a call does if it finds no plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _on_miss: ContextVar[str] = ContextVar("opfuse_on_miss", default="plan")
 
 @contextmanager
 def on_miss(policy: str) -> Iterator[None]:
-    """Inside the block a plan miss is made up for (``"plan"``) or raises PlanMissError (``"error"``)."""
+    """Inside the block a call without a plan makes one (``"plan"``) or raises PlanMissError (``"error"``)."""
     if policy not in ("plan", "error"):
         raise PlanMissError(describe("on_miss", wanted="'plan' or 'error'", got=repr(policy), cure="choose one of the two"))
     reset = _on_miss.set(policy)

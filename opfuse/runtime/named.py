@@ -1,4 +1,4 @@
-"""Keys with names, and with where their values come from."""
+"""Keys whose fields have names, and which know where their values came from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opfuse.sources import caller
 
 
 class Facts(NamedTuple):
-    """What is told of an op of one pipeline that another does not have. revision: how often it was changed in place."""
+    """What a key shows of an op. revision: how often it was changed in place."""
 
     op: str
     parameters: tuple[str, ...]

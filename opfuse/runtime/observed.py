@@ -1,6 +1,6 @@
-"""Segments that somebody looks at while they run: interpreted, group by group, with the values between ops.
+"""Observed calls: their segments are interpreted, and an observer gets each group of nodes with the values between ops.
 
-Nothing of it is met by a call that nobody looks at.
+Other calls do not pass through this module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class GroupRun(NamedTuple):
     """A group of nodes that ran.
 
     side: forward or backward. name: of the rule that took it, or of its node. ops: those of its nodes. seconds: of the host.
-    given: what a cast that runs alone was given; made: what it, or the last node of a group, left: going backward, the
-    gradient of its first node's input. None where there is none.
+    given: the input of a cast that runs alone, else None. made: the result of the group; backward, the gradient of the input of
+    its first node; None if there is none.
     """
 
     pipeline: str
@@ -42,10 +42,10 @@ class GroupRun(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who looks."""
+    """Gets every group that runs in an observed call."""
 
     def ran(self, run: GroupRun) -> None:
-        """A group ran."""
+        """Take a group that has run."""
 
 
 _observer: ContextVar[Observer | None] = ContextVar("opfuse_observer", default=None)
@@ -55,10 +55,10 @@ current_observer = _observer.get
 
 @contextmanager
 def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
-    """Calls inside the block, and their backward passes, are told group by group.
+    """Observe calls inside the block, and their backward passes, group by group.
 
-    fused: as calls are. Otherwise every op runs by itself wherever that changes no bit, so that each cast is told with the tensor
-    that it is given. Plans are made for it, of which no cache knows.
+    fused: under the plans of ordinary calls. Otherwise every op runs by itself where that changes no bit, so that each cast is
+    observed with its input. The plans are made for this alone, and no cache keeps them.
     """
     check_capture("values of a call", got="a look at them, as opfuse.watch has", cure="capture outside of it")
     reset = _observer.set(by)
@@ -70,7 +70,7 @@ def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
 
 
 class ObservedRunner(Runner):
-    """A segment of a call that somebody looks at."""
+    """Runs a segment of an observed call."""
 
     observer: Observer
 

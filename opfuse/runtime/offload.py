@@ -1,8 +1,8 @@
-"""What autograd saves, in pinned memory of the host while the device computes, and back before it is read.
+"""``opfuse.offloaded``: saved tensors go to pinned host memory while the device computes, and come back before they are read.
 
-``torch.autograd.graph.save_on_cpu(pin_memory=True)`` copies on the stream that computes, which waits for each copy. Here two
-streams copy, one in each direction. Events order them against the computing stream, and against each other where memory of the
-host is used again; so the host waits for nothing, and which memory is free does not depend on how far it is ahead.
+``torch.autograd.graph.save_on_cpu(pin_memory=True)`` copies on the computing stream, which waits for each copy. Here two streams
+copy, one in each direction. Events order them against the computing stream, and against each other where host memory is reused.
+So the host never waits, and which memory is free does not depend on how far the host is ahead of the device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MIB = 2**20
 class offloaded(saved_tensors_hooks):
     """Inside, what the forward pass saves on a CUDA device goes to pinned memory of the host, until the backward pass reads it.
 
-    modules: their parameters and buffers are on the device anyway and stay there. ahead: bytes that may be on the device while
-    they leave, and as many while they come back: a backward pass that reads some has those that were saved before them fetched.
-    What was saved last is there still when it begins. least: smaller tensors stay, as quantized ones do, and all on a CPU.
+    modules: their parameters and buffers stay on the device. ahead: bytes that may be on the device on their way out, and as many
+    on their way back: when a backward pass reads a tensor, those saved before it are fetched. The last ones are still there when
+    it begins. least: bytes; smaller tensors stay, and so do quantized ones and all on a CPU.
 
-    Make one and enter it around the forward pass of each step: it keeps the memory of the host, as much as was ever away at once,
-    which takes long to get. The backward pass may run outside. The bits are those of a call without it. As under ``save_on_cpu``,
-    nobody notices when a saved tensor is changed in place.
+    Make one object and enter it around the forward pass of each step: it keeps its host memory, as much as was ever in use at
+    once, since pinned memory is slow to allocate. The backward pass may run outside. The bits are those of a call without it. As
+    under ``save_on_cpu``, changes of saved tensors in place are not noticed.
     """
 
     def __init__(self, *modules: nn.Module, ahead: int = 256 * MIB, least: int = MIB) -> None:
@@ -95,13 +95,13 @@ class offloaded(saved_tensors_hooks):
 
 
 _Free = list[tuple[torch.Tensor, torch.cuda.Event]]
-"""Memory of the host, each free once a copy is over."""
+"""Pieces of host memory, each free once the event of its last copy has passed."""
 
 
 class _Away:
-    """A saved tensor: on the host, and for a while on the device. before: finds what was saved before it, if that is there.
+    """A saved tensor: on the host, and for a while on the device. before: a reference to the one saved before it.
 
-    readers: how many will still read it, in the first backward pass. free: where its memory of the host goes in the end.
+    readers: how many nodes will still read it, in the first backward pass. free: the list to which its host memory returns.
     """
 
     here: torch.Tensor | None = None
@@ -136,7 +136,7 @@ class _Away:
         return self.here is not None and self._copy_of == _place(tensor)
 
     def let_go(self) -> None:
-        """Leave the device's memory to what is computed from now on, which waits for the copy."""
+        """Free the device memory; work that is queued from now on waits for the copy."""
         if self.here is not None:
             self._computing.wait_event(self._copied)
             self.here = None
@@ -154,7 +154,7 @@ class _Away:
         return self.here
 
     def taken(self, back: torch.cuda.Stream) -> torch.Tensor:
-        """The tensor on the device, for one who reads it; the last one alone holds it from then on."""
+        """The tensor on the device, for one of its readers; after the last, only the reader holds it."""
         found, self.readers = self.fetched(back), max(0, self.readers - 1)
         if self.readers:
             self._computing.wait_event(self._copied)

@@ -1,13 +1,13 @@
-"""Calls of pipelines that a checkpoint repeats in the backward pass: they run as they ran first.
+"""Calls of pipelines that a checkpoint repeats in the backward pass, in the context of their first run.
 
-A checkpoint is known by what it leaves on Python's stack while it runs its function: ``torch.utils.checkpoint`` in its
-non-reentrant kind, or any ``autograd.Function`` whose forward calls pipelines, as reentrant checkpoints do. The first run writes
-down the context of every call (recipe, region, rules, what a miss does). The recomputation finds the same object, the frame of
-the checkpoint or the ``ctx`` of the function, and makes each call in the context that it had; the ambient one counts for nothing.
+A checkpoint is recognised by what it leaves on Python's stack while it runs its function: ``torch.utils.checkpoint`` in its
+non-reentrant kind, or any ``autograd.Function`` whose forward calls pipelines, as reentrant checkpoints are. The first run
+records the context of every call (recipe, region, rules, ``on_miss``). The recomputation finds the record by the same object, the
+frame of the checkpoint or the ``ctx`` of the function, and makes each call in its recorded context; the ambient one is ignored.
 
-A checkpoint within a checkpoint is run again by the outer one, and then by itself: all of them share one record, and each knows
-where in it its own calls begin. The stack is searched only where an ordinary call never is: in a backward pass, under hooks of
-saved tensors, and in the forward of an ``autograd.Function``.
+A checkpoint within a checkpoint is repeated by the outer one, and then by itself: they share one record, and each knows where its
+own calls begin. The stack is searched only where a checkpoint may be: in a backward pass, under hooks of saved tensors and in the
+forward of an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from opfuse.recipes.passes import Pass, current_pass, running
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""The hooks of ``torch.autograd.graph.saved_tensors_hooks`` that are around, or None. The argument: even while torch traces."""
+"""The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. The argument: also while torch traces."""
 
 _outside_function: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 """Off in the forward of an ``autograd.Function``, but not under ``torch.no_grad()``; off also in inference mode."""
 
 
 class CalledPipeline(Protocol):
-    """What is called. structure: a digest of its ops. ops: the ops themselves."""
+    """A pipeline, or a converted module. structure: a digest of its ops. ops: the ops themselves."""
 
     @property
     def label(self) -> str: ...
@@ -63,7 +63,7 @@ class _CheckpointRecord:
 
 
 class _PartOfCall:
-    """The calls of one checkpoint: those of a record from ``start`` on. reached: how far the recomputation of a pass has come."""
+    """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass."""
 
     def __init__(self, record: _CheckpointRecord, start: int) -> None:
         self.record = record
@@ -74,8 +74,8 @@ class _PartOfCall:
 class _FoundCheckpoint(NamedTuple):
     """A checkpoint on the stack.
 
-    again: the backward pass that it recomputes in; None while it runs for the first time. strict: it does nothing but recompute,
-    so each of its calls is one of the first run. trains: a call with gradients off is one of training.
+    again: the backward pass in which it recomputes; None in its first run. strict: it only recomputes, so each call must be one
+    of the first run. trains: its calls are training calls although gradients are off.
     """
 
     owner: Any
@@ -88,7 +88,7 @@ Runs = Callable[..., Any]
 
 
 def repeated(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
-    """How to make this call of ``pipeline``, if a checkpoint will repeat it or repeats it now; None for an ordinary call."""
+    """A function that makes this call of ``pipeline`` if a checkpoint will repeat it or repeats it now; None otherwise."""
     if _in_backward() < 0 and saving_hooks(False) is None and (_outside_function() or torch.is_inference_mode_enabled()):
         return None
     if current_pass() is not None:  # called by an op of a call that was found
@@ -124,9 +124,9 @@ def _search(pipeline: CalledPipeline, frame: FrameType | None) -> Callable[[Runs
 
 
 def check_once(label: str) -> None:
-    """UnsupportedError for a backward pass that the function of a checkpoint runs: it would count its amaxes once more.
+    """UnsupportedError for a backward pass inside the function of a checkpoint, which would count its amaxes twice.
 
-    For plans whose gradients have delayed scales. Looked at once a pass.
+    For plans whose gradients have delayed scales. Checked once in each pass.
     """
     task = _in_backward()
     if task == _CHECKED[0]:
@@ -140,14 +140,14 @@ def check_once(label: str) -> None:
 
 
 _CHECKED: list[int | None] = [None]
-"""The backward pass that was looked at last."""
+"""The backward pass that was checked last."""
 
 
 def _waiting(frame: FrameType) -> list[FrameType]:
     """The stacks that wait for the running backward pass.
 
-    This one; on a thread of autograd's own, as it has one for each GPU, those of the threads that wait in its engine. One of them
-    called it; another one that does so in a checkpoint is refused as well.
+    This stack; on one of autograd's own threads, of which each GPU has one, the stacks of all threads that wait in its engine.
+    One of them called it; a checkpoint on any of them is refused.
     """
     above: FrameType | None = frame
     while above is not None:
@@ -158,7 +158,7 @@ def _waiting(frame: FrameType) -> list[FrameType]:
 
 
 def _join(first: list[_FoundCheckpoint], record: _CheckpointRecord, at: int) -> None:
-    """Have the checkpoints that run for the first time know ``record``, from this call on."""
+    """Give ``record``, from call ``at`` on, to the checkpoints that run for the first time."""
     for found in first:
         if getattr(found.owner, _NAME, None) is None:
             setattr(found.owner, _NAME, _PartOfCall(record, at))
@@ -169,7 +169,7 @@ _NAME = "_opfuse_calls"
 
 
 def _same(one: CalledPipeline, other: CalledPipeline, *, strict: bool) -> bool:
-    """Whether one call repeats another: a function may slice a pipeline anew, or make its ops, whenever it runs."""
+    """Whether one call repeats another. Strictly by structure: a function may slice a pipeline, or make its ops, at each run."""
     if strict:
         return one.structure == other.structure
     return len(one.ops) == len(other.ops) and all(a is b for a, b in zip(one.ops, other.ops))
@@ -235,7 +235,7 @@ def _unknown_torch() -> UnsupportedError:
 
 
 def _checkpoints(frame: FrameType | None, *, beyond: bool = False) -> Iterator[_FoundCheckpoint]:
-    """The checkpoints around, innermost first. beyond: those, too, that run a function which runs a backward pass."""
+    """The checkpoints on the stack, innermost first. beyond: also those outside of a backward pass that they started."""
     codes, task = _codes(), _in_backward()
     while frame is not None:
         code = frame.f_code
@@ -264,7 +264,7 @@ _PARTS = ("opfuse.", *_COMPILED)
 
 
 def _is_part(frame: FrameType) -> bool:
-    """Whether the function is one of opfuse, or of compiled code: what runs inside of those is a part of a call."""
+    """Whether the frame is one of opfuse or of compiled code, which run inside of a call."""
     return str(frame.f_globals.get("__name__", "")).startswith(_PARTS)
 
 

@@ -1,9 +1,9 @@
-"""Which kernels a segment is going to launch, found by a run that launches none, so that they are compiled together.
+"""A rehearsal: a run of a segment that launches no kernels and finds which ones it needs, so that they are compiled together.
 
-Without it each is compiled where it is launched first, one after another, those of the backward pass in the backward pass. A
-rehearsal takes place only where a kernel is missing on disk. It computes with whatever is in memory, so it uses no value as an
-index, writes to no tensor that came in, moves no state and no random numbers, and does not meet other ranks, which may have their
-kernels; what would ends it, with what was found so far.
+Otherwise each kernel is compiled at its first launch, one after another, those of the backward pass in the backward pass. A
+rehearsal takes place only if a kernel is missing on disk. It computes with whatever is in memory. So it must not use values as
+indices, write to its inputs, change states or random generators, or wait for other ranks, which may have their kernels; an op
+that would ends it, with the kernels found so far.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from opfuse.runtime.run import Runner
 _log = logging.getLogger("opfuse.programs")
 
 _INDEXING = ("index", "gather", "scatter", "embedding", "take", "put", "masked_scatter", "masked_select", "one_hot", "bincount")
-"""How names of ops begin that read values as places."""
+"""Prefixes of the names of ops that use values as indices."""
 
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class _Stop(Exception):
-    """What a rehearsal must not do. Never leaves the module."""
+    """Ends a rehearsal. Never leaves the module."""
 
 
 class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]

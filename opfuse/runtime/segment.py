@@ -1,4 +1,4 @@
-"""The autograd node of a segment, and a plan run segment by segment."""
+"""The autograd node of a segment, its place in a ledger, and a plan run segment by segment."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
 
 
 def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
-    """What was saved, one by one. Unless the graph is kept, who takes them is the only one to hold them."""
+    """The saved tensors, one by one. Unless the graph is retained, nothing else holds a tensor once it was yielded."""
     saved = list(reversed(_saved_tensors(ctx)))
     ctx.maybe_clear_saved_tensors()
     yield from _popped(saved)
@@ -124,8 +124,8 @@ def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:
 def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """``values`` as outputs of a node whose inputs and parameters are ``given``.
 
-    A view of memory that the node alone made is handed out as no view, for autograd lets nobody change a node's view in place:
-    the same bytes with the same count of writes, so that a change of what was saved is still noticed.
+    A view of memory that the node alone made is detached, so that it is no view: autograd forbids writes in place to views from a
+    node. It keeps its bytes and its count of writes, so a change of what was saved is still noticed.
     """
     outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
     for i, tensor in enumerate(outputs):
@@ -148,11 +148,11 @@ def _distinct(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | No
         seen.add(id(tensor))
 
 
-# -- written down --------------------------------------------------------------------------------------------------------------
+# -- in a ledger ---------------------------------------------------------------------------------------------------------------
 
 
 def _noted(ledger: Ledger, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs of a segment, as those of its node, which stands in ``ledger``."""
+    """The outputs of a segment whose backward pass is noted in ``ledger``."""
     with torch.no_grad():
         outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
     ledger.note(read, outputs, partial(_gradients, runner, ledger.keep(runner.released(_saves.get()))))
@@ -188,8 +188,8 @@ def run_plan(
 ) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs.
 
-    instead: what takes the gradients of parameters, by their ``id()``; or the ledger that segments are written into, in place
-    of nodes of autograd.
+    instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their backward
+    passes in place of autograd nodes.
     """
     if not plan.reads_sizes:
         return _run_segments(plan, ops, given, kwargs, instead)

@@ -1,8 +1,8 @@
-"""Whether tensors in a graph of torch.compile are what they were when the graph met them before.
+"""Whether tensors in a graph of torch.compile were written since an earlier place in the graph.
 
-Dynamo follows code with tensors that have no values, and these count writes as any tensor does. The code cannot ask for that
-count, but it can ask for a size: so an op returns a tensor whose one size is a number for the tensors that it was given.
-No graph needs the tensor, and compilers drop the op.
+Dynamo traces with tensors that have no values but count writes. Traced code cannot read that count, but it can read a size. So an
+op returns a tensor whose one size is a number for the state of the tensors that it was given. No graph needs the tensor, and
+compilers drop the op.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 def stamp(tensors: Sequence[torch.Tensor]) -> int:
-    """A number for these tensors as they are now, in the graph that is being made.
+    """A number for the state of these tensors in the graph that is being traced.
 
-    Equal numbers mean one graph, the same tensors, and no write between to one of them or to a view of one.
+    Equal numbers mean the same graph, the same tensors, and no write to any of them, or to a view of one, in between.
     """
     number: int = torch.ops.opfuse.stamp(tensors).shape[0]
     return number
 
 
 def _stamp_fake(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What dynamo sees: the same mode means the same graph."""
+    """The op as dynamo traces it. The same fake mode means the same graph."""
     known = _known.setdefault(getattr(tensors[0], "fake_mode", None) or torch._guards.detect_fake_mode(), {})
     state = *map(id, tensors), *versions(*tensors)
     return _sized(known.setdefault(state, next(_numbers)))
 
 
 def _stamp_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where a graph runs as it was traced: nobody asks any more."""
+    """The op in a graph that runs, where nobody reads the number any more."""
     return _sized(0)
 
 
@@ -45,7 +45,7 @@ def _sized(number: int) -> torch.Tensor:
 
 
 def _of_planes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The op over the planes of parameters that live quantized, where writes to them arrive."""
+    """The op over the planes of quantized parameters, which count the writes."""
     parts = [each.record.tensors() if isinstance(each, QuantizedTensor) else (each,) for each in tensors]
     return op([*itertools.chain(*parts)])
 

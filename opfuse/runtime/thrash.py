@@ -1,4 +1,4 @@
-"""Misses that repeat: a cache that plans again and again, and the leaf of the key that makes it."""
+"""Misses that repeat: warns of a cache that makes plans again and again, and names the leaf of the key that changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from opfuse.errors import describe
 from opfuse.keys import Miss
 
 SAME, AGAIN = 16, 3
-"""Misses in a row that differ in one leaf alone; misses in a row of keys that had a plan which was dropped."""
+"""How many misses in a row are warned of: if all differ in the same single leaf; if their keys had plans that were dropped."""
 
 CURES = {
     "env.recipe": "make the recipe once, outside of the loop, and pass that object",
@@ -19,7 +19,7 @@ CURES = {
     "inputs": "keep dtypes, devices and requires_grad of inputs and parameters as they are",
     "ops": "build the ops once; a change of an op is another pipeline",
 }
-"""What to do about a leaf, by how its path begins."""
+"""What to do about a leaf, by the beginning of its path."""
 
 
 class Thrash:
@@ -31,7 +31,7 @@ class Thrash:
         self._last: deque[Miss] = deque(maxlen=SAME)
 
     def note(self, where: str, miss: Miss) -> str | None:
-        """What is wrong, the first time that something is; ``where``: what the pipeline is called."""
+        """The warning, once, when misses begin to repeat; else None. where: how the pipeline is called."""
         self._last.append(miss)
         if self.told or (found := self._pattern()) is None:
             return None
@@ -41,7 +41,7 @@ class Thrash:
         return describe(f"plans of {where}", wanted="keys that come back", got=got, cure=cure)
 
     def _pattern(self) -> tuple[str, str] | None:
-        """The leaf that flips, and what happens."""
+        """The path of the leaf that changes, and what happens."""
         again = [miss for miss in list(self._last)[-AGAIN:] if miss.again]
         paths = Counter(difference.path for miss in self._last for difference in miss.differences)
         if len(again) == AGAIN:

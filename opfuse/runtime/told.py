@@ -1,4 +1,4 @@
-"""Ops that ask to be told of calls and of recipes."""
+"""Ops with hooks for calls and for changes of the recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opfuse.recipes import Recipe
 
 
 class Told:
-    """Ops that ask to be told of calls, by overriding a method of the protocol; other ops cost a call nothing."""
+    """The ops that override ``pre_fuser_forward`` or ``reset_recipe_state``, which are called; other ops cost a call nothing."""
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         numbered = tuple(enumerate(ops))
@@ -19,7 +19,7 @@ class Told:
         self.recipe: Any = _NONE_YET
 
     def of_recipe(self, recipe: Recipe | None) -> None:
-        """Tell of a recipe that is not that of the last call."""
+        """Call ``reset_recipe_state`` if ``recipe`` is not that of the last call."""
         if recipe is not self.recipe and recipe != self.recipe:
             self.recipe = recipe
             for op in self.recipe_listeners:

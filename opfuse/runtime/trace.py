@@ -32,7 +32,7 @@ from opfuse.keys import Cache, Leaf, Miss, leaves, plain
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 VERSION = 1
-"""Of the format. A reader refuses another one."""
+"""The version of the format. A reader refuses any other."""
 
 TRACE = "OPFUSE_TRACE"
 PREFIXES = ("OPFUSE_", "NVTE_", "CUBLAS_", "NVIDIA_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_")
@@ -42,7 +42,7 @@ _INDEX = re.compile(r"^(\w+):\d+$")
 
 
 class Made(NamedTuple):
-    """A plan that was made. number: among all misses of the process. call: among those of the pipeline. ms: what it took."""
+    """A plan that was made. number: of the miss in the process. call: of the call in the pipeline. ms: milliseconds it took."""
 
     number: int
     call: int
@@ -54,7 +54,7 @@ class Made(NamedTuple):
 
 
 class TracedPipeline(Protocol):
-    """What is traced."""
+    """The parts of a pipeline that are traced, as :class:`~opfuse.runtime.fuser.OperationFuser` says."""
 
     cache: Cache[PlanKey, Plan]
     history: Any
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def process() -> dict[str, Any]:
-    """What is true of the process as a whole."""
+    """The record of the process as a whole."""
     number, ranks = rank()
     cuda = torch.cuda.is_available()
     return {
@@ -107,7 +107,7 @@ def process() -> dict[str, Any]:
 
 
 def key_id(found: Iterator[Leaf]) -> str:
-    """16 digits that are equal for equal keys, in every process: sources are left out, and which device of its type it is."""
+    """16 digits that are equal for equal keys in every process; sources and the number of the device do not count."""
     told = [(leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in found]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
 
@@ -166,7 +166,7 @@ def traced() -> list[TracedPipeline]:
 
 
 def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, Made]]:
-    """The plans that each remembers, as they were made."""
+    """The plans that the pipelines remember, in the order in which they were made."""
     found = [(each, one) for each in pipelines for one in list(each.history)]  # another thread may plan
     return sorted(found, key=lambda pair: pair[1].number)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from opfuse.inspect.writers import WATCHED
+
 PageRows = Sequence[Sequence[object]]
 
 
@@ -182,9 +184,6 @@ def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
         for each in pipeline["products"]
     ]
     return PageTable("Products", ("op", "product", "left", "right", "runs", "why"), rows, filters=True)
-
-
-WATCHED = ("step", "op", "tensor", "plane", "format", "amax", "saturated", "flushed", "nonfinite", "sqnr")
 
 
 def value_table(records: Iterable[Mapping[str, Any]]) -> PageTable:

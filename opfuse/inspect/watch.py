@@ -15,7 +15,7 @@ from opfuse.core.protocol import RunsOps
 from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
 from opfuse.inspect.casts import FoundFigures, figures
-from opfuse.inspect.writers import sink_of
+from opfuse.inspect.writers import WATCHED, sink_of
 from opfuse.runtime.observed import GroupRun, Observer, observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -220,12 +220,12 @@ def _ops(model: nn.Module) -> Iterator[tuple[str, FusibleOperation]]:
             yield from forward.named_ops()
 
 
-HEAD = ("step", "op", "tensor", "plane", "format", "amax", "saturated", "flushed", "sqnr")
+_HEAD = tuple(name for name in WATCHED if name != "nonfinite")
 
 
 def _rows(records: list[dict[str, Any]]) -> Iterator[str]:
     latest = {(record["op"], record["tensor"], record["plane"]): record for record in records}
-    rows = [HEAD, *(tuple(map(_cell, (record[name] for name in HEAD))) for record in latest.values())]
+    rows = [_HEAD, *(tuple(map(_cell, (record[name] for name in _HEAD))) for record in latest.values())]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()

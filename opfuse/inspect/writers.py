@@ -11,9 +11,13 @@ from opfuse.errors import OutputError, describe, told_of
 from opfuse.formats import ROWWISE
 
 Sink = Callable[[Mapping[str, Any]], None]
-"""Takes one record: ``step``, ``op``, ``tensor``, ``plane``, and what was found."""
+"""Takes one record: the fields of :data:`WATCHED`, and more that was found."""
 
-SCALARS = ("amax", "nonfinite", "saturated", "flushed", "sqnr")
+SCALARS = ("amax", "saturated", "flushed", "nonfinite", "sqnr")
+"""The figures of a cast that are one number."""
+
+WATCHED = ("step", "op", "tensor", "plane", "format", *SCALARS)
+"""The columns of a table of records."""
 
 
 def sink_of(to: object) -> Sink:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
 from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
-from opfuse.errors import RecipeError, describe, nearest
+from opfuse.errors import RecipeError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.rules import RULES, rules_of
-from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe, ScaleHistory
+from opfuse.recipes.recipe import TENSOR_TYPES, Entry, Format, QuantizerRole, Recipe, ScaleHistory, for_tensor_type
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -24,7 +24,6 @@ from opfuse.tensors.quantizers import (
 )
 
 Scope = Literal["weights", "activations", "all"] | None
-Row = TypeVar("Row")
 
 
 def _trainable_format(value: Any) -> Format:
@@ -59,15 +58,10 @@ def _check_rule(recipe: Float8CurrentScaling | Float8BlockScaling, family: str, 
         raise RecipeError(describe(where, wanted=kinds[not pow2], got=kinds[pow2], cure=cure))
 
 
-def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Row]) -> Row:
+def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Entry]) -> Entry:
     """The entry of a table over TENSOR_TYPES."""
-    if role.tensor_type not in table:
-        cure = f"use {', '.join(table)}, or a CustomRecipe"
-        where = f"{type(recipe).__name__}.quantizer"
-        raise RecipeError(
-            describe(where, wanted="a known tensor_type", got=f"{role}{nearest(role.tensor_type, table)}", cure=cure)
-        )
-    return table[role.tensor_type]
+    where = f"{type(recipe).__name__}.quantizer"
+    return for_tensor_type(table, role, where=where, cure="use one of these, or a CustomRecipe")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,6 +27,7 @@ from opfuse.sources import DEFAULT
 from opfuse.tensors.quantizers import Quantizer
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
+Entry = TypeVar("Entry")
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 KeepMode = Literal["recompute", "quantized"] | None
 
@@ -61,6 +62,14 @@ class QuantizerRole:
     def is_gradient(self) -> bool:
         """Whether the tensor exists in the backward pass only."""
         return self.tensor_type.startswith("grad")
+
+
+def for_tensor_type(table: Mapping[str, Entry], role: QuantizerRole, *, where: str, cure: str) -> Entry:
+    """The entry for the tensor type of ``role``; RecipeError, which speaks of ``where``, if the table has none."""
+    if role.tensor_type not in table:
+        got = f"{role}{nearest(role.tensor_type, table)}"
+        raise RecipeError(describe(where, wanted=f"a tensor_type of {', '.join(table)}", got=got, cure=cure))
+    return table[role.tensor_type]
 
 
 class ScaleHistory(Protocol):

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import E4M3, E5M2
-from opfuse.recipes.recipe import QuantizerRole
+from opfuse.recipes.recipe import QuantizerRole, for_tensor_type
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
@@ -101,10 +100,7 @@ def nvfp4_linear_fp8_attention(role: QuantizerRole) -> Quantizer:
 
 
 def _of(role: QuantizerRole, **by_tensor: Quantizer) -> Quantizer:
-    if role.tensor_type not in by_tensor:
-        got, cure = f"{role}{nearest(role.tensor_type, by_tensor)}", "write a factory that answers for it"
-        raise RecipeError(describe("preset", wanted=f"a tensor_type of {', '.join(by_tensor)}", got=got, cure=cure))
-    return by_tensor[role.tensor_type]
+    return for_tensor_type(by_tensor, role, where="preset", cure="write a factory that answers for it")
 
 
 PRESETS: Mapping[str, Callable[[QuantizerRole], Quantizer]] = MappingProxyType(

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.compiler.registry import use_rules
+from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.rules import fusion
 from opfuse.errors import FusionError, PipelineError
 from opfuse.formats import USAGES
@@ -178,3 +178,21 @@ def test_a_rule_takes_ops_with_extra_outputs_only_if_it_leaves_them():
     with pytest.raises(FusionError, match="True or False"):
         fusion("dispatch_cast", pattern, forward=dispatch_cast, extra_outputs=1.5)
     assert extended(DISPATCH_CAST, "mine", DISPATCH_CAST.pattern).extra_outputs
+
+
+def test_what_a_rule_leaves_is_checked():
+    """An extra output that is no tensor; a backward pass without the gradients of extra inputs, which nobody else would miss."""
+    pattern = {term.name: term for term in DISPATCH_CAST.pattern}
+
+    def tells(x, *, dispatch, quantize):
+        dispatch.set_extra_outputs(*dispatch.op.route(dispatch, x).extra_outputs[:2], "places")
+
+    with pytest.raises(PipelineError, match=r"extra outputs: wants .*tensor.*str.*pass each of them, in order"):
+        with_rule(fusion("dispatch_cast", pattern, forward=tells, extra_outputs=True))
+
+    half = fusion("half", "relu add=add_extra_input", backward=lambda dy, *, relu, add: dy)
+    x, y = (randn(4, 4).requires_grad_() for _ in range(2))
+    with use_rules(RuleSet((half,))):
+        result = ops.Sequential(ops.ReLU(), ops.AddExtraInput())(x, y)
+        with pytest.raises(PipelineError, match=r"gradients of extra inputs: wants 1, got 0"):
+            result.sum().backward()

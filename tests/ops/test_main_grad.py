@@ -8,7 +8,10 @@ import torch
 import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.core.spec import accumulates
-from opfuse.tensors.gemm import gemm
+from opfuse.kernels.products.runs import products_into
+from opfuse.tensors.gemm import gemm, wgrad_into
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from opfuse.tensors.ragged import cast_in_groups, groups_in
 from tests.ops.test_op_errors import raised
 
 SPLITS = torch.tensor([32, 0, 64])
@@ -200,3 +203,48 @@ def test_a_buffer_that_cannot_take_the_sum(form, wrong):
 def test_put_off_and_added_at_once():
     with raised(errors.SpecError, ValueError, "come at once", "delay_wgrad_compute"):
         ops.GroupedLinear(2, 32, 32, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+
+
+@pytest.mark.cpu
+def test_sizes_that_no_product_needed_are_read_for_the_buffers(monkeypatch):
+    """In high precision torch's grouped product leaves them on the device; each buffer gets the rows of its group."""
+    found = []
+    for there in (False, True):
+        if there:
+            monkeypatch.setattr("opfuse.kernels.products.grouped.takes", lambda *_: True)
+            monkeypatch.setattr("opfuse.kernels.products.grouped._arch", lambda device: (9, 0))
+            monkeypatch.setattr("opfuse.ops.grouped_linear.known_sizes", lambda *_: None)
+        torch.manual_seed(0)
+        model = buffered(ops.Sequential(ops.GroupedLinear(3, 32, 64, bias=False, accumulate_into_main_grad=True)).bfloat16())
+        x = torch.randn(96, 32).bfloat16().requires_grad_()
+        model(x, SPLITS).backward(torch.linspace(-1, 1, 96 * 64).view(96, 64).bfloat16())
+        found.append([x.grad, *[weight.main_grad for weight in weights(model).values()]])
+    torch.testing.assert_close(*[grads.pop(0) for grads in found], rtol=2**-7, atol=1e-2)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("lies", ["as it is made", "strided", "off 16 bytes"])
+def test_a_kernel_is_given_buffers_that_it_can_write(lies, monkeypatch):
+    """Sums over groups of rows whose sizes the device knows: contiguous and on 16 bytes, or a copy whose values come back."""
+    room = torch.empty(64 * 32 + 4)
+    buffer = {
+        "as it is made": room[:2048].view(64, 32),
+        "strided": room[:2048].view(32, 64).t(),
+        "off 16 bytes": room[1:2049].view(64, 32),
+    }
+    sizes, rows = torch.tensor([5, 0, 60]), torch.randn(65, 96, generator=torch.Generator().manual_seed(0))
+    x, dy = (cast_in_groups(Float8CurrentScalingQuantizer(torch.float8_e4m3fn), r, sizes) for r in rows.split((32, 64), 1))
+    given, own = [], buffer[lies].fill_(1)
+
+    def written(left, right, groups, results, **options):
+        given.extend(results.values())
+        products_into(left, right, groups, results, **options)
+
+    monkeypatch.setattr("opfuse.tensors.gemm.products_into", written)
+    wgrad_into(dy, x, groups_in(x), {0: own}, accumulate=True, fast=False)
+    (result,) = given
+    assert result.is_contiguous()
+    assert result.data_ptr() % 16 == 0
+    assert (result is own) == (lies == "as it is made")
+    product = dy.dequantize(torch.float32, "columnwise")[:5].t() @ x.dequantize(torch.float32, "columnwise")[:5]
+    torch.testing.assert_close(own, 1 + product)

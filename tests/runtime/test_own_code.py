@@ -1,0 +1,107 @@
+"""What counts as code of the user's own, which runs at every call; what is kept for the rest, and by which looks."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.runtime.looks import given, look_of
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.recorded import Recorded, RecordedValues
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from tests.compiler.harness import differences, gradient, randn, to
+
+BF16, SIZE = torch.bfloat16, 32
+STEP = {"now": 0}
+
+
+class Fused(ops.FusedOperation):
+    """Over ops of the library alone."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return y + STEP["now"], extras
+
+
+class Shifted(Float8CurrentScalingQuantizer):
+    def quantize(self, x, **options):
+        return super().quantize(x + STEP["now"], **options)
+
+
+OWN = recipes.CustomRecipe(qfactory=lambda role: Shifted(torch.float8_e4m3fn))
+PIPELINES = {
+    "a fused op": (lambda: [Fused([ops.GELU(), ops.ReLU()])], None),
+    "a quantizer": (lambda: [ops.Linear(SIZE, SIZE)], OWN),
+    "neither": (lambda: [ops.Linear(SIZE, SIZE), ops.GELU()], recipes.Float8CurrentScaling()),
+}
+
+
+def kept(model) -> list[RecordedValues]:
+    plans = [plan for run in model.runs() for _, plan in run.cache.items()]
+    return [
+        made for plan in plans for looks in plan.programs.values() for made in looks.values() if isinstance(made, RecordedValues)
+    ]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_what_the_users_code_reads_is_read_at_every_call(pipeline):
+    make, recipe = PIPELINES[pipeline]
+    model = to(ops.Sequential(*make()), BF16)
+    other = copy.deepcopy(model)
+    for STEP["now"] in range(5):
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            x = randn(16, SIZE, seed=1).requires_grad_()
+            with interpreted() if each is other else nullcontext():
+                with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                    y = each(x)
+                y.backward(gradient(y, 0))
+            found.append({"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in each.named_parameters()})
+        assert differences(*found) == [], STEP
+    assert any(type(made) is Recorded for made in kept(model)) == (pipeline == "neither")
+
+
+def test_programs_of_casts_are_counted():
+    class Own(ops.BasicLinear):
+        def op_forward(self, ctx, x, **given):
+            return super().op_forward(ctx, x, **given)
+
+    model = to(ops.Sequential(Own(SIZE, SIZE)), BF16)
+    for _ in range(3):
+        with torch.no_grad(), opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+            model(randn(16, SIZE))
+    assert len(kept(model)) == model.cache_info().programs == 2
+    assert model.cache_info().host_bytes > 0
+
+
+def test_a_look_says_which_tensors_there_are_and_which_are_one():
+    x, y = torch.zeros(2, 8), torch.ones(2, 8)
+    looks = [
+        look_of(each) for each in ([x], [x, None], [None, x], [x, y], [x, x], [x, y.t()], [x, y[:1]], [x, y.int()], [y, None, x])
+    ]
+    assert len({*looks}) == len(looks)
+    assert look_of([x, None]) == look_of([y, None])
+    assert look_of([x, x.view(16)]) is None  # of one memory, but each counts its own writes
+    assert look_of([x, torch.empty(0), torch.empty(0)]) is not None
+    assert look_of([x, 3]) is None
+    assert [*map(id, given([None, x, None, y]))] == [id(x), id(y)]
+
+
+def test_each_output_of_a_program_is_its_own():
+    torch.manual_seed(0)
+    model, results = ops.TokenDispatch(4, SIZE, top_k=2, dtype=BF16), []
+    for call in range(4):
+        x = randn(16, SIZE, seed=call)
+        with torch.no_grad():
+            got = model(x)
+            with interpreted():
+                assert differences(dict(enumerate(got)), dict(enumerate(model(x)))) == []
+        results.append(got)
+    (made,) = [made for _, plan in model._fuser.cache.items() for looks in plan.programs.values() for made in looks.values()]
+    assert made.results == len(made.outputs) == len({*map(id, results[-1])}) == 4

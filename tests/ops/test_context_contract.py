@@ -154,3 +154,22 @@ def test_none_for_what_a_gradient_reads_is_told_in_the_forward_pass(kind):
 
     with pytest.raises(FusionError, match=rf"Forgetful: saved state of .* got \(.*'{missing}=None'"):
         Forgetful((make(),))(torch.randn(2, 8, requires_grad=True))
+
+
+class Sum(ops.BasicOperation):
+    """x + 2 y + 3 z, whose gradients are named one by one when they are asked for."""
+
+    num_extra_inputs = 2
+
+    def op_forward(self, ctx, x, **_):
+        y, z = ctx.extras
+        return x + 2 * y + 3 * z
+
+    def op_backward(self, ctx, dy):
+        return dy, (), (factor * dy for factor in (2, 3))
+
+
+def test_gradients_may_come_from_a_generator():
+    given = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    Sum()(*given).sum().backward()
+    assert [float(x.grad.mean()) for x in given] == [1, 2, 3]

@@ -10,6 +10,8 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.compiler.registry import RuleSet, use_rules
+from opfuse.compiler.rules import fusion
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded, RecordedValues
@@ -33,8 +35,14 @@ class Shifted(Float8CurrentScalingQuantizer):
         return super().quantize(x + STEP["now"], **options)
 
 
+def shifted(x, *, linear, act):
+    return act.op.op_forward(act, linear.op.op_forward(linear, x)) + STEP["now"]
+
+
+RULE = fusion("shifted", "linear=basic_linear act=gelu", forward=shifted)
 OWN = recipes.CustomRecipe(qfactory=lambda role: Shifted(torch.float8_e4m3fn))
 PIPELINES = {
+    "a rule": (lambda: [ops.Linear(SIZE, SIZE, bias=False), ops.GELU()], recipes.Float8CurrentScaling()),
     "a fused op": (lambda: [Fused([ops.GELU(), ops.ReLU()])], None),
     "a quantizer": (lambda: [ops.Linear(SIZE, SIZE)], OWN),
     "neither": (lambda: [ops.Linear(SIZE, SIZE), ops.GELU()], recipes.Float8CurrentScaling()),
@@ -59,7 +67,8 @@ def test_what_the_users_code_reads_is_read_at_every_call(pipeline):
             each.zero_grad()
             x = randn(16, SIZE, seed=1).requires_grad_()
             with interpreted() if each is other else nullcontext():
-                with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                rules = use_rules(RuleSet((RULE,))) if pipeline == "a rule" else nullcontext()
+                with rules, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
                     y = each(x)
                 y.backward(gradient(y, 0))
             found.append({"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in each.named_parameters()})
@@ -87,6 +96,9 @@ def test_a_look_says_which_tensors_there_are_and_which_are_one():
     ]
     assert len({*looks}) == len(looks)
     assert look_of([x, None]) == look_of([y, None])
+    quantized = [Float8CurrentScalingQuantizer(fmt)(x) for fmt in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    assert len({look_of([each]) for each in quantized}) == 2  # bytes alike, which mean other numbers
+    assert [id(each) for each in given(quantized[:1])] == [id(quantized[0]), *map(id, quantized[0].held.tensors())]
     assert look_of([x, x.view(16)]) is None  # of one memory, but each counts its own writes
     assert look_of([x, torch.empty(0), torch.empty(0)]) is not None
     assert look_of([x, 3]) is None

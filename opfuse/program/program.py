@@ -13,6 +13,7 @@ from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.joining import joined_launches
 from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
+from opfuse.program.rooms import shared_rooms
 from opfuse.program.slab import Slab, slab_of
 from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
@@ -22,7 +23,8 @@ _aten: Any = torch.ops.aten
 SMALL = 1 << 20
 """Bytes of the largest tensor in a program's slab, which is allocated from the first step to the last.
 
-Larger tensors are freed after their last reader. torch's allocator divides small from large blocks at the same size.
+Larger tensors are freed after their last reader (``rooms.py``). torch's allocator divides small from large blocks
+at the same size.
 """
 
 
@@ -46,7 +48,10 @@ class Recording:
         steps = _needed([each for step in told for each in _by_address(tape, step)], results)
         steps = joined_launches(steps, tape.homes)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
-        sizes = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device)) and size <= SMALL}
+        every = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device))}
+        sizes = {i: size for i, size in every.items() if size <= SMALL}
+        large = {i: size for i, size in every.items() if size > SMALL}
+        steps = shared_rooms(steps, MAKES_ROOM[0], large, sizes, results)
         return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
 
     def read_as_tensors(self) -> set[int]:

@@ -41,14 +41,14 @@ def slab_of(
     last = last_reads(steps)
     placed: list[tuple[int, int, int]] = []  # last step, start, end
     offsets: dict[int, int] = {}
-    size = _up(reserved)
+    size = aligned(reserved)
     for first, step in enumerate(steps):
         if not isinstance(step, OpStep) or step.op is not made_by:
             continue
         (number,) = step.results
         if number in as_tensors or number in results or number not in sizes:
             continue
-        needed, offset = _up(sizes[number]), _up(reserved)
+        needed, offset = aligned(sizes[number]), aligned(reserved)
         for _, start, end in sorted((place for place in placed if place[0] >= first or not reuses), key=lambda place: place[1]):
             if offset + needed <= start:
                 break
@@ -59,5 +59,6 @@ def slab_of(
     return Slab(size, offsets)
 
 
-def _up(size: int) -> int:
+def aligned(size: int) -> int:
+    """So many bytes, up to the next place."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,87 @@
+"""Large memory that kernels alone see: what is alive for one stretch of a program is allocated at once.
+
+As the planes of the weights of many experts, which one product reads: memory of its own for each would take the host an
+allocation and a comparison of addresses each, and in a slab it would be there from the first step to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from opfuse.program.slab import aligned, last_reads
+from opfuse.program.steps import CallStep, LaunchStep, OpStep, Place, ProductStep, Step
+
+
+def shared_rooms(
+    steps: Sequence[Step], made_by: object, large: Mapping[int, int], small: Collection[int], results: Collection[int]
+) -> list[Step]:
+    """The steps, with one tensor of bytes for those that the op ``made_by`` makes, that are last read by one step, and between
+    whose making no memory is let go: so at no step more is alive than without.
+
+    large: bytes of the tensors that may be joined. small: those that lie in a slab, which lets go of nothing. results: tensors
+    that outlive the program.
+    """
+    as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
+    last = last_reads(steps)
+    own = {n: last[n] for n in large if n in last and n not in as_tensors and n not in results}
+    return with_rooms(steps, made_together(steps, made_by, own, small, results), large)
+
+
+def made_together(
+    steps: Sequence[Step], made_by: object, ends: Mapping[int, object], small: Collection[int], results: Collection[int]
+) -> list[list[int]]:
+    """Of the tensors in ``ends`` those that end alike, and between whose making no memory is let go."""
+    last = last_reads(steps)
+    groups, open_ = list[list[int]](), dict[object, list[int]]()
+    for i, step in enumerate(steps):
+        made = step.results if isinstance(step, (OpStep, CallStep)) else ()
+        if isinstance(step, OpStep) and step.op is made_by and (number := made[0]) in ends:
+            if ends[number] not in open_:
+                groups.append(open_.setdefault(ends[number], []))
+            open_[ends[number]].append(number)
+        if any(last.get(n, i) == i and n not in results and n not in small for n in (*step.reads(), *made)):
+            open_.clear()
+    return [group for group in groups if len(group) > 1]
+
+
+def with_rooms(steps: Sequence[Step], groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> list[Step]:
+    """The steps, with one tensor of bytes for each of ``groups``, made where the first of them is."""
+    places, bytes_of = dict[int, Place](), dict[int, int]()
+    for block, group in enumerate(groups, _first_free(steps)):
+        offset = 0
+        for number in group:
+            places[number] = Place(block, offset)
+            offset += aligned(sizes[number])
+        bytes_of[group[0]] = offset
+    found: list[Step] = []
+    for step in steps:
+        made = step.results[0] if isinstance(step, OpStep) and len(step.results) == 1 else None
+        if isinstance(step, OpStep) and made in bytes_of:
+            room = {**step.kwargs, "dtype": torch.uint8}
+            found.append(replace(step, args=([bytes_of[made]],), kwargs=room, results=(places[made].number,)))
+        elif made not in places:
+            found.append(_moved(step, places))
+    return found
+
+
+def _first_free(steps: Sequence[Step]) -> int:
+    """A number from which on tensors have none."""
+    numbers = (n for step in steps for n in (*step.reads(), *(step.results if isinstance(step, (OpStep, CallStep)) else ())))
+    return max(numbers, default=-1) + 1
+
+
+def _moved(step: Step, places: Mapping[int, Place]) -> Step:
+    """The same for other places of what it reads by address."""
+
+    def there(place: Place) -> Place:
+        at = places.get(place.number)
+        return place if at is None else Place(at.number, at.offset + place.offset)
+
+    if isinstance(step, LaunchStep):
+        return replace(step, holes=tuple(hole._replace(place=there(hole.place)) for hole in step.holes))
+    if isinstance(step, ProductStep):
+        return replace(step, places={name: there(place) for name, place in step.places.items()})
+    return step

@@ -22,7 +22,7 @@ from opfuse.convert.parts import PipelineRun
 from opfuse.convert.probe import UNGATED, ActivationOf, activation_of_module, found_in_both_modes, kept, with_gradients
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.grouped_linear import GroupedLinear
-from opfuse.ops.routing import by_group
+from opfuse.ops.routing import by_group, rows_of
 from opfuse.recipes import Recipe
 
 CLOSE = 1e-9
@@ -111,8 +111,8 @@ class Routed(Converted):
         index, weights = arguments
         order, places, splits = by_group(index, self.experts)
         (run,) = self.parts
-        rows = run(x.index_select(0, order // index.shape[-1]), [splits])
-        parts = rows.index_select(0, places.flatten()).view(*index.shape, -1)
+        rows = run(rows_of(x, order // index.shape[-1], places), [splits])
+        parts = rows_of(rows, places.flatten(), order.unsqueeze(1)).view(*index.shape, -1)
         return (parts * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
 

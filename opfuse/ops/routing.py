@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
@@ -45,6 +46,32 @@ def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
     # A search finds where groups begin: bincount waits for the device, and a one-hot matrix has each number once for every group.
     begins = torch.searchsorted(ids, torch.arange(groups + 1, dtype=ids.dtype, device=ids.device))
     return Sorted(order, places, begins[1:] - begins[:-1])
+
+
+class Rows(torch.autograd.Function):
+    """``x[index]`` for x (rows, features). ``places``, int64 (rows, n): all places of the result that each row of ``x`` has.
+
+    The gradient reads the rows at these and sums them in fp32, rounded once. torch's of an index adds them to the result one by
+    one as they come, in its dtype: on a GPU in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        if places.shape[1] == 1:
+            return grad.index_select(0, places.flatten()), None, None
+        return _gathered(grad, places, pointwise.compute_dtype(grad.dtype)).to(grad.dtype), None, None
+
+
+def rows_of(x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """:class:`Rows`."""
+    return cast(torch.Tensor, Rows.apply(x, index, places))  # type: ignore[no-untyped-call]
 
 
 class TokenDispatch(BasicOperation):

@@ -11,6 +11,7 @@ from opfuse.convert.leaves import GATED
 from opfuse.recipes import MXFP8BlockScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.test_fuse import EXACT, called, converted_exactly
+from tests.ops.test_routing import made_by
 
 EXPERTS = 5
 
@@ -138,3 +139,20 @@ def test_a_norm_before_experts_stays_what_it_is():
     assert opfuse.fuse_(model).of("joined") == ()
     with opfuse.autocast(recipe=EXACT):
         torch.testing.assert_close(model(*given), plain)
+
+
+def test_gradients_of_tokens_are_sums_in_one_order():
+    """In fp32, rounded once: nothing is added to memory that others add to."""
+    model, (x, chosen, weights) = Mixture().bfloat16(), routed(torch.bfloat16)
+    opfuse.fuse_(model)
+    x.requires_grad_()
+    rows = []  # of each token for one of its experts
+    with opfuse.autocast(recipe=EXACT):
+        y = model(x, chosen, weights)
+        for place in range(chosen.shape[1]):
+            alone = x.detach().clone().requires_grad_()
+            model(alone, chosen[:, place : place + 1], weights[:, place : place + 1]).sum().backward()
+            rows.append(alone.grad.float())
+    made = made_by(lambda: y.sum().backward())
+    assert not {"index_add", "index_add_", "index_put", "index_put_"} & {*made.names}
+    assert torch.equal(x.grad, sum(rows).bfloat16())

@@ -6,6 +6,7 @@ knows their sizes or if that is faster; in FP8 by the package's own product, whe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -14,6 +15,7 @@ import torch
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
+from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
 from opfuse.tensors.groups import Sizes, groups_of
 from opfuse.tensors.ragged import copied_to, groups_in
@@ -36,8 +38,11 @@ class Groups(NamedTuple):
         sizes, made = self.sizes, list[torch.Tensor]()
 
         def ends() -> Sequence[torch.Tensor]:
-            counted = torch.tensor(sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-            made[:] = [counted.to(device, non_blocking=True)]
+            counted = [*itertools.accumulate(sizes)]
+            if is_capturing():  # a graph would copy from where the host had them, and has them no more
+                made[:] = [torch.stack([torch.full((), end, dtype=torch.int32, device=device) for end in counted])]
+            else:
+                made[:] = [torch.tensor(counted, dtype=torch.int32, device="cpu").to(device, non_blocking=True)]
             return made
 
         tape = listener()

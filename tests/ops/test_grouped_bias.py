@@ -89,3 +89,14 @@ def test_the_host_reads_sizes_for_biases_that_train_alone(trains, monkeypatch):
     torch.testing.assert_close(y, wanted)
     assert op.weight.grad is not None
     assert (op.bias0.grad is not None) == trains
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_sizes_of_the_host_that_a_graph_keeps_are_written_by_kernels(captured, monkeypatch):
+    """A copy from the host would be repeated from memory that is gone."""
+    monkeypatch.setattr("opfuse.tensors.gemm_grouped.is_capturing", lambda: captured)
+    groups, device = KNOWN["host"], torch.device("meta")
+    assert ("_to_copy" in made_by(lambda: groups.ends(device, ROWS)).names) != captured
+    found = groups.ends(torch.device("cpu"), ROWS)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [5, 5, 6, 76, 76]

@@ -36,9 +36,13 @@ class Outcome:
     wanted: str | None = None
     got: str | None = None
 
+    @property
+    def reason(self) -> str:
+        """Which rule took the ops, or what the guard or the pattern wanted; empty where it fused, or where nothing is near."""
+        return f"by {self.by}" if self.by else f"{self.guard}: wants {self.wanted}, got {self.got}" if self.guard else ""
+
     def __str__(self) -> str:
-        reason = f"by {self.by}" if self.by else f"{self.guard}: wants {self.wanted}, got {self.got}" if self.guard else ""
-        return f"{self.direction:<9} {self.rule:<28} {self.status:<9} {' '.join(self.ops):<40} {reason}".rstrip()
+        return f"{self.direction:<9} {self.rule:<28} {self.status:<9} {' '.join(self.ops):<40} {self.reason}".rstrip()
 
 
 @dataclass(frozen=True)

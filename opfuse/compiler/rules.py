@@ -236,7 +236,7 @@ class Fusion:
             self._refuse("functions as implementations", repr(implementation), "pass a function")
         got = tuple(name for name, p in parameters if p.kind is p.KEYWORD_ONLY)
         if got != wanted:
-            cure = "name the parameters of the implementation as the places of the pattern"
+            cure = f"write def f(x, *, {', '.join(wanted)}), or name the places as in 'linear=basic_linear'"
             self._refuse(f"keyword-only parameters {wanted}", got, cure)
 
     def _check_guards(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from opfuse.compiler.cover import Outcome
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.findings import Problem, sentence
 from opfuse.config.operations import PipelineEntry
@@ -40,15 +41,19 @@ def unmet(changes: Sequence[RuleChange], call: PlannedCall) -> Iterator[Problem]
         if isinstance(outcomes, Problem):
             yield Problem(outcomes.code, outcomes.message, outcomes.help, place)
             continue
+        own = [outcome for outcome in outcomes if outcome.rule == change.name]
+        counts = Counter(outcome.status for outcome in own)
+        reasons = [f"{' '.join(outcome.ops)}: {outcome.reason}" for outcome in own if outcome.reason]
+        help = "; ".join([*reasons[:1], f"`opfuse explain --why-not {change.name}` says why, place by place"])
         for status, wanted in (change.expect or {}).items():
-            if (got := outcomes[change.name, status]) != wanted:
-                others = ", ".join(f"{n} {other}" for (name, other), n in outcomes.items() if name == change.name)
+            if (got := counts[status]) != wanted:
+                others = ", ".join(f"{n} {other}" for other, n in counts.items())
                 message = f"rule {change.name!r} is {status} {got} times, not {wanted}: {others or 'it has no outcome'}"
-                yield Problem("not-as-expected", message, "`opfuse explain` says why, place by place", (*place, status))
+                yield Problem("not-as-expected", message, help, (*place, status))
 
 
-def _outcomes(call: PlannedCall) -> Counter[tuple[str, str]] | Problem:
-    """How often each rule had each status; a Problem where there is no plan to count on."""
+def _outcomes(call: PlannedCall) -> Sequence[Outcome] | Problem:
+    """What became of each rule at each place; a Problem where there is no plan to count on."""
     if call.columns is None:
         return Problem("not-countable", "nothing tells the columns of the input", "add a data section")
     x = torch.empty(call.rows, call.columns, dtype=call.dtype, device="meta", requires_grad=True)
@@ -58,4 +63,4 @@ def _outcomes(call: PlannedCall) -> Counter[tuple[str, str]] | Problem:
             plan = planned_on("cpu", ops, x, call.rules)
     except OpfuseError as error:
         return Problem("not-countable", *sentence(str(error)))
-    return Counter((outcome.rule, outcome.status) for outcome in plan.outcomes)
+    return plan.outcomes

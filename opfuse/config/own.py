@@ -1,48 +1,70 @@
-"""Ops of other packages that files may name: those that an installed distribution offers as entry points.
+"""What files may name of other packages: ops and functions that an installed distribution offers as entry points.
 
-A file imports nothing: ``op: mish`` means what the entry point ``mish`` of the group names, if a distribution has one.
+A file imports nothing: ``op: mish`` means what the entry point ``mish`` of :data:`OWN_OPS` names, if a distribution has one, and
+``emit: norm_gate`` what the entry point ``norm_gate`` of :data:`FUNCTIONS` names.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from opfuse.core.operation import FusibleOperation
 from opfuse.errors import OpfuseWarning, describe
-from opfuse.fusions.declared import learn
+from opfuse.fusions.declared import EMITTERS, learn
 from opfuse.ops import OPS
 
-GROUP = "opfuse.ops"
+OWN_OPS = "opfuse.ops"
+FUNCTIONS = "opfuse.fusions"
+
+Fault = tuple[str, str, str] | None
+"""What an entry point should be, is, and what to do; None if it is that."""
 
 
 def own_ops() -> Mapping[str, type[FusibleOperation]]:
     """The classes by the names of their entry points; what is none of an op, or fails, is told by a warning and left out."""
-    found: dict[str, type[FusibleOperation]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    found = dict(_offered(OWN_OPS, _fault_of_op))
+    for cls in found.values():
+        learn(cls)
+    return found
+
+
+def own_functions() -> Mapping[str, Callable[..., Any]]:
+    """The functions that declared rules may emit, by the names of their entry points; anything else is told and left out."""
+    return dict(_offered(FUNCTIONS, _fault_of_function))
+
+
+def _offered(group: str, fault_of: Callable[[EntryPoint, Any], Fault]) -> Iterator[tuple[str, Any]]:
+    """Name and value of each entry point of ``group`` that has no fault, in the order of their names."""
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
         try:
-            cls = point.load()
-            fault = _fault(point, cls)
+            value = point.load()
+            fault = fault_of(point, value)
         except Exception as error:  # whatever the module of somebody else raises
-            cls, fault = None, ("one that can be imported", f"{type(error).__name__}: {error}", "mend or uninstall it")
+            value, fault = None, ("one that can be imported", f"{type(error).__name__}: {error}", "mend or uninstall it")
         if fault is None:
-            found[point.name] = cls
-            learn(cls)
+            yield point.name, value
         else:
             wanted, got, cure = fault
             where = f"entry point {point.name} = {point.value} of {point.dist.name if point.dist else 'a distribution'}"
             warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
-    return found
 
 
-def _fault(point: EntryPoint, cls: Any) -> tuple[str, str, str] | None:
-    """What an entry point should be, is, and what to do; None if it is that."""
+def _fault_of_op(point: EntryPoint, cls: Any) -> Fault:
     if not isinstance(cls, type) or not issubclass(cls, FusibleOperation):
         return "a class of opfuse.ops", repr(cls), "derive it from ops.BasicOperation"
     if point.name in OPS:
         return "a name that no op of opfuse has", repr(point.name), "rename class and entry point"
     if point.name != cls.kind:
         return "the kind of its op, which patterns say", repr(point.name), f"name the entry point {cls.kind}"
+    return None
+
+
+def _fault_of_function(point: EntryPoint, function: Any) -> Fault:
+    if isinstance(function, type) or not callable(function):
+        return "a function", repr(function), "name one, def f(x, *, PLACE, ...)"
+    if point.name in EMITTERS:
+        return "a name that opfuse does not emit itself", repr(point.name), "rename the entry point"
     return None

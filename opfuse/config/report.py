@@ -130,7 +130,7 @@ def _unknown_key(line: ReportLine, sections: Sections) -> list[Problem]:
     *above, key = line["loc"]
     section = sections.get(_names(tuple(above)))
     known, not_here = getattr(section, "model_fields", {}), getattr(section, "not_here", {})
-    help = not_here.get(key) or similar(str(key), known)
+    help = not_here.get(key) or similar(str(key), known) or (f"its keys are {', '.join(known)}" if known else "")
     return [Problem("unknown-key", f"unknown key {shown(key)}", help, on="key")]
 
 

@@ -18,8 +18,9 @@ from opfuse.config.guards import Places, contradiction, to_guards
 from opfuse.config.models import Section
 from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import RuleChange, changed, check_changes
+from opfuse.config.own import FUNCTIONS, own_functions
 from opfuse.errors import FusionError
-from opfuse.fusions.declared import WORDS, declared, extended, misfit, unknown_word, unlike
+from opfuse.fusions.declared import EMITTERS, WORDS, declared, extended, learn_function, misfit, unknown_word, unlike
 
 MAX_RULES = 100
 MAX_PLACES = 32
@@ -79,6 +80,21 @@ _CONDITION = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR, "minItems":
 Conditions = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": _CONDITION})]
 RuleName = Annotated[str, AfterValidator(_known_rule)]
 NewName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+_EMIT = {"anyOf": [{"enum": list(EMITTERS)}, {"type": "string", "minLength": 1}]}
+OFFERED = f"write `emit: NAME` of a function that an installed package offers as an entry point of {FUNCTIONS}"
+
+for _name, _function in own_functions().items():
+    learn_function(_name, _function)
+
+
+def _known_emitter(name: str) -> str:
+    if name not in EMITTERS:
+        known = " or ".join(map(repr, EMITTERS))
+        raise Refused(Problem("bad-value", f"emit wants {known}, got {shown(name)}", similar(name, EMITTERS) or OFFERED))
+    return name
+
+
+Emit = Annotated[str, AfterValidator(_known_emitter), WithJsonSchema(_EMIT)]
 _WORD = {"anyOf": [{"enum": sorted(WORDS)}, {"type": "string", "minLength": 1}]}
 _OTHERS = [{"type": "string", "minLength": 1}, {"type": "object", "additionalProperties": _WORD, "minProperties": 1}]
 _PATTERN = {"anyOf": [{"type": "array", "items": {"anyOf": [*_WORD["anyOf"], {"type": "object"}]}, "minItems": 1}, *_OTHERS]}
@@ -122,14 +138,17 @@ class Declare(Section):
     """A new rule: ops of the lowered pipeline in a row, and the implementation that runs them as one.
 
     emit: epilogue, a product or a normalisation with what follows it, or chain, elementwise ops alone; chain is the one that
-    runs backward as well, and in both passes, which is joint.
+    runs backward as well, and in both passes, which is joint. Or a function of an installed package, by its entry point; its
+    keyword parameters are the names of the places, and it runs in the direction that the rule says.
     """
+
+    not_here = dict.fromkeys(("forward", "backward", "function"), OFFERED)
 
     name: NewName
     pattern: Pattern
     when: Conditions = {}
     direction: Literal["forward", "backward", "joint"] = "forward"
-    emit: Literal["epilogue", "chain"] | None = None
+    emit: Emit | None = None
     priority: int | None = None
     before: str | None = None
     after: str | None = None

@@ -165,11 +165,21 @@ def _chain_backward(pattern: tuple[Term, ...]) -> Callable[..., Any]:
     return _chained(backward_activation_bias, pattern)
 
 
-EMITTERS = {
+EMITTERS: dict[str, Emitter] = {
     "epilogue": Emitter(_epilogue_misfit, {FORWARD: _epilogue_forward}),
     "chain": Emitter(_elementwise_misfit, {FORWARD: _chain_forward, BACKWARD: _chain_backward}),
 }
-"""What a declared rule can emit."""
+"""What a declared rule can emit, and what :func:`learn_function` was told of."""
+
+
+def learn_function(name: str, function: Callable[..., Any]) -> None:
+    """Have declared rules emit ``function``: what runs a pattern whose places its keyword parameters name, in one direction."""
+    EMITTERS[name] = Emitter(_one_direction, dict.fromkeys((FORWARD, BACKWARD), lambda pattern: function))
+
+
+def _one_direction(pattern: Sequence[Term], direction: str) -> Misfit | None:
+    one = direction in (FORWARD, BACKWARD)
+    return None if one else Misfit(0, "a function runs forward or backward; register_fusion takes two of them")
 
 
 def misfit(emit: str, pattern: Sequence[Term], direction: str) -> Misfit | None:

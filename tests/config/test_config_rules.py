@@ -1,5 +1,6 @@
 """The fusions section: narrowed, disabled and declared rules; a file can only add guards."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -437,7 +438,12 @@ def test_what_rules_expect_is_counted():
     (found,) = expected("{use: epilogue, expect: {fused: 3}}")
     assert (found.code, found.span.line, found.span.column) == ("not-as-expected", 11, 39)
     assert found.message == "rule 'epilogue' is fused 2 times, not 3: 2 fused"
-    assert found.help == "`opfuse explain` says why, place by place"
+    assert found.help == "`opfuse explain --why-not epilogue` says why, place by place"
+    (found,) = expected("{name: mine, pattern: [basic_linear, bias, gelu], when: {recipe.kind: nvfp4}, expect: {fused: 1}}")
+    assert found.message == "rule 'mine' is fused 0 times, not 1: 1 missed"
+    assert re.fullmatch(
+        r"\d+:basic_linear .*: env\.recipe\.kind: wants 'nvfp4', got '\w+'; `opfuse explain --why-not mine` .*", found.help
+    )
 
 
 @pytest.mark.filterwarnings("error")

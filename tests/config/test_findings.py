@@ -46,6 +46,9 @@ def test_the_shape_is_that_of_a_compiler(tmp_path, monkeypatch):
     )
 
 
+NORM_KEYS = "its keys are op, size, eps, zero_centered_gamma"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "under", "help"),
     [
@@ -62,11 +65,11 @@ def test_the_shape_is_that_of_a_compiler(tmp_path, monkeypatch):
         ("{op: linear, in_features: 4.0, out_features: 4}", "bad-value", "4.0", ""),
         ("{op: linear, in_features: 99999999999, out_features: 4}", "bad-value", "99999999999", ""),
         ("{op: linear, in_features: 0, out_features: 4}", "bad-value", "0", ""),
-        ("{op: rms_norm, normalized_shape: 4, size: 4}", "unknown-key", "normalized_shape", ""),
+        ("{op: rms_norm, normalized_shape: 4, size: 4}", "unknown-key", "normalized_shape", NORM_KEYS),
         ("{op: rms_norm, size: x}", "bad-value", "x", ""),
         ("{op: dropout, p: 1.5}", "bad-value", "1.5", ""),
         ("{op: dropout, p: .nan}", "bad-value", ".nan", ""),
-        ("{op: gelu, extra_input: x}", "unknown-key", "extra_input", ""),
+        ("{op: gelu, extra_input: x}", "unknown-key", "extra_input", "its keys are op, cache_quantized_input"),
         ("{size: 4}", "missing-key", "{size: 4}", "add `op: ...`"),
         ("gelu", "bad-value", "gelu", "write `{op: gelu}`"),
         ("{op: add_extra_input, extra_input: x}", "unknown-channel", "x", ""),

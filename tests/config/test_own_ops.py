@@ -1,9 +1,10 @@
-"""Files name ops of other packages by the entry points of an installed distribution, and by nothing else."""
+"""Files name ops and functions of other packages by the entry points of an installed distribution, and by nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,13 @@ class Gain(ops.BasicOperation):
     def op_backward(self, ctx, dy):
         x, gain = ctx.saved_tensors
         return dy * gain, ((dy * x).flatten(0, -2).sum(0),)
+
+CALLS = []
+
+def gemm_mish(x, *, basic_linear, bias, act):
+    CALLS.append(type(act.op).__name__)
+    y = basic_linear.op.produce(basic_linear, x)
+    return act.op.op_forward(act, bias.op.op_forward(bias, y))
 """
 POINTS = """[opfuse.ops]
 mish = mine:Mish
@@ -42,6 +50,11 @@ other = mine:Gain
 gelu = mine:Mish
 lost = nowhere:Op
 torch = torch:nn
+[opfuse.fusions]
+gemm_mish = mine:gemm_mish
+chain = mine:gemm_mish
+gone = mine:nothing
+mish = mine:Mish
 """
 CONFIG = """version: 1
 recipe: {kind: mxfp8}
@@ -57,6 +70,15 @@ fusions:
 data: {kind: pydoc_topics, context: 4, embedding: 16}
 train: {batch_size: 32, steps: 1}
 """
+RULE = "{name: mine, pattern: [basic_linear, bias, mish], expect: {fused: 1}}"
+OWN = "{name: own, pattern: [basic_linear, bias, act=mish|gelu], when: {recipe.kind: mxfp8}, emit: gemm_mish, expect: {fused: 1}}"
+WRONG = {
+    "forward": "{name: own, pattern: [basic_linear, bias, mish], forward: mine.gemm_mish}",
+    "places": "{name: own, pattern: [basic_linear, bias, mish], emit: gemm_mish}",
+    "joint": "{name: own, pattern: [basic_linear, bias, act=mish], emit: gemm_mish, direction: joint}",
+    "module": "{name: own, pattern: [basic_linear, bias, act=mish], emit: 'os:system'}",
+    "near": "{name: own, pattern: [basic_linear, bias, act=mish], emit: gemm_mesh}",
+}
 PROGRAM = """
 import json, sys, warnings
 with warnings.catch_warnings(record=True) as told:
@@ -68,17 +90,36 @@ with warnings.catch_warnings(record=True) as told:
 found = {"warnings": [str(each.message) for each in told if "entry point" in str(each.message)]}
 model = config.build()
 found["ops"] = [repr(op) for op in model]
-found["check"] = main(["check", "mine.yaml"])
-try:
-    opfuse.load("wrong.yaml")
-except ConfigError as error:
-    found["finding"] = str(error)
+found["check"] = main(["check", "mine.yaml", "own.yaml"])
+
+import mine, torch
+own = opfuse.load("own.yaml")
+fused, x = own.build(), torch.randn(32, 64, dtype=torch.bfloat16)
+fused.load_state_dict(model.state_dict())
+results = []
+for each in (model, fused):
+    taken = x.clone().requires_grad_()
+    with opfuse.autocast(recipe=own.recipe):
+        y = each(taken)
+    y.sum().backward()
+    results.append([y, taken.grad, *(p.grad for p in each.parameters())])
+found["calls"] = mine.CALLS
+found["equal"] = all(map(torch.equal, *results))
+
+def finding(name):
+    try:
+        opfuse.load(name)
+    except ConfigError as error:
+        return str(error)
+
+found["finding"] = finding("wrong.yaml")
+found["wrong"] = {name: finding(f"wrong_{name}.yaml") for name in NAMES}
 print(json.dumps(found))
 """
 
 
-def test_own_ops_come_from_entry_points(tmp_path: Path) -> None:
-    """Fields, defaults and patterns as of built-in ops; entry points that are none of an op are told, each with a cure."""
+def test_own_ops_and_functions_come_from_entry_points(tmp_path: Path) -> None:
+    """As built-in ones in fields, patterns and bits; entry points that are none of an op or function are told, with a cure."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "mine-1.0.dist-info").mkdir()
     (tmp_path / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
@@ -86,7 +127,10 @@ def test_own_ops_come_from_entry_points(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
     (tmp_path / "wrong.yaml").write_text(CONFIG.replace("size: 64, first: 2.0", "size: 64, frist: 2.0"))
     path = os.pathsep.join((str(tmp_path), *filter(None, (os.environ.get("PYTHONPATH"), os.getcwd()))))
-    asked = [sys.executable, "-c", PROGRAM]
+    (tmp_path / "own.yaml").write_text(CONFIG.replace(RULE, OWN))
+    for name, rule in WRONG.items():
+        (tmp_path / f"wrong_{name}.yaml").write_text(CONFIG.replace(RULE, rule))
+    asked = [sys.executable, "-c", PROGRAM.replace("NAMES", repr(list(WRONG)))]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -102,8 +146,20 @@ def test_own_ops_come_from_entry_points(tmp_path: Path) -> None:
         "lost = nowhere:Op of mine": "wants one that can be imported, got ModuleNotFoundError",
         "other = mine:Gain of mine": "wants the kind of its op, which patterns say, got 'other'. Cure: name the entry point gain",
         "torch = torch:nn of mine": "wants a class of opfuse.ops, got <module",
+        "chain = mine:gemm_mish of mine": "wants a name that opfuse does not emit itself, got 'chain'",
+        "gone = mine:nothing of mine": "wants one that can be imported, got AttributeError",
+        "mish = mine:Mish of mine": "wants a function, got <class",
     }.items():
         assert f"entry point {point}: {why}" in told
+    assert (found["calls"], found["equal"]) == (["Mish"], True)
+    for name, told in {
+        "forward": "unknown key 'forward'\n.*help: write `emit: NAME` of a function that an installed package offers",
+        "places": r"wants keyword-only parameters \('basic_linear', 'bias', 'mish'\), got \('basic_linear', 'bias', 'act'\)",
+        "joint": "a function runs forward or backward; register_fusion takes two of them",
+        "module": "emit wants 'epilogue' or 'chain' or 'gemm_mish', got 'os:system'\n.*help: write `emit: NAME`",
+        "near": "did you mean 'gemm_mish'?",
+    }.items():
+        assert re.search(told, found["wrong"][name], re.DOTALL), found["wrong"][name]
 
 
 def test_a_file_imports_nothing() -> None:

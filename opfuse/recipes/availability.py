@@ -14,7 +14,7 @@ import torch
 
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import FP8_ELEMENTS, USAGES, NumberFormat, fp8_tensor
-from opfuse.kernels.products.native import BACKENDS, Machine, layout_refusal
+from opfuse.kernels.products.native import BACKENDS, ON_CPU, Machine, layout_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
@@ -40,7 +40,7 @@ class Gate(NamedTuple):
     def miss(self, arch: Arch, cuda: Arch | None) -> str:
         """Why the gate is closed, or an empty string. ``cuda`` None is a torch without CUDA: its version is not asked."""
         if arch == (0, 0):
-            return "the CPU has no product of this format"
+            return ON_CPU
         if not self.since <= arch < self.below:
             upper = "" if self.below == Gate((0, 0)).below else f" and < {_dotted(self.below)}"
             return f"compute capability: wants >= {_dotted(self.since)}{upper}, got {_dotted(arch)}"

@@ -84,6 +84,11 @@ def test_r16_what_is_not_read(text, finding):
     assert finding in found(text)
 
 
+def test_what_is_not_closed_is_told_with_the_place_where_it_began():
+    told = parsed("a:\n  - [1, 2\nb: 3\n").findings[0]
+    assert (told.code, told.span.line, told.help) == ("yaml-syntax", 3, "it begins at 2:5")
+
+
 def test_aliases_are_refused_where_they_are_used():
     assert found("a: &x [1]\nb: *x\n") == [("yaml-alias", 1, 4), ("yaml-alias", 2, 4)]
 

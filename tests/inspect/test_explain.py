@@ -9,7 +9,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import FusionError
 from opfuse.inspect.explain import explain
-from opfuse.kernels.products.native import Machine
+from opfuse.kernels.products.native import ON_CPU, Machine
 from opfuse.runtime.fuser import listed_plans
 
 
@@ -207,7 +207,10 @@ def test_each_product_is_told_native_or_emulated_and_why() -> None:
     arch = torch.cuda.get_device_capability() if torch.get_default_device().type == "cuda" else (0, 0)
     how = {
         True: ("native", "scaled_mm, per tensor"),
-        False: ("emulated", f"compute capability: wants >= 9.0 and < 10.0, got {arch[0]}.{arch[1]}"),
+        False: (
+            "emulated",
+            f"compute capability: wants >= 9.0 and < 10.0, got {arch[0]}.{arch[1]}" if any(arch) else ON_CPU,
+        ),
     }[arch == (9, 0)]
     assert _told_products(recipes.Float8CurrentScaling()) == [(name, *how) for name in ("fprop", "dgrad", "wgrad")]
     told = _told_products(recipes.MXFP8BlockScaling(backward_override="dequantized"))

@@ -167,6 +167,7 @@ def test_tiles_of_one_number_of_lines_have_whole_scales_at_any_number():
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
+        (Machine((0, 0), (0, 0)), "the CPU has no product of this format"),
         (Machine((8, 9), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 8.9"),
         (Machine((10, 0), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 10.0"),
         (Machine((9, 0), (12, 8)), "CUDA: wants >= 12.9, got 12.8"),

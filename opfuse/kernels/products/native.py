@@ -143,6 +143,8 @@ OWN: Mapping[str, Backend] = {
 }
 """Products of the package's own (hopper.py), of groups above all; their bits are those of the back ends above."""
 
+ON_CPU = "the CPU has no product of this format"
+
 OWN_OUTPUTS = (torch.bfloat16, torch.float16)
 
 
@@ -163,13 +165,20 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
         return f"no native product of {left.format.family} formats"
     if not are_known((left, right)):
         return f"formats: wants those of opfuse.formats, got {left.format} and {right.format}"
-    if not backend.since <= machine.arch < backend.below:
-        return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
-    if machine.cuda < backend.cuda:
-        return f"CUDA: wants >= {_dotted(backend.cuda)}, got {_dotted(machine.cuda)}"
+    if missing := _missing(backend, machine):
+        return missing
     if out_dtype not in (OWN_OUTPUTS if own else OUTPUTS):
         return f"result: wants {'' if own else 'fp32, '}bf16 or fp16, got {out_dtype}"
     return next((miss for rule in backend.rules if (miss := rule.miss(left, right))), "")
+
+
+def _missing(backend: Backend, machine: Machine) -> str:
+    """What ``machine`` lacks for a product; an empty string if nothing."""
+    if machine.arch == (0, 0):
+        return ON_CPU
+    if not backend.since <= machine.arch < backend.below:
+        return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
+    return "" if machine.cuda >= backend.cuda else f"CUDA: wants >= {_dotted(backend.cuda)}, got {_dotted(machine.cuda)}"
 
 
 def multiply(

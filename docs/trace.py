@@ -25,8 +25,9 @@ SHOWN = 4
 
 TEXT = """# One call, traced
 
-A pipeline of three ops, called with gradients under MXFP8, followed from the user's line to the text of a kernel. The values are
-those of a CPU, whose casts and products have the bits of the definitions. `python -m docs.trace` writes this page.
+This page follows one training call of a pipeline under MXFP8, from the user's code to the text of a kernel, with real values.
+They are those of a CPU. `python -m docs.trace` writes this page; [architecture.md](architecture.md#how-a-call-runs) has the steps
+in general, the [glossary](glossary.md) the terms.
 
 ```py
 torch.manual_seed(0)
@@ -38,44 +39,44 @@ with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
 
 ## 1. The key (`runtime/fuser.py`, `compiler/plan.py`)
 
-What the plan may depend on, and nothing else. A call with an equal key finds the plan; one that differs is told by the leaf:
+Everything that the plan may depend on. A call with an equal key finds the plan; if a key differs, a report names the value:
 
 {key}
 
 ## 2. The lowered graph (`compiler/lower.py`)
 
-`Linear` is a product and a bias. Around each product stand quantize nodes: of the input, of the weight, and of the output's
-gradient, which acts in the backward pass alone and leaves the value's number as it is.
+Each `Linear` becomes a product, `basic_linear`, and a `bias`. Around each product are quantize nodes: of the input, of the
+weight, and of the output's gradient. The last acts in the backward pass only, so it does not change the value's number.
 
 {graph}
 
 ## 3. Claims (`compiler/cover.py`, `fusions/`)
 
-Each rule has an outcome at each place. These fired; what no rule takes runs alone. All nodes are one segment, one autograd node,
-for quantized values flow between them.
+The rules that fired, and the nodes that they took; nodes that no rule takes run alone. All of them are one segment, that is one
+autograd node, because quantized values flow between them.
 
 {groups}
 
 ## 4. The run (`runtime/run.py`, `tensors/`, `numerics/`)
 
-The interpreter goes through the groups in order, with values by number. What node 0 makes of the first {shown} of the first 32
-elements, which share one E8M0 scale (`numerics/scales.py`, `numerics/scalars.py`):
+The interpreter runs the groups in order. Node 0 casts the input in blocks of 32 elements with one E8M0 scale
+(`numerics/scales.py`, `numerics/scalars.py`). The first {shown} elements of the first block:
 
 {cast}
 
-Value 5 is what GELU made of product and bias, value 9 the result:
+Value 5 is the output of GELU, value 9 the result:
 
 {values}
 
-The second call of a look is recorded as it runs, from the third on the recording is repeated (`runtime/programs.py`, `program/`):
-torch's ops and launches in a straight line, with addresses filled in.
+The second call with the same shapes is recorded as it runs; from the third on the recording is repeated (`runtime/programs.py`,
+`program/`): torch ops and kernel launches in a straight line, with addresses filled in.
 
 ## 5. The kernel (`kernels/chains/`)
 
-On a GPU the epilogue of nodes 4 to 6 is one kernel. Its text is written from the ops' declared expressions
-(`kernels/chains/text.py`), takes the place of `generated.cuh` in `cuda/chain_tile.cu`, and is compiled once for this structure;
-shapes, addresses and constants are its parameter. Tests compare the launch (`kernels/chains/cast.py`) with `numerics/`, to 1 unit
-in the last place where an op approximates, as GELU does:
+On a GPU, nodes 4 to 6 run as one kernel. Its text is generated from the ops' declared expressions (`kernels/chains/text.py`),
+replaces `generated.cuh` in `cuda/chain_tile.cu`, and is compiled once for this structure; shapes, addresses and constants are
+its parameter. Tests compare the launch (`kernels/chains/cast.py`) with `numerics/`, to 1 unit in the last place where an op
+uses an exponential, as GELU does:
 
 {launch}
 

@@ -37,7 +37,7 @@ app = typer.Typer(name="opfuse", no_args_is_help=True, add_completion=False, ric
 def frame(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Compile sequences of operations for low-precision training, and explain what became of them."""
+    """Train in FP8, MXFP8 and NVFP4, and see what ran, what fused, and why."""
 
 
 for command in COMMANDS:

@@ -192,7 +192,7 @@ def checked_rules(rules: object) -> RuleSet:
 
 
 def active_rules() -> RuleSet:
-    """The rule set that plans are made with here."""
+    """The rule set that is used for plans here."""
     return _scoped.get() or default_rules()
 
 
@@ -204,7 +204,7 @@ def set_default_rules(rules: RuleSet) -> None:
 
 @contextmanager
 def use_rules(rules: RuleSet) -> Iterator[RuleSet]:
-    """Plan with ``rules`` inside the block."""
+    """Use ``rules`` for plans made inside the block."""
     token = _scoped.set(checked_rules(rules))
     try:
         yield rules

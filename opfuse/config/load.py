@@ -68,14 +68,14 @@ class Config:
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in the file at ``path``, or in the example of that name. ConfigError with every finding, if any."""
+    """The configuration in the file at ``path``, or of the package under that name. ConfigError with every finding, if any."""
     return loads(*text_at(path))
 
 
 def load_policy(path: str | Path) -> Choices:
     """Recipe and policy of a YAML file, for ``opfuse.fuse_(model, **opfuse.load_policy(path))``.
 
-    ConfigError with every finding. Whether patterns fit the model, fuse_ says.
+    ConfigError with every finding. fuse_ checks whether patterns fit the model.
     """
     return loads_policy(*text_at(path))
 

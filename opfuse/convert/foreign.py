@@ -256,12 +256,12 @@ class Exported(NamedTuple):
 def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | None = None) -> Exported:
     """The state dict of ``model`` with the weights of its linear layers as the library of ``layout`` stores them.
 
-    A weight that lives quantized in the layout's format is written bit for bit, with no copy; a plain one is cast by the
-    layout's scale rule. The others stay as they are, as do modules named in ``ignore``, by their whole or their last names
-    (None: output heads and routers).
+    A weight stored in the layout's format is written bit for bit, without a copy; a plain one is cast by the layout's scale
+    rule. Other entries stay as they are, as do modules named in ``ignore``, by their full name or its last parts (None: output
+    heads and routers).
 
-    ConversionError for a layout that is none, a name in ``ignore`` that no linear layer has, and a weight that lives quantized
-    in another format or whose size the format cannot take.
+    ConversionError for an unknown layout, a name in ``ignore`` that no linear layer has, and a weight that is stored in another
+    format or whose size the format cannot take.
     """
     foreign = _named(layout, LAYOUTS)
     linears = {path: module for path, module in model.named_modules() if isinstance(module, (nn.Linear, BasicLinear, Linear))}
@@ -314,15 +314,15 @@ def import_weights(
     dequantize: bool = False,
     nearest_scale: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """A state dict for ``load_state_dict`` from tensors as another library wrote them; what is plain stays as it is.
+    """A state dict for ``load_state_dict`` from tensors as another library wrote them; plain tensors stay as they are.
 
-    Weights become quantized tensors of the nominal ``dtype``, over the same bytes: loaded into parameters that were made under
-    ``quantized_model_init`` in their format they are copied bit for bit, into plain parameters their values are. ``dequantize``:
-    plain values. ``layout``: a name of :data:`READ`; None: of each weight the one that its arrays fit. Static scales of
-    activations are left out.
+    Weights become quantized tensors of the nominal ``dtype``, over the same bytes. Loaded into parameters that were made under
+    ``quantized_model_init`` in their format they are copied bit for bit; into plain parameters, their values are.
+    ``dequantize``: return plain values. ``layout``: a name of :data:`READ`; None: for each weight the one that its arrays fit.
+    Static scales of activations are dropped.
 
-    NVFP4 has a scale of the whole weight, where opfuse keeps the amax that it follows from. ``nearest_scale``: one that follows
-    from no amax is taken for the next number that does, 1 in 2^23 away; codes and scales of blocks keep their bytes.
+    NVFP4 files have a scale of the whole weight, where opfuse keeps the amax from which it follows. ``nearest_scale``: replace a
+    scale that follows from no amax by the nearest one that does, 1 in 2^23 away; codes and scales of blocks keep their bytes.
 
     ConversionError for arrays that fit no layout, and for such a scale otherwise, by their names.
     """

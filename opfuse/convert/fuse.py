@@ -36,26 +36,25 @@ def fuse_(
     policy: Policy | None = None,
     pack: bool = False,
 ) -> Report:
-    """Have ``model`` compute under ``recipe`` from now on, in place; :func:`unfuse_` undoes it. Returns what became of each
-    module.
+    """Convert ``model``, in place, to compute under ``recipe``; :func:`unfuse_` undoes it. Returns a report on each module.
 
     Modules whose forward is a chain of products, activations, norms, dropouts and sums run as pipelines; other products run
-    alone. Submodules, parameters (the same objects), their names and the state dict stay as they are, so optimizers made
-    before go on, and ``save_pretrained`` writes what any other program reads. Without a recipe a converted module is what
-    it was, bit for bit.
+    alone. Submodules, parameters (the same objects), their names and the state dict do not change, so existing optimizers keep
+    working, and ``save_pretrained`` writes an ordinary checkpoint. Without a recipe a converted module computes what it did
+    before, bit for bit.
 
-    recipe: that of every converted module, wherever no ``autocast`` region is active; an active region counts instead.
-    None: they compute in high precision outside of regions. policy: other recipes, as a mapping from patterns of paths (a
-    pattern covers all below what it names, ``layers.-1`` is the last of the layers, the first that fits counts) or a function
-    of module and path: a recipe, None for modules that stay as they are, or "default". :func:`opfuse.load_policy` reads recipe
-    and policy from YAML. filter_fn: False for a module and its path leaves that module alone, and
-    asks for those in it. Output heads and routers are left alone unless the policy names them.
+    recipe: that of every converted module outside of ``autocast``; inside, the region's recipe counts. None: high precision
+    outside of regions. policy: recipes of single modules, as a mapping from patterns of paths (a pattern covers everything below
+    the path it matches, ``layers.-1`` is the last layer, the first match counts), or as a function of module and path that
+    returns a recipe, None for modules that stay as they are, or "default". :func:`opfuse.load_policy` reads recipe and policy
+    from YAML. filter_fn: False for a module and its path leaves that module alone, and asks for its submodules. Output heads and
+    routers stay in high precision unless the policy names them.
 
-    pack: lay the weights of one product (gate and up; query, key and value) out in one memory, of which each parameter has
-    a part. A call then copies none of them. Parameters stay the same objects; where they are moved or copied later, each
-    has its own memory again, and calls copy.
+    pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
+    them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
 
-    A model that is fused already is fused anew. ConversionError if nothing could be converted, or a pattern decides of nothing.
+    A model that is fused already is converted again. ConversionError if nothing could be converted, or if a pattern matches
+    nothing.
     """
     if not isinstance(model, nn.Module):
         cure = "pass the model itself"
@@ -85,8 +84,9 @@ def fuse_(
 
 
 def unfuse_(model: AnyModule) -> AnyModule:
-    """Undo :func:`fuse_`, in place: every module has the forward that it had. ConversionError if none is converted, or if one
-    has got another forward since.
+    """Undo :func:`fuse_`, in place: every module gets its own forward back.
+
+    ConversionError if no module is converted, or if one was given another forward since.
     """
     found = _converted(model)
     if not found:

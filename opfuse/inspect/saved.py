@@ -72,10 +72,10 @@ class Saved:
 def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) -> Saved:
     """What ``model(*inputs, **named)`` saves for its backward pass under the active recipe.
 
-    Runs the forward once for each setting that is compared; like :func:`opfuse.explain`, it leaves no trace. A setting under
-    which the call cannot run is told as refused, and why; only the active recipe as it is may raise. errors: run the
-    backward passes, too, and tell how far gradients are from those without a recipe. PipelineError for what
-    is no module or runs no op of opfuse; DtypeError for a first input that is no tensor.
+    Runs the forward once for each setting that is compared, without side effects, like :func:`opfuse.explain`. A setting under
+    which the call cannot run is reported as refused, and why; only the active recipe raises. errors: also run the backward
+    passes, and report how far gradients are from those without a recipe. PipelineError for what is no module or runs no op of
+    opfuse; DtypeError if the first input is no tensor.
     """
     given = CallInputs(inputs, named)
     found = observe(model, given)

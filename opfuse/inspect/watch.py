@@ -176,15 +176,15 @@ class _WatchedStep:
 
 
 def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapping[str, float] = ALARMS) -> Watch:
-    """Look at every cast in the first and each ``every``-th training call of ``model``, and in its backward pass.
+    """Record figures of every cast in the first and each ``every``-th training call of ``model``, and in its backward pass.
 
-    Found for each: amax, shares that saturated, that became zero and that are not finite, the signal-to-noise ratio, and a
-    histogram of scales. to: where records go besides ``records``, see :func:`~opfuse.inspect.writers.sink_of`. alarms: limits
-    beyond which an OpfuseWarning names op, tensor, step, value and cure, once each.
+    For each cast: amax, shares of saturated, zeroed and non-finite values, the signal-to-noise ratio, and a histogram of scales.
+    to: where records go besides ``records``, see :func:`~opfuse.inspect.writers.sink_of`. alarms: limits beyond which an
+    OpfuseWarning names op, tensor, step, value and cure, once each.
 
-    A call that is looked at runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it
-    stays fused, and casts that fusions make are not told. Other calls cost one comparison. PipelineError for what has no ops, or
-    an ``every`` below 1.
+    A watched call runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it stays fused,
+    and casts inside fusions are not reported. Other calls cost one comparison. PipelineError for a module without ops, or for
+    ``every`` below 1.
     """
     if type(every) is not int or every < 1:
         raise PipelineError(describe("watch(every=)", wanted="an integer of at least 1", got=repr(every), cure="pass every=100"))

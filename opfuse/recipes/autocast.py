@@ -82,13 +82,14 @@ def _chosen(where: str, enabled: object, recipe: object) -> Recipe | None:
 
 
 class autocast(contextlib.ContextDecorator):
-    """Compute under ``recipe``: a context manager, and a decorator of functions.
+    """Compute under ``recipe`` inside a region: a context manager, or a decorator of functions.
 
-    recipe: an opfuse recipe, or a TransformerEngine one, which is converted. None is ``Float8CurrentScaling()``, which has no
-    state, takes any shape and is native on most hardware. amax_reduction_group: the ranks that share delayed-scaling amaxes;
-    None is the default group. ``enabled=False`` computes in high precision whatever the recipe says, also inside
-    another region. The innermost region counts; delayed-scaling states are updated when the outermost one ends. If it ends by an
-    exception, they stay as they are, and the amaxes that its casts counted are dropped. RecipeError for another keyword.
+    recipe: an opfuse recipe, or one of TransformerEngine, which is converted; None is ``Float8CurrentScaling()``, which has no
+    state, takes any shape and is native on Hopper. enabled: False computes in high precision whatever the recipe, also inside
+    another region. amax_reduction_group: the ranks that share the amaxes of delayed scaling; None is the default group.
+
+    The innermost region counts. Delayed scales are updated when the outermost region ends. If it ends by an exception, they stay
+    as they are, and the amaxes that its casts recorded are dropped. RecipeError for another keyword.
     """
 
     def __init__(
@@ -204,14 +205,14 @@ def quantized_model_init(
 ) -> Iterator[ModelInit | None]:
     """Create parameters quantized under ``recipe`` (None: ``Float8CurrentScaling()``).
 
-    An optimizer that steps on them casts every result: updates below half a step of the format are lost, and training stalls
-    at small learning rates. Step on high-precision masters instead: ``opfuse.with_masters(optimizer)``.
+    An optimizer that updates them casts every result: updates below half a step of the format are lost, and training stalls
+    at small learning rates. Update high-precision masters instead: ``opfuse.with_masters(optimizer)``.
 
-    Every write, an optimizer's step among them, casts with a scale of its own, found from what is written. So it is under delayed
-    scaling, too, where the scale of an earlier step would clip what has grown since; margin and history are for other tensors.
-    On the meta device parameters are quantized as well; ``to_empty`` and ``reset_parameters`` give them bytes and values.
+    Every write, such as an optimizer's step, casts with a scale found from the written values. That holds under delayed scaling
+    too, where the scale of an earlier step would clip what has grown since; margin and history apply to other tensors. On the
+    meta device parameters are quantized as well; ``to_empty`` and ``reset_parameters`` give them bytes and values.
 
-    preserve_high_precision_init_val: keep the initial value in high precision as well, on the CPU, for an optimizer's master
+    preserve_high_precision_init_val: also keep the initial value in high precision, on the CPU, for an optimizer's master
     weights: ``parameter.get_high_precision_init_val()``. RecipeError for another keyword.
     """
     _check_keywords("quantized_model_init", ("enabled", "recipe", "preserve_high_precision_init_val"), unknown)

@@ -50,7 +50,7 @@ _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPF
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside the block every call is interpreted: nothing is recorded or repeated. The bits are the same, the host takes longer.
+    """Inside the block every call runs op by op in Python: nothing is recorded or repeated. Same bits, more CPU time.
 
     For debuggers, which see each op run. ``OPFUSE_PROGRAMS=0`` in the environment has the same effect on a whole process.
     """

@@ -188,9 +188,9 @@ def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
 
 
 def dump(path: str | Path) -> Path:
-    """Write what this process planned: pipelines that are alive, their keys with sources, every miss and why, the environment.
+    """Write what this process planned: live pipelines, their keys with sources, every miss and why, the environment.
 
-    Lines of JSON, as ``OPFUSE_TRACE`` has them written; ``opfuse cache``, ``opfuse report`` and ``opfuse diff`` read them.
+    The format is lines of JSON, as of ``OPFUSE_TRACE``; ``opfuse cache``, ``opfuse report`` and ``opfuse diff`` read it.
     OutputError if the file cannot be written.
     """
     return write(Path(path), traced())

@@ -48,7 +48,7 @@ _FORMER: dict[str, Callable[[Any], tuple[str, Any]]] = {
 def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with each quantized tensor as the plain tensors of its planes, which share its memory; others as they are.
 
-    A quantizer of a class of one's own, or over a process group, is not saved: what is loaded takes bytes, not values.
+    Your own quantizers, and those over a process group, are not saved: such a tensor, once loaded, takes bytes, not values.
     QuantizedTensorError for a sharded quantized tensor.
     """
     found: dict[str, Any] = {}
@@ -66,8 +66,8 @@ def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def from_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`to_planes` took apart, put together again; other entries as they are.
 
-    Ops do so themselves when they load; other modules need it. QuantizedTensorError for planes that are incomplete, or of other
-    shapes than their text says.
+    Ops call it themselves when they load; for other modules call it first. QuantizedTensorError for planes that are incomplete,
+    or whose shapes differ from what their text says.
     """
     found = dict(state_dict)
     put_together(found)

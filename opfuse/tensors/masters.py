@@ -18,13 +18,13 @@ def stored_in(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """An fp32 master for each of ``parameters`` that lives quantized, by the parameter; none for others.
+    """An fp32 master for each of ``parameters`` that is stored quantized, by the parameter; none for others.
 
-    A master has the parameter's shape and device and, where ``fully_shard`` made it a DTensor, its placement: an optimizer steps
-    on it, and ``parameter.copy_(master)`` casts it, each rank its own rows. Its values are those that ``quantized_model_init``
-    preserved, if the parameter still is their cast, else those that it decodes to: always so after ``fully_shard``, which keeps
-    no attributes.
-    DtypeError for what is no tensor: a module, or the pairs of ``named_parameters()``, would have no masters at all.
+    A master has the parameter's shape and device and, where ``fully_shard`` made it a DTensor, its placement: an optimizer
+    updates it, and ``parameter.copy_(master)`` casts it, each rank its own rows. It starts from the values that
+    ``quantized_model_init`` preserved, if the parameter still is their cast, else from the dequantized ones; always from these
+    after ``fully_shard``, which keeps no attributes.
+    DtypeError for what is no tensor, such as a module or the pairs of ``named_parameters()``, which would have no masters.
     """
     given = [parameters] if isinstance(parameters, (torch.Tensor, torch.nn.Module)) else list(parameters)
     wrong = next((each for each in given if not isinstance(each, torch.Tensor)), None)

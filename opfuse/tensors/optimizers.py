@@ -25,22 +25,22 @@ _WITH_MASTERS: WeakSet[Optimizer] = WeakSet()
 
 
 def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """``optimizer`` itself: its ``step()`` now updates fp32 masters of parameters that live quantized and casts them back.
+    """Return ``optimizer``, whose ``step()`` now updates fp32 masters of parameters stored quantized and casts them back.
 
     Between steps its groups hold the model's parameters, so ``zero_grad``, ``GradScaler``, clipping, schedulers and
-    torch.distributed.checkpoint see what they always see. In a step the masters stand in their places, with gradients in fp32;
-    while a closure runs, the parameters are back and have the values of the moment. Other parameters are stepped on as ever.
+    torch.distributed.checkpoint work as usual. In a step the masters replace them, with gradients in fp32; while a closure runs,
+    the parameters are back and have the current values. Other parameters are updated as usual.
 
     - A master starts as :func:`opfuse.master_weights` says; parameters of a group that is added later get one too.
     - ``state_dict()`` has the masters, and ``load_state_dict`` writes them, bit for bit, and their casts into the parameters.
       Load after this call: without it torch would round the state to the parameters' dtype.
-    - A parameter that something else writes is believed: if it no longer is the cast of its master, the master takes its
-      values, and an OpfuseWarning tells.
-    - After a step that raised, masters stand in the groups until the next one, which tells with an OpfuseWarning: the gradients
-      that ``optimizer.zero_grad()`` does not reach in between are zeroed by ``model.zero_grad()``.
-    - Copying or pickling an optimizer drops its hooks, as torch does: build the other one and load the state.
+    - If something else writes a parameter, so that it is no longer the cast of its master, the master takes its values, with an
+      OpfuseWarning.
+    - After a step that raised, masters stay in the groups until the next one, which gives an OpfuseWarning: the gradients that
+      ``optimizer.zero_grad()`` does not reach in between are zeroed by ``model.zero_grad()``.
+    - Copying or pickling an optimizer drops its hooks, as in torch: build the other one and load the state.
 
-    After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable lives quantized.
+    After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable is stored quantized.
     OptimizerError for what is no torch optimizer, for a second call, and at the first step of one that keeps parameters outside
     its groups.
     """

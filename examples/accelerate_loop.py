@@ -1,4 +1,4 @@
-"""Accelerate: prepare, accumulate, clip, save. Under bf16, opfuse's pipelines take what torch.autocast gives them.
+"""Accelerate: prepare, accumulate, clip, save. With mixed_precision="bf16", pipelines compute in bf16, as torch.autocast says.
 
 Run it: accelerate launch examples/accelerate_loop.py, or python examples/accelerate_loop.py
 """
@@ -19,7 +19,7 @@ def main(steps: int = 10) -> list[float]:
     opfuse.fuse_(model, opfuse.recipes.Float8BlockScaling())  # before prepare, which may wrap the model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    words = [torch.arange(start, start + 32) for start in range(32)]  # each word is followed by the next
+    words = [torch.arange(start, start + 32) for start in range(32)]  # sequences of consecutive numbers
     loader = torch.utils.data.DataLoader(words, batch_size=8, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

@@ -1,4 +1,4 @@
-"""FSDP2: each layer in shards over the processes of a group; every sum and every scale is that of one process.
+"""FSDP2: each layer sharded over the processes of a group, with the sums and scales of one process.
 
 Run it: torchrun --nproc-per-node 2 examples/fsdp2.py
 """
@@ -17,13 +17,13 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 def main(steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)  # the same weights on every rank
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())  # first converted, then sharded
+    opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())  # convert first, then shard
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    words = torch.arange(32).repeat(4, 1) + torch.arange(4)[:, None] + 4 * dist.get_rank()  # each rank has its own
+    words = torch.arange(32).repeat(4, 1) + torch.arange(4)[:, None] + 4 * dist.get_rank()  # a different batch on each rank
     losses = []
     for step in range(steps):
         loss = model(input_ids=words, labels=words).loss
@@ -35,7 +35,7 @@ def main(steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
         losses.append(mean.item())
         if dist.get_rank() == 0:
             print(f"step {step:3}  loss {losses[-1]:.4f}")
-    # The whole model under the names of Hugging Face, for LlamaForCausalLM.load_state_dict.
+    # The whole model under Hugging Face's names, as LlamaForCausalLM.load_state_dict takes it.
     return losses, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 

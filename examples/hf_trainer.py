@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with gradient checkpointing. What it saves is read by transformers alone, bit for bit.
+"""Hugging Face's Trainer with gradient checkpointing. transformers reads the saved model without opfuse, bit for bit.
 
 Run it: python examples/hf_trainer.py
 """
@@ -14,7 +14,7 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 
 
 def sentences() -> list[dict[str, torch.Tensor]]:
-    """Stretches of words, each followed by the next."""
+    """Sequences of consecutive numbers."""
     words = [torch.arange(start, start + 32) for start in range(32)]
     return [{"input_ids": each, "labels": each} for each in words]
 
@@ -40,7 +40,7 @@ def main(folder: str, steps: int = 10) -> tuple[Trainer, LlamaForCausalLM]:
     trainer.train()
 
     model.save_pretrained(folder)
-    return trainer, LlamaForCausalLM.from_pretrained(folder)  # as somebody reads it who has no opfuse
+    return trainer, LlamaForCausalLM.from_pretrained(folder)  # read without opfuse
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: the model is converted in `configure_model`, and nothing else of the module changes.
+"""PyTorch Lightning: `configure_model` converts the model; nothing else in the LightningModule changes.
 
 Run it: python examples/lightning_module.py
 """
@@ -34,7 +34,7 @@ class Llama(lightning.LightningModule):
 def main(folder: str | None = None, steps: int = 8) -> list[float]:
     torch.manual_seed(0)
     module = Llama()
-    words = [torch.arange(start, start + 32) for start in range(32)]  # each word is followed by the next
+    words = [torch.arange(start, start + 32) for start in range(32)]  # sequences of consecutive numbers
     loader = torch.utils.data.DataLoader(words, batch_size=8)
     trainer = lightning.Trainer(max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False)
     trainer.fit(module, loader)

@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face trained in FP8 by a loop of one's own.
+"""A Hugging Face Llama, trained in FP8 by your own training loop.
 
 Run it: python examples/own_loop.py
 """
@@ -16,11 +16,11 @@ def main(steps: int = 20) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # The one line. It says what became of each module; parameters stay the same objects, so the optimizer goes on.
+    # The one added line. Parameters stay the same objects, so the optimizer made above keeps working.
     report = opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())
     print(report)
 
-    words = torch.arange(32).repeat(8, 1) + torch.arange(8)[:, None]  # each word is followed by the next
+    words = torch.arange(32).repeat(8, 1) + torch.arange(8)[:, None]  # sequences of consecutive numbers
     losses = []
     for step in range(steps):
         loss = model(input_ids=words, labels=words).loss

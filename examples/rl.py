@@ -1,8 +1,8 @@
-"""Post-training by policy gradients, where the policy that acts and the policy that learns are the same numbers.
+"""Reinforcement learning by policy gradients, where rollout and training compute the same probabilities, bit for bit.
 
-Weights live in MXFP8. The policy that acts gets their bytes and computes the very products that the learner has in its forward
-pass, so an importance ratio is exactly 1 before an update, and afterwards says what the update did. Scales of MXFP8 belong to 32
-values of one row: it does not matter with which others a row is computed. The learner's backward pass is under
+Weights are stored in MXFP8. The rollout policy receives their bytes and computes the same products as the learner's forward
+pass, so the importance ratio is exactly 1 before an update, and afterwards shows the effect of the update alone. An MXFP8 scale
+belongs to 32 values of one row, so the other rows of a batch do not matter. The learner's backward pass uses
 `backward_override="dequantized"`: its gradients are the chain rule of that forward pass.
 
 Run it: python examples/rl.py
@@ -36,7 +36,7 @@ class Policy(nn.Module):
 
 
 def rollout(policy: Policy, episodes: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Episodes as (episodes, CONTEXT + length) words, and the logarithms of the probabilities of those that were drawn."""
+    """Episodes as (episodes, CONTEXT + length) words, and the log-probabilities of the words that were drawn."""
     words, drawn = torch.randint(WORDS, (episodes, CONTEXT)), []
     with torch.no_grad(), opfuse.autocast(recipe=ACTS):
         for _ in range(length):
@@ -48,7 +48,7 @@ def rollout(policy: Policy, episodes: int, length: int = 8) -> tuple[torch.Tenso
 
 
 def scored(policy: Policy, words: torch.Tensor) -> torch.Tensor:
-    """The same logarithms as the learner computes them."""
+    """The same log-probabilities, computed by the learner."""
     steps = words.shape[1] - CONTEXT
     with opfuse.autocast(recipe=LEARNS):
         scores = [policy(words[:, i : i + CONTEXT]).gather(1, words[:, i + CONTEXT, None]) for i in range(steps)]
@@ -56,7 +56,7 @@ def scored(policy: Policy, words: torch.Tensor) -> torch.Tensor:
 
 
 def main(updates: int = 40, episodes: int = 64) -> tuple[list[float], list[float]]:
-    """Learn to say the next word of the alphabet. Returns mean rewards, and the largest differences of probabilities."""
+    """Learn to say the next letter of the alphabet. Returns mean rewards, and the largest differences of probabilities."""
     torch.manual_seed(0)
     learner, actor = Policy(), Policy()
     optimizer = opfuse.with_masters(torch.optim.AdamW(learner.parameters(), lr=1e-2))

@@ -1,6 +1,6 @@
-"""A model converter for TorchTitan, of the protocol that its releases up to 0.2.2 have.
+"""A model converter for TorchTitan, by the ModelConverter protocol of its releases up to 0.2.2.
 
-TorchTitan makes the model on the meta device, converts it, cuts it over the ranks, and then gives it memory and values. Register
+TorchTitan creates the model on the meta device, converts it, shards it, and then allocates and initializes it. Register
 the class once, and name it in the job's TOML: `[model] converters = ["opfuse"]`.
 
     from torchtitan.protocols.model_converter import register_model_converter
@@ -16,9 +16,9 @@ import opfuse
 
 
 class OpfuseConverter:
-    """What `torchtitan.protocols.model_converter.ModelConverter` asks for: two methods, and these arguments.
+    """Implements `torchtitan.protocols.model_converter.ModelConverter`: two methods, and these arguments.
 
-    Blocks compute under the recipe. The first of them, the last and the output head stay in high precision.
+    The first and the last block and the output head stay in high precision; other blocks compute under the recipe.
     """
 
     def __init__(self, job_config: object, parallel_dims: object) -> None:
@@ -29,11 +29,11 @@ class OpfuseConverter:
         print(opfuse.fuse_(model, self.recipe, policy=policy))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing is to be done: scales follow the values at each call."""
+        """Nothing to do: scales are found in each call."""
 
 
 class FeedForward(nn.Module):
-    """Named as in TorchTitan's Llama."""
+    """With the names of TorchTitan's Llama."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """The second half of such a layer, which its attention precedes there."""
+    """The second half of a transformer layer, without attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from opfuse.runtime.fuser import listed_plans
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = tables.README.read_text(encoding="utf-8")
-EXAMPLES = ("README.md", *(f"docs/{name}.md" for name in ("tutorial", "torch", "recipes", "ops", "fusions")))
+EXAMPLES = ("README.md", *(f"docs/{name}.md" for name in ("tutorial", "torch", "recipes", "ops", "fusions", "conformance")))
 """Pages whose Python blocks run one after another, in this order."""
 
 

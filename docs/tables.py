@@ -11,6 +11,7 @@ from pathlib import Path
 import opfuse
 from opfuse.compiler.patterns import printed
 from opfuse.compiler.rules import Fusion
+from opfuse.environment import VARIABLES
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3
 from opfuse.ops import OPS
@@ -29,7 +30,7 @@ from opfuse.train.study_report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "ops", "fusions")))
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "ops", "fusions", "cli")))
 """Pages with tables between marks."""
 STUDY = ROOT / "benchmarks" / "results" / "overrides_cpu.json"
 """What `opfuse study overrides configs/quickstart.yaml` wrote, without the single measurements."""
@@ -140,6 +141,11 @@ def _rule_row(rule: Fusion) -> list[str]:
     return [f"`{rule.name}`", rule.direction, f"`{printed(rule.pattern)}`", _summary(rule.doc)]
 
 
+def variables() -> str:
+    """Environment variables."""
+    return table(["variable", "what it sets"], ([f"`{name}`", says] for name, says in VARIABLES.items()))
+
+
 def study() -> str:
     """Gradients beside the exact ones, as recorded."""
     return markdown(json.loads(STUDY.read_text(encoding="utf-8")))
@@ -215,6 +221,7 @@ TABLES = {
     "overrides": overrides,
     "ops": ops,
     "rules": rules,
+    "variables": variables,
     "study": study,
 }
 

@@ -9,13 +9,13 @@ from opfuse.cli.results import written
 from opfuse.errors import OutputError, describe
 
 STARTER = """\
-# opfuse check {name}          what is wrong here, if anything; --values: what every setting comes to
+# opfuse check {name}          report errors; --values: show every setting and its source
 # opfuse explain {name}        what fuses, what does not, and why
-# opfuse run {name}            train it beside high precision
-# In a loop of your own: config = opfuse.load("{name}"); model = config.build(); config.recipe; config.rules
+# opfuse run {name}            train it, and the same in high precision
+# In your own training loop: config = opfuse.load("{name}"); model = config.build(); config.recipe; config.rules
 version: 1
 
-# Values with a name; ${{hidden}} is written where one is meant.
+# Named values, used as ${{hidden}}.
 parameters: {{hidden: 256, inner: 512}}
 
 # none, fp8_current, fp8_block, mxfp8, nvfp4, delayed, custom: `opfuse doctor` says which are native on this machine.
@@ -23,10 +23,10 @@ recipe:
   kind: mxfp8
   # backward_override: dequantized   # or high_precision: what the backward pass multiplies
 
-# Ops under a name, for {{use: block}}.
+# Named groups of ops, used as {{use: block}}.
 fragments:
   block:
-    - residual:  # what goes in is added to what comes out
+    - residual:  # adds its input to its output
         - {{op: rms_norm, size: "${{hidden}}"}}
         - {{op: linear, in_features: "${{hidden}}", out_features: "${{inner}}"}}
         - {{op: swiglu}}  # halves the columns
@@ -41,16 +41,16 @@ pipeline:
     - {{op: rms_norm, size: "${{hidden}}"}}
     - {{op: linear, in_features: "${{hidden}}", out_features: 256}}
 
-# Rules: narrow one (use, when), switch one off (disable), declare one (name, pattern).
+# Fusion rules: restrict one (use, when), disable one (disable), declare one (name, pattern).
 fusions:
-  level: O2  # O0: none; O1: those that change no bit; O2: also those that recipes with rounding: single allow
+  level: O2  # O0: no fusion; O1: fusions that change no bit; O2: also those for recipes with rounding: single
   rules:
-    - {{use: epilogue, expect: {{fused: 8}}}}  # `opfuse check` counts
+    - {{use: epilogue, expect: {{fused: 8}}}}  # `opfuse check` verifies this count
 
-# Bytes of a text; {{kind: text, path: book.txt}} reads one of your own.
+# Training text, as bytes; {{kind: text, path: book.txt}} reads your own.
 data: {{kind: pydoc_topics, context: 16, embedding: 16}}
 train: {{steps: 300, batch_size: 128, learning_rate: 3.0e-3, seed: 0, eval_every: 50}}
-# watch: {{every: 100, alarms: {{sqnr: 12}}}}  # what casts do to values: values.jsonl beside the report
+# watch: {{every: 100, alarms: {{sqnr: 12}}}}  # figures of casts, in values.jsonl beside the report
 """
 """What the file says; braces are doubled for ``format``."""
 

@@ -93,6 +93,7 @@ def test_groups_stay_inside_of_the_matrix_whatever_the_sizes_are(sizes, wanted):
     groups = known(sizes, 128)
     assert [(first, end) for first, end, _ in groups.ranges()] == wanted
     assert groups.table.view(-1, 4)[0, 0] <= groups.tiles
+    assert 0 <= int(groups.of_rows().min()) <= int(groups.of_rows().max()) < 3
 
 
 # -- the cast --------------------------------------------------------------------------------------------------------------------

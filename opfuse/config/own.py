@@ -19,7 +19,7 @@ from opfuse.ops import OPS
 OWN_OPS = "opfuse.ops"
 FUNCTIONS = "opfuse.fusions"
 
-Fault = tuple[str, str, str] | None
+PointFault = tuple[str, str, str] | None
 """What an entry point should be, is, and what to do; None if it is that."""
 
 
@@ -36,7 +36,7 @@ def own_functions() -> Mapping[str, Callable[..., Any]]:
     return dict(_offered(FUNCTIONS, _fault_of_function))
 
 
-def _offered(group: str, fault_of: Callable[[EntryPoint, Any], Fault]) -> Iterator[tuple[str, Any]]:
+def _offered(group: str, fault_of: Callable[[EntryPoint, Any], PointFault]) -> Iterator[tuple[str, Any]]:
     """Name and value of each entry point of ``group`` that has no fault, in the order of their names."""
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         try:
@@ -52,7 +52,7 @@ def _offered(group: str, fault_of: Callable[[EntryPoint, Any], Fault]) -> Iterat
             warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
 
 
-def _fault_of_op(point: EntryPoint, cls: Any) -> Fault:
+def _fault_of_op(point: EntryPoint, cls: Any) -> PointFault:
     if not isinstance(cls, type) or not issubclass(cls, FusibleOperation):
         return "a class of opfuse.ops", repr(cls), "derive it from ops.BasicOperation"
     if point.name in OPS:
@@ -62,7 +62,7 @@ def _fault_of_op(point: EntryPoint, cls: Any) -> Fault:
     return None
 
 
-def _fault_of_function(point: EntryPoint, function: Any) -> Fault:
+def _fault_of_function(point: EntryPoint, function: Any) -> PointFault:
     if isinstance(function, type) or not callable(function):
         return "a function", repr(function), "name one, def f(x, *, PLACE, ...)"
     if point.name in EMITTERS:

@@ -130,6 +130,10 @@ class UnsupportedError(OpfuseError, RuntimeError):
     """This machine, or this version, cannot do it; the text names what can."""
 
 
+class NotHereError(UnsupportedError, AttributeError):
+    """A name of another library that opfuse has not; the text says what to use instead."""
+
+
 class KernelError(OpfuseError, RuntimeError):
     """A kernel does not compile, or was registered without what a kernel needs."""
 

@@ -12,7 +12,7 @@ import torch
 
 import opfuse
 from opfuse import ops, te
-from opfuse.errors import RecipeError, UnknownArgumentError, UnsupportedError
+from opfuse.errors import NotHereError, RecipeError, UnknownArgumentError, UnsupportedError
 from opfuse.te.ops import KEYWORDS
 
 BF16 = torch.bfloat16
@@ -69,6 +69,15 @@ def test_the_gradient_of_a_residual_fuses_with_a_norm_of_te_ops():
 
     assert fused(te.ops) == fused(ops)
     assert any("backward_add_rms_norm" in line for line in fused(te.ops))
+
+
+def test_names_of_its_modules_are_refused_with_what_to_use_instead():
+    page = (Path(opfuse.__file__).parents[1] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    section = page.partition("## te modules")[2].partition("## ")[0]
+    assert set(re.findall(r"`te\.(\w+)`", section)) == set(te.INSTEAD)
+    with pytest.raises(NotHereError, match=r"opfuse\.te: wants .*, got Linear, which it has not\. Cure: use nn\.Linear, .*fuse_"):
+        _ = te.Linear
+    assert not any(hasattr(te, name) for name in (*te.INSTEAD, "Lineer"))
 
 
 def test_the_page_on_coming_from_there_is_true():

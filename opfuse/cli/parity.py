@@ -29,7 +29,7 @@ def parity(
 
 
 def _lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What is equal, counted; what differs, by name, the rarest kind first: it is the one that nobody meant."""
+    """Counts of what is equal; then what differs, by name, the rarest kind first: it is the likeliest mistake."""
     equal = [verdict for verdict in verdicts if verdict.is_equal]
     yield f"{len(equal)} of {len(verdicts)} tensors are equal"
     for (status, left, right, why), group in sorted(_kinds(equal), key=lambda kind: -len(kind[1])):

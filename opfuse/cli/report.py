@@ -30,7 +30,7 @@ def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
 
 
 def page_of(subject: Path) -> Page:
-    """What is told of a directory of ``opfuse run``, a trace or a directory of them, or a configuration."""
+    """The report on a directory of ``opfuse run``, a trace or a directory of traces, or a configuration."""
     if subject.is_dir() and (subject / REPORT).exists():
         return _of_config(subject / CONFIGURATION, subject)
     if subject.is_dir() and ((subject / CONFIGURATION).exists() or not any(subject.glob(f"*{SUFFIX}"))):

@@ -64,7 +64,7 @@ class _Expansion:
         return replace(known, span=node.span)
 
     def write(self, node: YamlNode) -> None:
-        """Count a value that is written once more, with all that is in it."""
+        """Count a value that is written once more, with all values inside it."""
         self.count()
         inside = node.value.values() if isinstance(node.value, dict) else node.value if isinstance(node.value, list) else ()
         for each in inside:

@@ -20,7 +20,7 @@ from opfuse.runtime.fuser import planned_on
 
 
 class PlannedCall(NamedTuple):
-    """The training call that is planned. columns: None where nothing tells them."""
+    """The training call that is planned. columns: None if they are unknown."""
 
     entries: Sequence[PipelineEntry]
     rules: RuleSet

@@ -81,7 +81,7 @@ class Fed(Converted):
         self.reader, self.holder, self.name = reader, holder, name
 
     def _is_read(self) -> bool:
-        """Whether the reader still reads: nobody wrapped it, compiled it alone, gave it another forward or unfused it."""
+        """Whether the reader still reads: it was not wrapped, compiled alone, unfused or given another forward."""
         reader = self.reader.module
         stands = self.holder._modules.get(self.name) is reader and converted(reader) is self.reader
         return stands and reader._compiled_call_impl is None
@@ -94,8 +94,8 @@ class Fed(Converted):
         return current_recipe() if in_region() else self.recipe
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """In a graph, the result of the norm. A reader that gets it unchanged computes the norm in its own op; then nobody reads
-        this result, and the compiler drops it.
+        """In a graph, the result of the norm. A reader that gets it unchanged computes the norm in its own op; then
+        nothing reads this result, and the compiler drops it.
         """
         (x,) = [*args, *kwargs.values()]
         normed = self.plain(x)

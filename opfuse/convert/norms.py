@@ -53,7 +53,7 @@ def lone_norm(module: nn.Module, path: str, recipe: Recipe | None) -> tuple[Lone
 
 
 def why_kept(module: nn.Module, untraced: str) -> tuple[str, str, str]:
-    """What a module would have to be for an op, what it is, and the cure, which may be empty. untraced: why nobody knows who
+    """What a module would have to be for an op, what it is, and the cure, which may be empty. untraced: why it is not known what
     reads its result.
     """
     kind, hindered = type(module).__name__, obstacle(module, called=True)

@@ -1,7 +1,8 @@
-"""Traces: what processes wrote down of their plans, read back and compared.
+"""Traces: the plans that processes wrote to files, read back and compared.
 
-A trace is a file of JSON lines, format version 1, written by ``runtime/trace.py``; a directory of them is one run, a file a rank.
-The first line is the process, a line follows for every plan that was made, and one counts at the end, unless it was killed.
+A trace is a file of JSON lines, format version 1, written by ``runtime/trace.py``; a directory of them is one run, with a file
+for each rank. The first line describes the process, each next line a plan that was made; a process that was not killed adds a
+last line of counts.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def running(kind: Pass) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether casts leave states alone: in a recomputation, and in a call that is only looked at."""
+    """Whether casts leave states alone: in a recomputation, and in a call that only inspects."""
     return _PASS.get() in (Pass.AGAIN, Pass.LOOK)
 
 

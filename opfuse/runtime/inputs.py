@@ -132,7 +132,7 @@ def _check_parameters(op: BasicOperation) -> None:
 
 
 _VALUES = "give it memory, module.to_empty(device=...), and values, reset_parameters() of each op or load_state_dict()"
-"""What the meta device lacks. A first call gives neither: random weights that nobody asked for would pass for loaded ones."""
+"""The cure for ops on the meta device. A first call does not do this: random weights would pass for loaded ones."""
 
 
 def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Names and signatures of TransformerEngine's PyTorch interface, for scripts that were written for te.ops.
 
-``import opfuse.te as te`` in place of ``import transformer_engine.pytorch as te``. What a script asks for beyond what opfuse has
-is refused, by name and with what to write instead; nothing is ignored. New code writes ``opfuse.ops`` and ``opfuse.autocast``.
+``import opfuse.te as te`` in place of ``import transformer_engine.pytorch as te``. What opfuse lacks is refused by
+name, with what to write instead; nothing is ignored. New code writes ``opfuse.ops`` and ``opfuse.autocast``.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The quantizer factories of ``transformer_engine.pytorch.custom_recipes``, by their names, for ``CustomRecipe(qfactory=...)``.
 
-Those of ``quantizer_factories`` answer as a recipe at its defaults; those of ``quantizer_factory_zoo`` are presets of
-:mod:`opfuse.recipes.zoo`.
+Those of ``quantizer_factories`` return the quantizers of a recipe at its defaults; those of ``quantizer_factory_zoo`` are presets
+of :mod:`opfuse.recipes.zoo`.
 """
 
 from __future__ import annotations

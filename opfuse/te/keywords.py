@@ -1,4 +1,4 @@
-"""Keywords of TransformerEngine that opfuse has not: taken at their defaults, refused at other values, with the cure."""
+"""Keywords of TransformerEngine that opfuse lacks: accepted at their defaults, refused at other values, with the cure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from opfuse.errors import UnsupportedError, describe
 
 Keywords = Mapping[str, tuple[object, str]]
-"""By keyword: the value that it may have, and what to do instead of another."""
+"""By keyword: its default, the only value that it may have, and the cure for any other."""
 
 
 def without(where: str, extra: Keywords, given: Mapping[str, Any]) -> dict[str, Any]:

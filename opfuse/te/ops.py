@@ -1,4 +1,4 @@
-"""The ops of :mod:`opfuse.ops` with the constructors of te.ops: keywords that opfuse has not are taken at their defaults."""
+"""The ops of :mod:`opfuse.ops` with the constructors of te.ops: keywords that opfuse lacks are accepted at their defaults."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
 KEYWORDS: Mapping[str, Keywords] = {
     "Linear": _PARALLEL,
     "BasicLinear": _PARALLEL,
-    "AllReduce": {"reduce_in_backward": (True, "leave it out: gradients are equal on all ranks, as there")},
+    "AllReduce": {"reduce_in_backward": (True, "leave it out: gradients are equal on all ranks, as in te.ops")},
     "GroupedLinear": {"rng_state_tracker_function": _PARALLEL["rng_state_tracker_function"]},
     **dict.fromkeys(("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledTanhSReLU"), _SCALED),
     "LayerNorm": _MARGINS,
     "RMSNorm": _MARGINS,
 }
-"""By op: keywords of te.ops that opfuse has not, their defaults, and what to do instead of another value."""
+"""By op: keywords of te.ops that opfuse lacks, their defaults, and the cure for any other value."""
 
 
 def _taking(name: str, extra: Keywords) -> type[FusibleOperation]:
-    """The op of that name, which takes ``extra`` at their defaults. UnsupportedError for other values.
+    """The op of that name with a constructor that accepts ``extra`` at their defaults. UnsupportedError for other values.
 
-    It has the kind of opfuse's own, so that patterns which name that mean it, too.
+    It has the kind of opfuse's own op, so patterns that name this kind match it, too.
     """
     base: type[FusibleOperation] = getattr(ops, name)
 

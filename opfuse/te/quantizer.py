@@ -1,4 +1,4 @@
-"""Base classes for quantizers of one's own, as TransformerEngine has them: plain classes, changed in place."""
+"""Base classes for your own quantizers, as TransformerEngine has them: plain, mutable classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class QuantizedTensorStorage:
-    """What a quantizer of one's own makes: it has ``dequantize()``, or ``data``, ``scale``, ``data_t`` and ``scale_t``."""
+    """The result of your own quantizer: it has ``dequantize()``, or ``data``, ``scale``, ``data_t`` and ``scale_t``."""
 
 
 class PlainQuantizer(ABC):
@@ -25,10 +25,10 @@ class PlainQuantizer(ABC):
 
     @abstractmethod
     def quantize(self, tensor: torch.Tensor, **options: Any) -> Any:
-        """The cast of a matrix."""
+        """The cast of a matrix (rows, columns)."""
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Make other directions; None leaves one as it is."""
+        """Choose the planes to make; None leaves one as it is."""
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 

@@ -1,6 +1,6 @@
 """The recipes of :mod:`opfuse.recipes` with the constructors of ``transformer_engine.common.recipe``.
 
-What they make are opfuse's own recipes: ``te.recipe.MXFP8BlockScaling() == opfuse.recipes.MXFP8BlockScaling()``.
+They return opfuse's own recipes: ``te.recipe.MXFP8BlockScaling() == opfuse.recipes.MXFP8BlockScaling()``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KEYWORDS: Mapping[str, Keywords] = {
     },
     "CustomRecipe": {**_ATTENTION, "quantization_alignment": (128, "leave it out: ops.GroupedLinear has pad_splits=True")},
 }
-"""By recipe: keywords of TransformerEngine that opfuse has not, their defaults, and what to do instead of another value."""
+"""By recipe: keywords of TransformerEngine that opfuse lacks, their defaults, and the cure for any other value."""
 
 
 class _Taking(ABCMeta):
-    """Makes opfuse's own recipe of the same name, and takes it for an instance; classes derived from it are as any recipe's."""
+    """A call returns opfuse's own recipe of the same name, which counts as an instance; subclasses are ordinary recipes."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         base = _BASES.get(cls)

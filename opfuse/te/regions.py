@@ -1,4 +1,4 @@
-"""The regions of TransformerEngine, by their signatures: of today, and of the time when all of them were FP8."""
+"""TransformerEngine's context managers with their signatures: the current ones, and the former ones named after FP8."""
 
 from __future__ import annotations
 

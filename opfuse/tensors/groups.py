@@ -177,7 +177,7 @@ def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
 
 
 _CONSTANT = "opfuse_constant"
-"""Marks a tensor that was made of a list of ints: nobody else has it, so its values stay."""
+"""Marks a tensor that was made of a list of ints: no one else holds it, so its values do not change."""
 
 
 def is_constant(splits: torch.Tensor) -> bool:

@@ -110,8 +110,8 @@ def _sizes(shard: Quantized, usage: str) -> tuple[tuple[int, torch.dtype], ...]:
 
 
 def _group_of_parameters() -> Any:
-    """FSDP2's group of the parameters that are gathered now, which knows the pass. FSDP2 passes it to nobody, so it is read off
-    Python's stack.
+    """FSDP2's group of the parameters that are gathered now, which knows the pass; read off Python's stack, since FSDP2 does not
+    pass it on.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -88,7 +88,7 @@ def corpus(data: Text, folder: str | Path = ".") -> Corpus:
 
 
 def _tokens(name: str, data: bytes, file: TokenFile) -> torch.Tensor:
-    """The numbers of a file of tokens, int32. ConfigError for half a number, and for one that the vocabulary has not."""
+    """The numbers of a file of tokens, int32. ConfigError for half a number, and for one outside the vocabulary."""
     whole = len(data) % 2 == 0
     found = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(np.int32)) if whole else torch.empty(0, dtype=torch.int32)
     most = int(found.max()) if whole else -1

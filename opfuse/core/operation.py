@@ -23,7 +23,7 @@ from opfuse.core.numbered import NumberedMixin
 from opfuse.core.protocol import check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
-from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec
+from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec, spec_fields
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
 from opfuse.core.watched import ParameterPlaces, ParameterSlots, WatchedClass
@@ -107,12 +107,12 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
     # Hyper-parameters are the spec's, read-only.
 
     def __getattr__(self, name: str) -> Any:
-        if name in _spec_fields(self):
+        if name in spec_fields(self):
             return getattr(self.__dict__["spec"], name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "spec" or name in _spec_fields(self):
+        if name == "spec" or name in spec_fields(self):
             raise SpecError(
                 describe(
                     f"{self.label}.{name}",
@@ -398,7 +398,3 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         """The result of this op and of those behind it, from their saved state, cast in the same kernel where there is a cast."""
         got, cure = "remakes() says that there is one", 'define it, or have remakes() answer ""'
         raise PipelineError(describe(self.label, wanted="a method remake", got=got, cure=cure))
-
-
-def _spec_fields(op: nn.Module) -> Collection[str]:
-    return getattr(type(op.__dict__.get("spec")), "__dataclass_fields__", ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import takewhile
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
@@ -103,6 +103,11 @@ def spec_of(op: type) -> type:
     """The spec that an op's class declares by its constructor or by the annotation ``spec``; NoSpec where there is none."""
     spec = _declares(op)
     return spec if isinstance(spec, type) and is_dataclass(spec) else NoSpec
+
+
+def spec_fields(op: nn.Module) -> Collection[str]:
+    """The names of an op's hyper-parameters; none before it has a spec."""
+    return getattr(type(op.__dict__.get("spec")), "__dataclass_fields__", ())
 
 
 def _declares(op: type) -> Any:

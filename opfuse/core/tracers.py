@@ -125,6 +125,7 @@ class Enrolled(nn.Module):
     ticket: torch.Tensor
 
     def __new__(cls, *_: object, **__: object) -> Self:
+        check_made_outside(cls.__name__)
         made = super().__new__(cls)
         made.__dict__["ticket"] = enroll(made)
         return made
@@ -165,6 +166,19 @@ def check_partial(label: str) -> None:
         if frame.f_code.co_name == "compile_wrapper" and getattr(frame.f_locals.get("self"), "fullgraph", False):
             _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
         frame = frame.f_back
+
+
+def check_made_outside(label: str) -> None:
+    """UnsupportedError where code under torch.compile makes an op or a pipeline.
+
+    Dynamo breaks its graph there and follows the constructor next, with an object that is yet to be made. One that has an
+    attribute already, as these have their ticket, it takes for a module that is made, and fails inside.
+    """
+    if torch.compiler.is_compiling():
+        break_graph("an op that is made in it")
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        cure = "make it before, as in the constructor of your module, or in a function under torch.compiler.disable"
+        _refuse(label, "to be made before compiled code runs", "a constructor in code under torch.compile", cure)
 
 
 def _refuse(label: str, wanted: str, got: str, cure: str) -> NoReturn:

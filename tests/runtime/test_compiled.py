@@ -513,3 +513,36 @@ def test_an_op_that_needs_memory_to_run_breaks_the_graph():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+MADE_INSIDE = {
+    "an op": (ops.GELU,),
+    "a product": (ops.Linear, 32, 32),
+    "an op of one's own": (WithKeyword,),
+    "a pipeline": (ops.Sequential, torch.nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("what", MADE_INSIDE)
+def test_ops_that_compiled_code_makes_are_refused_with_the_cure(what):
+    def call(x):
+        kind, *arguments = MADE_INSIDE[what]
+        return kind(*arguments)(x)
+
+    with pytest.raises(opfuse.errors.UnsupportedError, match=r"wants to be made before .*torch.compile\. Cure: make it before"):
+        torch.compile(call, backend="eager")(torch.randn(4, 32))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an op that is made in it"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 32))
+
+
+def test_a_function_that_is_not_compiled_makes_ops_for_compiled_code():
+    @torch.compiler.disable
+    def make():
+        return ops.GELU()
+
+    def call(x):
+        return make()(x)
+
+    x = torch.randn(4, 32)
+    assert torch.equal(torch.compile(call, backend="eager")(x), call(x))

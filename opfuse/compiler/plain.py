@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opfuse.compiler.cover import Group, Outcome
@@ -74,10 +74,20 @@ def pipeline(plan: Plan) -> dict[str, Any]:
 
 
 def stepped(plan: Plan) -> dict[str, str]:
-    """Why segments are run by the interpreter at every call, by their nodes; only segments that have run."""
+    """Why segments are run by the interpreter at every call, by their nodes; only segments that have run.
+
+    A reason that is only one pass's says which.
+    """
     nodes = plan.graph.nodes
     found = ((segment, plan.own_code.get(segment.nodes.start)) for segment in plan.segments)
-    return {" ".join(nodes[i].name for i in segment.nodes): why for segment, why in found if why}
+    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(why) for segment, why in found if why}
+
+
+def _of_passes(why: Mapping[str, str]) -> str:
+    reasons = set(why.values())
+    if len(why) == len(SIDES) and len(reasons) == 1:
+        return reasons.pop()
+    return "; ".join(f"{side}: {reason}" for side, reason in why.items())
 
 
 def flow(graph: Graph, side: str, shown: set[int]) -> Iterator[tuple[int, int]]:

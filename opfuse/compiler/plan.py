@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,8 +61,8 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them.
 
-    What was found since, by a segment's first node: programs (also by a cast): recordings. own_code: why a segment runs at every
-    call. keepable: its casts of weights that may be kept from call to call.
+    What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: why
+    passes of a segment run in steps at every call. keepable: its casts of weights that may be kept from call to call.
     """
 
     key: PlanKey
@@ -76,7 +76,7 @@ class Plan:
     ops: tuple[str, ...] = ()
     remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    own_code: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
+    own_code: dict[int, Mapping[str, str]] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
 from opfuse.tensors.meeting import Travel
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.storage import Plane, QuantizedStorage
 
 Value = torch.Tensor | QuantizedStorage
 """What travels along an edge of a pipeline."""
@@ -225,6 +225,18 @@ class Context:
         copy._saved = {name: _refill(value, tensors) for name, value in self._saved.items()}
         return copy
 
+    def told(self) -> tuple[Any, ...] | None:
+        """What a backward pass reads here, once it is released, beside tensors and what the plan says: to be compared.
+
+        None where that is more than plain values and tensors in planes.
+        """
+        try:
+            saved = [(name, value is _RELEASED or _identity(value)) for name, value in self._saved.items()]
+            left = [(name, _identity(vars(self)[name])) for name in sorted(vars(self).keys() - _GIVEN)]
+        except KeyError:
+            return None
+        return self._input_shape, self._input_dtype, self.remade, *saved, *left
+
     def forget(self) -> None:
         """Let go of the saved values, once the op's backward is over: their memory serves what comes after it."""
         self._saved = {}
@@ -264,6 +276,23 @@ _DERIVED: Mapping[str, Callable[[Context], Any]] = {
 
 _OWN = frozenset(("op", "__dict__", "__getstate__", "__setstate__"))
 """Names that Python looks up on a context before it has an op, while it is copied."""
+
+_GIVEN = frozenset(vars(Context(None, cast(Any, None), frozenset())))
+"""Names that every context has: what an op or a rule leaves in another one is its own."""
+
+_IDENTITIES: Mapping[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((int, bool, str, type(None), torch.dtype, torch.Size, torch.device), lambda value: value),
+    **dict.fromkeys((tuple, list), lambda values: tuple(map(_identity, values))),
+    float: float.hex,
+    Plane: lambda plane: (plane.usage, plane.format, plane.shape, plane.scale is None, plane.amax is None, plane.swizzled),
+    QuantizedStorage: lambda value: (value.shape, value.dtype, _identity(value.rowwise), _identity(value.columnwise)),
+}
+
+
+def _identity(value: Any) -> tuple[type, Any]:
+    """What is equal for two plain values that are the same; KeyError for any other."""
+    return type(value), _IDENTITIES[type(value)](value)
+
 
 _RELEASED = torch.empty(0, device="cpu")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.keys import Cache
 from opfuse.program.program import Program
-from opfuse.runtime.recorded import RecordedValues
+from opfuse.runtime.recorded import RecordedBackward, RecordedValues
 
 
 class CacheInfo(NamedTuple):
@@ -45,4 +45,4 @@ def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> Ca
 
 def _programs(plan: Plan) -> list[Program]:
     made = (each for looks in list(plan.programs.values()) for each in list(looks.values()))
-    return [program for each in made if isinstance(each, RecordedValues) for program in each.programs()]
+    return [program for each in made if isinstance(each, RecordedValues | RecordedBackward) for program in each.programs()]

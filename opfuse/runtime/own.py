@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
+from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.plan import Plan, Segment
-from opfuse.core.cast import Cast
+from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
 from opfuse.core.watched import rewritten
@@ -15,30 +16,38 @@ from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
 
-def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> str:
-    """What in the segment is not the library's, or not done when it is run; empty where it all is."""
-    return next(_own_code(plan, segment, ops), "")
+def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> dict[str, str]:
+    """For each pass what in it is not the library's, or not done when it is run; a pass where it all is, is left out."""
+    found = ((side, next((why for sides, why in _own_code(plan, segment, ops) if side in sides), "")) for side in _PASSES)
+    return {side: why for side, why in found if why}
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[str]:
+_PASSES = FORWARD, BACKWARD
+
+
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[Collection[str], str]]:
+    """Passes, and what of the user's own runs in them."""
     nodes = [plan.graph.nodes[i] for i in segment.nodes]
     if not any(node.inputs for node in nodes):
-        yield "nothing comes in"
-    for group in (*segment.forward, *segment.backward):
-        if group.opaque:
-            yield f"{group.name} is a fused op, with code of its own"
-        if group.rule and not all(is_ours(function) for function in (group.rule.forward, group.rule.backward) if function):
-            yield f"the rule {group.rule.name} is the user's own"
+        yield _PASSES, "nothing comes in"
+    for side, groups in zip(_PASSES, (segment.forward, segment.backward)):
+        for group in groups:
+            if group.opaque:
+                yield (side,), f"{group.name} is a fused op, with code of its own"
+            if group.rule and not is_ours(getattr(group.rule, side)):
+                yield (side,), f"the rule {group.rule.name} is the user's own"
     for op in (ops[i] for i in segment.ops):
         if not has_own_methods(op):
-            yield f"{op.label} has code of the user's own"
+            yield _PASSES, f"{op.label} has code of the user's own"
         if accumulates(op.spec):
-            yield f"{op.label} adds gradients to tensors of the caller"
+            yield (BACKWARD,), f"{op.label} adds gradients to tensors of the caller"
         if getattr(op.spec, "delay_wgrad_compute", False):
-            yield f"{op.label} puts products off"
-    for cast in (plan.casts[node.index] for node in nodes if node.is_cast):
-        if not is_own_quantizer(cast.quantizer):
-            yield f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
+            yield (BACKWARD,), f"{op.label} puts products off"
+    for node in nodes:
+        for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
+            if not is_own_quantizer(cast.quantizer):
+                side = BACKWARD if cast.role == GRADIENT else FORWARD
+                yield (side,), f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
 
 
 def is_own_cast(cast: Cast) -> bool:

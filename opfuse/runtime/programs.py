@@ -1,33 +1,35 @@
 """Runners of a segment: the interpreter, one that records what it does, and one that repeats the recording.
 
 A segment is interpreted when its inputs look new, recorded when they look so again, and repeated from then on. Only what the
-library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A segment that has
-one runs in steps (``stepped.py``).
+library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A pass that has
+one runs in steps (``stepped.py``); the other one is repeated.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from opfuse.compiler.graph import GROUPED
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
 from opfuse.program.tape import Tape
+from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.kept import Held, held_casts
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import own_code
 from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.recorded import (
+    BACKWARD_LOOKS,
     REFUSED,
     Packing,
     Programs,
@@ -73,7 +75,7 @@ def runner_of(
     own = _own_code(plan, segment, ops)
     if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
         return Runner(plan, segment, ops, kwargs, held)
-    look = None if own or any(kwargs) else look_of(tensors)
+    look = None if FORWARD in own or any(kwargs) else look_of(tensors)
     if look is None:
         return (SteppedRunner if own else Runner)(plan, segment, ops, kwargs, held)
     if held:
@@ -94,13 +96,13 @@ def runner_of(
     return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> str:
-    """Why the segment runs in steps; empty where all that runs in it is the library's."""
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Mapping[str, str]:
+    """Why passes of the segment run in steps; none where all that runs in them is the library's."""
     found = plan.own_code.get(segment.nodes.start)
     if found is None:
         found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
-        if found:
-            _log.info("%s, nodes %s: runs in steps, since %s", plan.name, segment.nodes, found)
+        for side, why in found.items():
+            _log.info("%s, nodes %s, %s: runs in steps, since %s", plan.name, segment.nodes, side, why)
     return found
 
 
@@ -182,17 +184,11 @@ class Recorder(Runner):
         if program is None:
             self._note(REFUSED)
             return
-        interpreter = Runner(self.plan, self.segment, self.ops, ())
+        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start]
+        interpreter = (SteppedRunner if stepped else Runner)(self.plan, self.segment, self.ops, ())
         if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
             interpreter.contexts = self.contexts
-        self._note(Recorded(program, structures, interpreter))
-
-
-def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in order, each of which is let go when it is taken."""
-    tensors.reverse()
-    while tensors:
-        yield tensors.pop()
+        self._note(Recorded(program, structures, interpreter, Programs(0 if stepped else BACKWARD_LOOKS)))
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------------------
@@ -227,77 +223,27 @@ class Repeater:
         saved, self._saved = self._saved, []
         return saved
 
-    def gradients(
-        self, grad_outputs: dict[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
+    def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """As of the interpreter."""
-        saved = list(tensors)
-        if (packing := self._packing) is None:
-            return self._gradients(grad_outputs, saved)
-        block = saved.pop()
-        came = [*grad_outputs.values(), *saved]
-        look = None if torch._C._len_torch_dispatch_stack() else look_of(came)
-        found = None if look is None else packing.backward.get((*grad_outputs, *look))
-        if isinstance(found, RecordedBackward):
-            return self._repeated(found, grad_outputs, came, saved, block)
-        return self._gradients(grad_outputs, list(packing.unpacked([*saved, block])), look if found is None else None)
-
-    def _gradients(
-        self,
-        grad_outputs: dict[int, torch.Tensor | None],
-        saved: list[torch.Tensor],
-        packed_look: tuple[Any, ...] | None = None,
-    ) -> list[torch.Tensor | None]:
-        """For what was saved one by one. packed_look: that of all but the block that some of it came in."""
-        recorded, programs = self._recorded, self._recorded.backward
-        came = [*grad_outputs.values(), *saved]
-        looks = None if torch._C._len_torch_dispatch_stack() else look_of(came)
-        if looks is None:
-            return self._interpreted(grad_outputs, saved, came)
-        look = (*grad_outputs, *looks)
-        found = programs.get(look)
+        recorded, saved, packed_look = self._recorded, list(tensors), None
+        backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward)
+        if (packing := self._packing) is not None:
+            block = saved.pop()
+            packed_look = backward.look(grad_outputs, saved)
+            found = packing.backward.get(packed_look)
+            if isinstance(found, RecordedBackward):
+                return backward.repeated(found, grad_outputs, saved, block)
+            saved, packed_look = list(packing.unpacked([*saved, block])), packed_look if found is None else None
+        look = backward.look(grad_outputs, saved)
+        found = recorded.backward.get(look)
         if isinstance(found, RecordedBackward):
             self._pack(found, grad_outputs, packed_look)
-            return self._repeated(found, grad_outputs, came, saved)
-        if found is REFUSED or programs.is_new(look) or is_capturing():
-            return self._interpreted(grad_outputs, saved, came)
-        tape = Tape(given(came))
-        with tape.recording():
-            result = recorded.interpreter.gradients(grad_outputs, iter(saved))
-        results = [grad for grad in result if grad is not None]
-        program = program_of(tape, results, self.plan.name, self.segment.nodes)
-        programs.note(look, REFUSED if program is None else RecordedBackward(program, tuple(grad is not None for grad in result)))
-        return result
+        return backward.run(grad_outputs, saved, look, found)
 
-    def _pack(
-        self, backward: RecordedBackward, grad_outputs: dict[int, torch.Tensor | None], look: tuple[Any, ...] | None
-    ) -> None:
-        """Have later calls save in one block what ``backward`` reads by address."""
+    def _pack(self, backward: RecordedBackward, grad_outputs: GradOutputs, look: tuple[Any, ...] | None) -> None:
+        """Have later calls save in one block what ``backward`` reads by address. look: of all but a block that came."""
         recorded, grads = self._recorded, sum(grad is not None for grad in grad_outputs.values())
         if look is None:
             recorded.pack(backward, grads)
         elif self._packing is not None:
-            self._packing.backward.note((*grad_outputs, *look), self._packing.of_backward(backward, grads))
-
-    def _repeated(
-        self,
-        backward: RecordedBackward,
-        grad_outputs: dict[int, torch.Tensor | None],
-        came: list[torch.Tensor | None],
-        saved: list[torch.Tensor],
-        *block: torch.Tensor,
-    ) -> list[torch.Tensor | None]:
-        """By a program, which alone holds what came, and lets each go when it is read."""
-        handed = [*given(came), *block]
-        for held in (came, saved, grad_outputs):
-            held.clear()
-        with without_autocast(self.plan.key.env.device):
-            results = iter(backward.program(handed))
-        return [next(results) if present else None for present in backward.present]
-
-    def _interpreted(
-        self, grad_outputs: dict[int, torch.Tensor | None], saved: list[torch.Tensor], came: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """By the interpreter, who alone holds what came."""
-        came.clear()
-        return self._recorded.interpreter.gradients(grad_outputs, _one_by_one(saved))
+            self._packing.backward.note(look, self._packing.of_backward(backward, grads))

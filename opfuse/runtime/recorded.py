@@ -92,6 +92,10 @@ class RecordedBackward:
     program: Program
     present: tuple[bool, ...]
 
+    def programs(self) -> Iterator[Program]:
+        """All that are kept for this look."""
+        yield self.program
+
 
 @dataclass(eq=False)
 class RecordedValues:
@@ -124,9 +128,9 @@ class RecordedValues:
 class Recorded(RecordedValues):
     """A recorded segment; what is saved comes behind its outputs.
 
-    interpreter: it, with what its ops know of the run, for a
-    backward pass that is not recorded yet. backward: programs by looks. packing: how what is saved goes in one block; None
-    before a backward pass has been repeated, and where that would save nothing. packs: whether that is still open.
+    interpreter: it, with what its ops know of the run, for a backward pass that is not recorded yet. backward: programs by
+    looks; a pass that runs in steps has none. packing: how what is saved goes in one block; None before a backward pass has been
+    repeated, and where that would save nothing. packs: whether that is still open.
     """
 
     interpreter: Runner

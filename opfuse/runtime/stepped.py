@@ -1,23 +1,27 @@
-"""Segments with code of the user's own, in steps.
+"""Passes with code of the user's own, in steps.
 
 An op, a rule, a fused op or a quantizer of the user's own may do what no tape sees. So it is run at every call, with contexts, as
 the interpreter runs it. The casts around it are the library's, as are those that methods of the library make where a user's
 method calls them: each is a program, by the looks of what it is given, as a whole segment is elsewhere. What the user's code
 returns may look another way at each call; a cast of it is then interpreted, and recorded if such a tensor comes again.
+
+A backward pass that is all the library's, as behind a forward-only rule, is a program by what that code has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from opfuse.compiler.graph import BACKWARD
 from opfuse.compiler.plan import Plan
 from opfuse.core.cast import Cast
 from opfuse.core.context import Value
 from opfuse.program.tape import Tape
+from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.own import is_own_cast
 from opfuse.runtime.recorded import REFUSED, Programs, RecordedValues, program_of, structures_of, without_autocast
@@ -26,7 +30,27 @@ from opfuse.tensors.capture import is_capturing
 
 
 class SteppedRunner(Runner):
-    """The interpreter, with programs for casts."""
+    """The interpreter, with programs for casts, and one for a backward pass without code of the user's own."""
+
+    def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
+        """As of the interpreter."""
+        programs = self._programs()
+        told = self._told() if programs.limit else None
+        return BackwardPass(self.plan, self.segment, super().gradients, programs, told)(grad_outputs, list(tensors))
+
+    def _programs(self) -> Programs:
+        """Those of the backward pass; none where it has code of the user's own."""
+        start = self.segment.nodes.start
+        programs: Programs | None = self.plan.programs.get((start, BACKWARD))
+        if programs is None:
+            programs = Programs(0) if BACKWARD in self.plan.own_code[start] else Programs()
+            self.plan.programs[start, BACKWARD] = programs
+        return programs
+
+    def _told(self) -> tuple[Any, ...] | None:
+        """What the forward pass left for this one beside tensors; None where some of that is known to its code alone."""
+        told = [context.told() for context in self.contexts.values()]
+        return None if None in told else (*self.contexts, *told)
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         return _Repeated(self.plan, node, cast)

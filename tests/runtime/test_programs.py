@@ -81,7 +81,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured(monkeypatch):
     assert recorded_in(model) == []
     monkeypatch.undo()
     run(model, recipe, calls=2)
-    monkeypatch.setattr("opfuse.runtime.programs.is_capturing", lambda: True)
+    monkeypatch.setattr("opfuse.runtime.backward.is_capturing", lambda: True)
     run(model, recipe, calls=2)
     assert recorded_in(model)
     assert backwards_of(model) == []

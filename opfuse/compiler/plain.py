@@ -80,7 +80,7 @@ def stepped(plan: Plan) -> dict[str, str]:
     """
     nodes = plan.graph.nodes
     found = ((segment, plan.own_code.get(segment.nodes.start)) for segment in plan.segments)
-    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(why) for segment, why in found if why}
+    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(own.why) for segment, own in found if own and own.why}
 
 
 def _of_passes(why: Mapping[str, str]) -> str:

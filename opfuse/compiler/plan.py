@@ -53,6 +53,13 @@ class Segment:
     again: tuple[int, ...] = ()
 
 
+class OwnCode(NamedTuple):
+    """What of the user's own runs in a segment. why: in which passes, and what. before: casts that run before it does."""
+
+    why: Mapping[str, str]
+    before: tuple[Node, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Graph, groups, segments, and what became of every rule.
@@ -61,8 +68,8 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them.
 
-    What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: why
-    passes of a segment run in steps at every call. keepable: its casts of weights that may be kept from call to call.
+    What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: what
+    of the user's own runs in a segment. keepable: its casts of weights that may be kept from call to call.
     """
 
     key: PlanKey
@@ -76,7 +83,7 @@ class Plan:
     ops: tuple[str, ...] = ()
     remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    own_code: dict[int, Mapping[str, str]] = field(default_factory=dict, compare=False, repr=False)
+    own_code: dict[int, OwnCode] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

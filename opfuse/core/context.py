@@ -231,8 +231,8 @@ class Context:
         None where that is more than plain values and tensors in planes.
         """
         try:
-            saved = [(name, value is _RELEASED or _identity(value)) for name, value in self._saved.items()]
-            left = [(name, _identity(vars(self)[name])) for name in sorted(vars(self).keys() - _GIVEN)]
+            saved = [(name, value is _RELEASED or identity(value)) for name, value in self._saved.items()]
+            left = [(name, identity(vars(self)[name])) for name in sorted(vars(self).keys() - _GIVEN)]
         except KeyError:
             return None
         return self._input_shape, self._input_dtype, self.remade, *saved, *left
@@ -282,14 +282,14 @@ _GIVEN = frozenset(vars(Context(None, cast(Any, None), frozenset())))
 
 _IDENTITIES: Mapping[type, Callable[[Any], Any]] = {
     **dict.fromkeys((int, bool, str, type(None), torch.dtype, torch.Size, torch.device), lambda value: value),
-    **dict.fromkeys((tuple, list), lambda values: tuple(map(_identity, values))),
+    **dict.fromkeys((tuple, list), lambda values: tuple(map(identity, values))),
     float: float.hex,
     Plane: lambda plane: (plane.usage, plane.format, plane.shape, plane.scale is None, plane.amax is None, plane.swizzled),
-    QuantizedStorage: lambda value: (value.shape, value.dtype, _identity(value.rowwise), _identity(value.columnwise)),
+    QuantizedStorage: lambda value: (value.shape, value.dtype, identity(value.rowwise), identity(value.columnwise)),
 }
 
 
-def _identity(value: Any) -> tuple[type, Any]:
+def identity(value: Any) -> tuple[type, Any]:
     """What is equal for two plain values that are the same; KeyError for any other."""
     return type(value), _IDENTITIES[type(value)](value)
 

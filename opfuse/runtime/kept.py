@@ -42,15 +42,15 @@ VAIN, REST = 3, 32
 
 
 class Held(NamedTuple):
-    """A kept cast in a call. node: the quantize node that need not run. tensors: those of the storage, without the weight's own.
+    """A cast that a segment finds made. node: the quantize node that need not run.
 
-    look: their shapes, strides and dtypes.
+    look: shapes, strides and dtypes of ``tensors``, or the structure of the storage. tensors: of that, without the weight's own.
     """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
-    look: tuple[Any, ...]
+    look: tuple[Any, ...] | None
 
 
 class _CachedCast:

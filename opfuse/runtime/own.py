@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
-from opfuse.compiler.graph import BACKWARD, FORWARD
-from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.graph import BACKWARD, FORWARD, Node
+from opfuse.compiler.plan import OwnCode, Plan, Segment
 from opfuse.core.cast import GRADIENT, Cast
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
+BEFORE_FORWARD = "before forward"
+"""Where casts run that are all of the user's own code in a forward pass, and whose sources come into the segment."""
 
-def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> dict[str, str]:
+
+def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
     """For each pass what in it is not the library's, or not done when it is run; a pass where it all is, is left out."""
-    found = ((side, next((why for sides, why in _own_code(plan, segment, ops) if side in sides), "")) for side in _PASSES)
-    return {side: why for side, why in found if why}
+    found = list(_own_code(plan, segment, ops))
+    casts = [node for side, _, node in found if side == FORWARD]
+    before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
+    if len(before) < len(casts):
+        before = ()
+    why = {BEFORE_FORWARD if before and side == FORWARD else side: reason for side, reason, _ in reversed(found)}
+    return OwnCode(why, before)
 
 
-_PASSES = FORWARD, BACKWARD
-
-
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[Collection[str], str]]:
-    """Passes, and what of the user's own runs in them."""
-    nodes = [plan.graph.nodes[i] for i in segment.nodes]
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[str, str, Node | None]]:
+    """Passes, what of the user's own runs in them, and the node that is all there is of it."""
+    passes, nodes = (FORWARD, BACKWARD), [plan.graph.nodes[i] for i in segment.nodes]
     if not any(node.inputs for node in nodes):
-        yield _PASSES, "nothing comes in"
-    for side, groups in zip(_PASSES, (segment.forward, segment.backward)):
+        yield from ((side, "nothing comes in", None) for side in passes)
+    for side, groups in zip(passes, (segment.forward, segment.backward)):
         for group in groups:
             if group.opaque:
-                yield (side,), f"{group.name} is a fused op, with code of its own"
+                yield side, f"{group.name} is a fused op, with code of its own", None
             if group.rule and not is_ours(getattr(group.rule, side)):
-                yield (side,), f"the rule {group.rule.name} is the user's own"
+                yield side, f"the rule {group.rule.name} is the user's own", None
     for op in (ops[i] for i in segment.ops):
         if not has_own_methods(op):
-            yield _PASSES, f"{op.label} has code of the user's own"
+            yield from ((side, f"{op.label} has code of the user's own", None) for side in passes)
         if accumulates(op.spec):
-            yield (BACKWARD,), f"{op.label} adds gradients to tensors of the caller"
+            yield BACKWARD, f"{op.label} adds gradients to tensors of the caller", None
         if getattr(op.spec, "delay_wgrad_compute", False):
-            yield (BACKWARD,), f"{op.label} puts products off"
+            yield BACKWARD, f"{op.label} puts products off", None
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_own_quantizer(cast.quantizer):
-                side = BACKWARD if cast.role == GRADIENT else FORWARD
-                yield (side,), f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
+                why = f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
+                yield BACKWARD if cast.role == GRADIENT else FORWARD, why, node if node.is_cast else None
+
+
+def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
+    """Whether a cast that runs by itself reads a parameter or an input of the segment, and nothing else."""
+    alone = any(group.nodes == (node.index,) and not group.claimed for group in segment.forward)
+    reads = node.side or (len(node.inputs) == 1 and node.inputs[0] in segment.inputs)
+    return alone and reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 
 
 def is_own_cast(cast: Cast) -> bool:

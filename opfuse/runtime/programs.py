@@ -8,7 +8,7 @@ one runs in steps (``stepped.py``); the other one is repeated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED
-from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.plan import OwnCode, Plan, Segment
 from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
 from opfuse.program.tape import Tape
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
+from opfuse.runtime.before import made_before
 from opfuse.runtime.kept import Held, held_casts
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
@@ -73,13 +74,18 @@ def runner_of(
         runner.observer = observer
         return runner
     own = _own_code(plan, segment, ops)
+    before: Sequence[Held] = ()
+    if own.before and tensors is not None:
+        before = made_before(plan, segment, ops, own.before, tensors)
+        tensors = [*tensors, *[tensor for each in before for tensor in each.tensors]]
+        held = (*before, *held)
     if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
         return Runner(plan, segment, ops, kwargs, held)
-    look = None if FORWARD in own or any(kwargs) else look_of(tensors)
+    look = None if FORWARD in own.why or any(kwargs) or any(each.look is None for each in before) else look_of(tensors)
     if look is None:
-        return (SteppedRunner if own else Runner)(plan, segment, ops, kwargs, held)
+        return (SteppedRunner if own.why else Runner)(plan, segment, ops, kwargs, held)
     if held:
-        tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
+        tensors = [*tensors, *[tensor for each in held[len(before) :] for tensor in each.tensors]]
         look += tuple([(each.node, each.look) for each in held])
         ids = [id(each.storage) for each in held]
         if len(set(ids)) < len(ids):  # one weight of several ops
@@ -96,13 +102,13 @@ def runner_of(
     return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Mapping[str, str]:
-    """Why passes of the segment run in steps; none where all that runs in them is the library's."""
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
+    """What of the user's own runs in the segment."""
     found = plan.own_code.get(segment.nodes.start)
     if found is None:
         found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
-        for side, why in found.items():
-            _log.info("%s, nodes %s, %s: runs in steps, since %s", plan.name, segment.nodes, side, why)
+        for side, why in found.why.items():
+            _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
     return found
 
 
@@ -184,7 +190,7 @@ class Recorder(Runner):
         if program is None:
             self._note(REFUSED)
             return
-        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start]
+        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start].why
         interpreter = (SteppedRunner if stepped else Runner)(self.plan, self.segment, self.ops, ())
         if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
             interpreter.contexts = self.contexts

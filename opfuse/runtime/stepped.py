@@ -43,7 +43,7 @@ class SteppedRunner(Runner):
         start = self.segment.nodes.start
         programs: Programs | None = self.plan.programs.get((start, BACKWARD))
         if programs is None:
-            programs = Programs(0) if BACKWARD in self.plan.own_code[start] else Programs()
+            programs = Programs(0) if BACKWARD in self.plan.own_code[start].why else Programs()
             self.plan.programs[start, BACKWARD] = programs
         return programs
 

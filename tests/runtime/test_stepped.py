@@ -445,7 +445,7 @@ def test_the_log_and_the_explanation_say_what_runs_at_every_call_and_why(caplog)
     assert "runs at every call\n    OwnStep() has code of the user's own" in str(told)
     assert "OwnStep() has code of the user's own" in told.details()
     assert told.to_dict()["pipelines"][0]["runs_at_every_call"] == {"2:own_step": "OwnStep() has code of the user's own"}
-    assert "runs in steps, since OwnStep() has code of the user's own" in caplog.text
+    assert "runs at every call, since OwnStep() has code of the user's own" in caplog.text
     assert "runs at every call" not in str(opfuse.explain(model_of(ops.Linear(SIZE, SIZE)), randn(32, SIZE)))
 
 

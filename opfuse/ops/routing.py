@@ -48,7 +48,7 @@ def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
     return Sorted(order, places, begins[1:] - begins[:-1])
 
 
-class Rows(torch.autograd.Function):
+class GatheredRows(torch.autograd.Function):
     """``x[index]`` for x (rows, features). ``places``, int64 (rows, n): all places of the result that each row of ``x`` has.
 
     The gradient reads the rows at these and sums them in fp32, rounded once. torch's of an index adds them to the result one by
@@ -70,8 +70,8 @@ class Rows(torch.autograd.Function):
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """:class:`Rows`."""
-    return cast(torch.Tensor, Rows.apply(x, index, places))  # type: ignore[no-untyped-call]
+    """:class:`GatheredRows`."""
+    return cast(torch.Tensor, GatheredRows.apply(x, index, places))  # type: ignore[no-untyped-call]
 
 
 class TokenDispatch(BasicOperation):

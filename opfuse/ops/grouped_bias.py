@@ -22,7 +22,7 @@ Biases = torch.Tensor | Sequence[torch.Tensor]
 def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, groups: Groups) -> None:
     """Add to each row of ``y`` (M, N) the bias of its group, times its scale; rounded once."""
     wide = pointwise.compute_dtype(y.dtype)
-    rows = _of_rows(biases, groups, len(y), wide)
+    rows = _of_rows(biases, groups, y.shape[0], wide)
     y.add_(rows if scales is None else scales.reshape(-1, 1).to(wide) * rows.to(wide))  # torch adds in the wider dtype
 
 
@@ -47,7 +47,7 @@ def scale_gradient(dy: torch.Tensor, biases: Biases, groups: Groups) -> torch.Te
     """The gradient (M,) of the scales: for each row the product of ``dy`` (..., N) and its group's bias."""
     wide = pointwise.compute_dtype(dy.dtype)
     rows = dy.reshape(-1, dy.shape[-1]).to(wide)
-    return (rows * _of_rows(biases, groups, len(rows), wide).to(wide)).sum(1)
+    return (rows * _of_rows(biases, groups, rows.shape[0], wide).to(wide)).sum(1)
 
 
 def _of_rows(biases: Biases, groups: Groups, rows: int, wide: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from opfuse.convert.around import arguments_around, graph_around, name_of, write
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, converted
 from opfuse.convert.leaves import norm_of, obstacle
-from opfuse.convert.members import HOOKS_OF_RESULTS, has_hooks
+from opfuse.convert.members import HOOKS_OF_RESULTS, has_global_hooks, has_hooks
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import state_of
 from opfuse.core.context import versions
@@ -88,7 +88,7 @@ class Fed(Converted):
 
     def _is_blind(self, x: torch.Tensor) -> bool:
         """Whether hooks may write to ``x`` unnoticed: tensors made in inference mode count no writes."""
-        return x.is_inference() and (has_hooks(self.module) or has_hooks(self.reader.module))
+        return x.is_inference() and (has_hooks(self.module) or has_hooks(self.reader.module) or has_global_hooks())
 
     def _recipe(self) -> Recipe | None:
         return current_recipe() if in_region() else self.recipe
@@ -115,10 +115,12 @@ class Fed(Converted):
     def check_members(self) -> None:
         """Also an OpfuseWarning if the norm got hooks of its result, which would see its input instead."""
         super().check_members()
-        if not self.warned and has_hooks(self.module, HOOKS_OF_RESULTS):
+        of_all = has_global_hooks(HOOKS_OF_RESULTS)
+        if not self.warned and (of_all or has_hooks(self.module, HOOKS_OF_RESULTS)):
             self.warned = True
             wanted, got = "none that read the result, which its reader computes", "some that see its input instead"
-            told = describe(f"{self.label} hooks", wanted=wanted, got=got, cure="register them before opfuse.fuse_")
+            cure = "pass filter_fn=lambda module, path: False for the norm" if of_all else "register them before opfuse.fuse_"
+            told = describe(f"{self.label} hooks", wanted=wanted, got=got, cure=cure)
             warnings.warn(told, OpfuseWarning, stacklevel=2)
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:

@@ -109,10 +109,10 @@ def has_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS) -> bool:
     return any(own.get(hooks) for hooks in kinds)
 
 
-def has_global_hooks() -> bool:
+def has_global_hooks(kinds: Sequence[str] = HOOKS) -> bool:
     """Whether a call of any module runs hooks that torch has for all of them."""
     own = vars(nn.modules.module)
-    return any(own.get(f"_global{hooks}") for hooks in HOOKS)
+    return any(own.get(f"_global{hooks}") for hooks in kinds)
 
 
 def _now(module: nn.Module, names: Sequence[str]) -> Settings:

@@ -19,7 +19,7 @@ from opfuse.convert.around import beginning_of, name_of, writes_before
 from opfuse.convert.converted import Converted, casting
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.members import has_hooks
+from opfuse.convert.members import has_global_hooks, has_hooks
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import MadeParameters, Weight, state_of
 from opfuse.core.context import versions
@@ -82,7 +82,7 @@ class Shared:
 
     def is_blind(self, x: torch.Tensor) -> bool:
         """Whether hooks may write to ``x`` unnoticed: tensors made in inference mode count no writes."""
-        return x.is_inference() and any(has_hooks(each.module) for each in self.members)
+        return x.is_inference() and (has_global_hooks() or any(has_hooks(each.module) for each in self.members))
 
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What columns of ``x`` depend on: the recipe, the modes, counts of writes to ``x`` and to the parameters."""

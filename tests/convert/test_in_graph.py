@@ -10,7 +10,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 import opfuse
-from opfuse.errors import UnsupportedError
+from opfuse.errors import OpfuseWarning, UnsupportedError
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import FP8, Layer
@@ -107,6 +107,41 @@ def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
             model.q._forward_hooks.clear()
             model(x)
     assert len(plans) == 1
+
+
+@pytest.mark.filterwarnings("ignore::opfuse.errors.OpfuseWarning")
+def test_hooks_of_all_modules_write_to_tensors_of_inference_mode():
+    model, layer = Projections(), Layer()
+    plain = copy.deepcopy(layer)
+    opfuse.fuse_(model, FP8)
+    opfuse.fuse_(layer, FP8)
+    opfuse.fuse_(plain, FP8, filter_fn=lambda module, path: path != "second")
+    of_all = torch.nn.modules.module
+    hooks = (
+        of_all.register_module_forward_hook(silently(lambda module, given, _: given[0].add_(module is model.q))),
+        of_all.register_module_forward_pre_hook(
+            lambda module, given: (2 * given[0],) if module in (layer.mlp, plain.mlp) else None
+        ),
+    )
+    try:
+        with torch.inference_mode():
+            x = torch.randn(2, 16, 32)
+            assert torch.equal(model(x.clone())[1], model.k(x + 1))
+            assert torch.equal(layer(x), plain(x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_hooks_of_all_modules_that_see_the_input_of_a_norm_as_its_result_are_told_of():
+    layer = Layer()
+    opfuse.fuse_(layer, FP8)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.warns(OpfuseWarning, match="second hooks: wants none that read the result, .* see its input .* filter_fn="):
+            layer(torch.randn(4, 32))
+    finally:
+        hook.remove()
 
 
 @pytest.mark.cpu

@@ -176,6 +176,7 @@ def steps_of_nine_groups(name: str, monkeypatch: pytest.MonkeyPatch, **options: 
     return found[0]
 
 
+@pytest.mark.unrun
 @pytest.mark.parametrize("name", ["delayed", "fp8_current", "fp8_block", "mxfp8", "fp8_row", "nvfp4"])
 def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
     """Of nine inputs and nine weights; under current scaling all are measured before one is cast."""
@@ -186,6 +187,7 @@ def test_casts_of_groups_are_a_launch_for_eight(name, monkeypatch):
     assert casts
 
 
+@pytest.mark.unrun
 @pytest.mark.parametrize(("name", "decode"), [("mxfp8", "dequantize_rows"), ("nvfp4", "decode_rows")])
 def test_emulated_products_of_groups_are_decoded_and_scaled_by_a_launch_for_eight(name, decode, monkeypatch):
     """Between them nothing is done for each group but its product."""

@@ -69,6 +69,7 @@ def test_a_program_is_a_straight_line(recipe):
     assert [each for program in made for each in strange(program)] == []
 
 
+@pytest.mark.unrun
 def test_arguments_are_values_and_never_text():
     """A string among them, whatever it holds, is a literal; a float is a constant, since not every one has a literal."""
     x = torch.randn(4, 4)

@@ -379,6 +379,7 @@ def test_tensors_that_are_alive_together_never_overlap_in_a_slab(seed):
             assert apart or begins > last[b], (a, b)
 
 
+@pytest.mark.unrun
 def test_large_memory_lies_outside_of_the_slab(monkeypatch):
     """It would be there from the first step to the last."""
     x = torch.ones(8)

@@ -14,12 +14,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from opfuse.convert.members import code_of
 from opfuse.convert.weights import replica, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
 from opfuse.core.watched import Tree
 from opfuse.recipes import autocast, current_recipe, in_region
+from opfuse.runtime.compiled import autocast_like, parameters_of
 from opfuse.runtime.held import CallInside
 from opfuse.runtime.ledger import Ledger
 from opfuse.runtime.recompute import CalledPipeline, repeated
@@ -82,6 +85,8 @@ class InGraph:
             self._find()
 
     def _find(self) -> None:
+        self._reached: Sequence[bool] | None = None
+        self.code = code_of(type(part) for module in self.modules for part in module.modules())
         self._trees = tuple(map(Tree.of, self.modules))
         self.slots = tuple((slot, name) for tree in self._trees for slot, names in tree.parameters for name in names)
 
@@ -89,6 +94,32 @@ class InGraph:
         """Stand-ins of the outputs for ``given``, which may have no values."""
         with autocast(enabled=False):
             return list(self.owner.outline(given)) or [self._plain(*given)]
+
+    def reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
+        """Whether a gradient comes to each input and parameter, by the forwards that the modules had; empty where these do not
+        tell of tensors without values. Which do is a matter of code, so of the first call's looks alone.
+        """
+        if self._reached is None:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            try:
+                with torch.inference_mode(False), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+                    self._reached = self._reach([_like(each) for each in given], dtype)
+            except Exception:  # of a stranger's code, on tensors without values
+                self._reached = ()
+        return self._reached
+
+    def _reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
+        if self.owner.outline(given):
+            return ()
+        instead = {id(parameter): _like(parameter) for parameter in parameters_of(self)}
+        with torch.enable_grad(), autocast_like(given[0], dtype):
+            result = self._over(instead, partial(self._plain, *given))
+        arguments = [*given, *[instead[id(parameter)] for parameter in parameters_of(self)]]
+        asked = [each for each in arguments if each.requires_grad]
+        grads = torch.autograd.grad(result, asked, result, allow_unused=True) if result.requires_grad else [None] * len(asked)
+        found = {id(each) for each, grad in zip(asked, grads) if grad is not None}
+        return [id(each) in found for each in arguments]
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The call outside of a graph, after a break, as an eager one."""
@@ -148,3 +179,9 @@ class InGraph:
         results = [module(x, *arguments) for module in (first, *rest)]
         result: torch.Tensor = torch.cat(results, dim=-1) if rest else results[0]
         return result
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same look, that a gradient may come to. Of a size that is a symbol, one that it had."""
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.dtype.is_floating_point)

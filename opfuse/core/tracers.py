@@ -100,8 +100,9 @@ def all_enrolled() -> list[Any]:
     return list(_enrolled.values())
 
 
-def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int]:
-    """Get the object of a ticket ready to be traced; returns its number, and a number for the place of the call.
+def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int, int]:
+    """Get the object of a ticket ready to be traced; returns its number, a number for the place of the call, and one for the
+    object's code (0 if it tells none), which keeps files of compilers apart.
 
     Dynamo runs this function while it traces, without looking into it. The result becomes a constant of the graph, guarded by
     ``form``: objects of one form share the graph. They all get ready now, since what is made later fails a guard.
@@ -112,7 +113,7 @@ def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int]:
     for other in all_enrolled():
         if type(other) is type(thing) and hasattr(thing, "resembles") and other.resembles(thing):
             other.get_ready()
-    return number, next(_sites)
+    return number, next(_sites), getattr(thing, "code", 0)
 
 
 # What torch.compiler.assume_constant_result does, after an import that takes a second.

@@ -51,6 +51,8 @@ class CompiledPipeline(Protocol):
 
     def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]: ...
 
+    def reach(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> Sequence[bool]: ...
+
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]: ...
 
 
@@ -108,6 +110,10 @@ _OWN = frozenset(_PLAIN)
 _KNOWN = (*_PLAIN, QuantizedTensor)
 
 
+NONE = -1
+"""In place of the rank of an argument: no gradient comes to it, as torch's own graphs have none for what no result depends on."""
+
+
 # -- the ops ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +134,7 @@ def pipeline_op(
     parameters = _checked_parameters(pipeline, tensors[count:])
     writes = versions(*given)
     inner = CallInside(given, parameters, wanted)
-    with torch.set_grad_enabled(inner.trains), _autocast(given[0], autocast):
+    with torch.set_grad_enabled(inner.trains), autocast_like(given[0], autocast):
         outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
     with _BelowAutograd():
@@ -146,7 +152,8 @@ def backward_op(
 ) -> list[torch.Tensor]:
     """The gradients of the arguments that want one, zeros where there is none, for those of the outputs.
 
-    sizes, looks, device: how these arguments look; ``looks`` has the rank and the place in ``DTYPES`` of each, in turn.
+    sizes, looks, device: how these arguments look; ``looks`` has the rank and the place in ``DTYPES`` of each, in turn. One of
+    the rank ``NONE`` has no gradient in the graph; UnsupportedError if one comes.
     """
     where = "backward of a compiled pipeline"
     held = held_by(token)
@@ -160,6 +167,12 @@ def backward_op(
     found = held.backward(grads, torch._C._autograd._get_current_graph_task_keep_graph())
     made, at = list[torch.Tensor](), 0
     for grad, rank, dtype in zip(found, looks[::2], looks[1::2]):
+        if rank == NONE:
+            if grad is not None:
+                cure = "call torch._dynamo.reset() after such a change; set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 if files had it"
+                got = "one for a parameter that no result depended on when it was compiled"
+                raise UnsupportedError(describe(where, wanted="the gradients of its graph", got=got, cure=cure))
+            continue
         made.append(torch.zeros(sizes[at : at + rank], dtype=DTYPES[dtype], device=device) if grad is None else grad)
         at += rank
     with _BelowAutograd():
@@ -174,16 +187,15 @@ class _PipelineNode(torch.autograd.Function):
     """Where autograd meets the op: when a compiler traces it, and where a graph runs as it was traced."""
 
     @staticmethod
-    def forward(
-        ctx: Any, wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        made = _run_pipeline(tensors, wanted, count, call, autocast)
+    def forward(ctx: Any, reach: Sequence[bool], rest: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = _run_pipeline(tensors, *rest)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(made[-1])
-        ctx.places = [i for i, want in enumerate(wanted) if want]
-        likes = [tensors[i] for i in ctx.places]
-        ctx.sizes = [size for like in likes for size in like.shape]
-        ctx.looks = [number for like in likes for number in (like.ndim, DTYPES.index(like.dtype))]
+        likes = {i: tensors[i] for i, want in enumerate(rest[0]) if want}
+        ctx.places = [i for i in likes if not reach or reach[i]]
+        ctx.sizes = [size for i in ctx.places for size in likes[i].shape]
+        ranks = [like.ndim if i in ctx.places else NONE for i, like in likes.items()]
+        ctx.looks = [n for rank, like in zip(ranks, likes.values()) for n in (rank, DTYPES.index(like.dtype))]
         ctx.device, ctx.count = tensors[0].device, len(tensors)
         return tuple(made)
 
@@ -191,7 +203,7 @@ class _PipelineNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.looks, ctx.device)
         found = dict(zip(ctx.places, made))
-        return (None, None, None, None, *[found.get(i) for i in range(ctx.count)])
+        return (None, None, *[found.get(i) for i in range(ctx.count)])
 
 
 def _seen_pipeline(
@@ -199,7 +211,9 @@ def _seen_pipeline(
 ) -> list[torch.Tensor]:
     """The op as autograd meets it."""
     if torch.is_grad_enabled() and any(wanted):
-        return list(_PipelineNode.apply(wanted, count, call, autocast, *tensors))  # type: ignore[no-untyped-call]
+        reach = enrolled(call[0]).reach(tensors[:count], autocast)
+        if not reach or any(want and there for want, there in zip(wanted, reach)):
+            return list(_PipelineNode.apply(reach, (wanted, count, call, autocast), *tensors))  # type: ignore[no-untyped-call]
     return _run_pipeline(tensors, wanted, count, call, autocast)
 
 
@@ -264,7 +278,7 @@ def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> Un
     return UnsupportedError(describe(f"{pipeline.label} in a graph of torch.compile", wanted=wanted, got=got, cure=cure))
 
 
-def _autocast(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast as it was where the call stands in the compiled code."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
@@ -295,7 +309,7 @@ def pipeline_fake(
     if key not in known:
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         values_read = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
-        with mode, values_read, torch.no_grad(), _autocast(x, autocast):
+        with mode, values_read, torch.no_grad(), autocast_like(x, autocast):
             given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]]
             try:
                 outputs = pipeline.outline(given, autocast)
@@ -320,8 +334,8 @@ def backward_fake(
     device: torch.device,
 ) -> list[torch.Tensor]:
     """Tensors like the arguments."""
-    rest = iter(sizes)
-    return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in zip(looks[::2], looks[1::2])]
+    rest, pairs = iter(sizes), zip(looks[::2], looks[1::2])
+    return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in pairs if rank != NONE]
 
 
 # -- what torch knows of both ----------------------------------------------------------------------------------------------------

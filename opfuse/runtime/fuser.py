@@ -353,6 +353,8 @@ class OperationFuser:
         plan = self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
         return outlined(plan, self.ops, given)
 
+    reach = staticmethod(lambda *_: ())  # gradients come to all that ops read
+
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss, and what programs take."""
         last: Miss | None = self.cache.last_miss

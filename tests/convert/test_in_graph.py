@@ -227,3 +227,56 @@ def test_a_reader_that_is_compiled_without_its_norm(alone):
             other.second.forward = torch._dynamo.disable(other.second.forward)
             found = torch.compile(other, backend="aot_eager")(x)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.spare = (torch.nn.Parameter(torch.full((32,), 2.0)) for _ in range(2))
+        self.cuts = self.spares = False
+
+    def forward(self, x):
+        y = torch.sin(x) * (self.spare if self.spares else self.scale)
+        return y.detach() if self.cuts else y
+
+
+class Parts(torch.nn.Module):
+    """A part that opfuse does not know between two layers, and a layer that nobody calls."""
+
+    def __init__(self, *, cuts=False):
+        super().__init__()
+        self.first, self.part, self.last, self.idle = (
+            torch.nn.Linear(32, 32),
+            Part(),
+            torch.nn.Linear(32, 32),
+            torch.nn.Linear(8, 8),
+        )
+        self.part.cuts = cuts
+
+    def forward(self, x):
+        return self.last(self.part(self.first(x)))
+
+
+def without_gradient(call, model, x):
+    call(x).sum().backward()
+    return {name for name, each in (("x", x), *model.named_parameters()) if each.grad is None}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_what_no_result_depends_on_has_no_gradient_in_a_graph_either(backend, cuts):
+    """torch.compile leaves None there, over plain torch; zeros would decay under an optimizer that decays weights."""
+    plain, model = Parts(cuts=cuts), Parts(cuts=cuts)
+    wanted = without_gradient(torch.compile(plain, backend=backend), plain, torch.randn(4, 32, requires_grad=True))
+    opfuse.fuse_(model, FP8)
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    assert without_gradient(call, model, torch.randn(4, 32, requires_grad=True)) == wanted
+    assert wanted >= {"part.spare", "idle.weight", "idle.bias"}
+    assert ("x" in wanted) == cuts
+    if not cuts:
+        model.part.spares = True
+        with pytest.raises(
+            UnsupportedError, match=r"a parameter that no result depended on when it was compiled\. Cure: call torch"
+        ):
+            call(torch.randn(4, 32)).sum().backward()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import opfuse
-from opfuse.kernels.engine.registry import sources_digest
+from opfuse.kernels.engine.sources import sources_digest
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -19,7 +19,8 @@ from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.engine.compiling import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
 from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
-from opfuse.kernels.engine.registry import Kernel, sources_digest
+from opfuse.kernels.engine.registry import Kernel
+from opfuse.kernels.engine.sources import sources_digest
 
 COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants", "registers", "spills", "shared")
 

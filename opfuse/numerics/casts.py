@@ -110,7 +110,6 @@ def cast_row(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, po
     A line with a non-finite element is cast with scale 1 and decoded with NaN.
     """
     check_cast(x.shape, x.dtype, layouts, family="row", where="cast_row")
-
     return cast_lines(x, line_amaxes(x, [layout.usage for layout in layouts]), layouts, eps=eps, pow2=pow2)
 
 

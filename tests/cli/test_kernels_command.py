@@ -82,7 +82,7 @@ def test_digest_is_the_last_line_and_compiles_nothing(
 def test_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernels.sources_digest()
     assert kernels.sources_digest() == before
-    monkeypatch.setattr("opfuse.kernels.engine.registry.SOURCES", SOURCES.parent / "cuda" / "cuda")
+    monkeypatch.setattr("opfuse.kernels.engine.sources.SOURCES", SOURCES.parent / "cuda" / "cuda")
     assert kernels.sources_digest() != before
 
 

@@ -138,7 +138,7 @@ def forward_call(
     *,
     stores: bool = True,
 ) -> ChainCall | None:
-    """The call of :func:`epilogue.forward_chain`; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
+    """The call of ``numerics.chain.forward_chain``; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
     dtype = dtype or x.dtype
     shapes = _result_shapes(x.shape, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
@@ -187,7 +187,7 @@ def backward_call(
     casts: bool = False,
     stores: bool = True,
 ) -> ChainCall | None:
-    """The call of :func:`epilogue.backward_chain`; None if a kernel cannot take it. ``casts``: dx is needed, stored or not."""
+    """The call of ``numerics.chain.backward_chain``; None if a kernel cannot take it. ``casts``: dx is needed, stored or not."""
     dtype = dtype or dy.dtype
     shapes = _gradient_shapes(dy, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.backward_reads & set(stage.math.operands))

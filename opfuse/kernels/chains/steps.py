@@ -1,4 +1,4 @@
-"""What the code of a chain does, forward and backward: loads, the steps from boundary to boundary, stores, as statements of CUDA.
+"""The body of a chain's kernel as CUDA statements, forward and backward: loads, a step for each boundary, stores.
 
 Strand s of what lies before d gated ops has its columns by ``column_d_s``, which takes a column of the chain's result.
 """
@@ -18,21 +18,23 @@ _STORE = "void store_results(const Chain& p, const Inputs<8>& in, const Results<
 
 
 class _Steps:
-    """What both directions have: places, operands, calls of expressions."""
+    """CUDA text that both directions share: addresses, operands, calls of expressions. Packs are eight neighbouring elements."""
 
     def __init__(self, code: ChainCode) -> None:
         self.code = code
 
     def matrix(self, pointer: str, level: int, strand: int) -> str:
-        """What is as wide as the input of stage ``level``: where it starts, its columns, and where those of a strand are."""
+        """Arguments for a matrix as wide as the input of stage ``level``: address, columns, and the columns of a strand."""
         depth = self.code.depths[level]
         width = f"p.cut.columns << {depth}" if depth else "p.cut.columns"
         return f"{pointer}, {width}, [&](long long c) {{ return column_{depth}_{strand}(p.cut, c); }}"
 
     def load(self, target: str, pointer: str, level: int, strand: int) -> str:
+        """A statement that loads a pack of the matrix at ``pointer`` into ``target``."""
         return f"{target} = load({self.matrix(pointer, level, strand)}, at);"
 
     def store(self, pointer: str, value: str, level: int, strand: int) -> str:
+        """A statement that stores the pack ``value`` into the matrix at ``pointer``."""
         return f"store({self.matrix(pointer, level, strand)}, at, {value});"
 
     def arguments(self, expression: str, values: Mapping[str, str]) -> str:
@@ -50,6 +52,7 @@ class _Steps:
         return values
 
     def operand_fields(self) -> list[str]:
+        """Fields of the parameter struct for the addresses of operands."""
         return [f"const {t}* o{i}_{name};  // {kind}" for i, name, t, kind in self.code.of_kind("row", "column", "full")]
 
     def operand_packs(self, kind: str) -> list[tuple[str, int, str, int]]:
@@ -58,10 +61,12 @@ class _Steps:
         return [(f"o{i}_{name}", i, t, s) for i, name, t, _ in code.of_kind(kind) for s in code.strands(i + 1)]
 
     def input_declarations(self) -> list[str]:
+        """Members of Inputs for operands that differ from row to row."""
         packs = [f"Pack<{t}, N> {name}_{s};" for name, _, t, s in self.operand_packs("full")]
         return packs + [f"float o{i}_{name};" for i, name, _, _ in self.code.of_kind("column")]
 
     def input_loads(self) -> list[str]:
+        """Statements that load the members of :meth:`input_declarations`."""
         loads = [self.load(f"in.{name}_{s}", f"p.{name}", i + 1, s) for name, i, _, s in self.operand_packs("full")]
         names = [f"o{i}_{name}" for i, name, _, _ in self.code.of_kind("column")]
         return loads + [f"in.{name} = load_of_row(p.{name}, at);" for name in names]
@@ -75,9 +80,11 @@ class _Steps:
         yield function("RowOperands<8> load_row_operands(const Chain& p, Place at)", body)
 
     def load_inputs(self, loads: list[str]) -> str:
+        """The function that loads all inputs of eight results: ``loads``, then operands."""
         return function(_LOAD, ["Inputs<8> in;", *loads, *self.input_loads(), "return in;"])
 
     def run_chain(self, steps: list[str]) -> str:
+        """The function that runs ``steps`` on N elements."""
         return "template <int N>\n" + function(_RUN, ["Results<N> out;", *steps, "return out;"])
 
     def result(self, packs: list[str]) -> str:
@@ -99,10 +106,12 @@ class Forward(_Steps):
     """Values from the first boundary to the last."""
 
     def functions(self) -> Iterator[tuple[str, str]]:
+        """(name, CUDA expression) of the device functions of all stages."""
         for i, stage in enumerate(self.code.stages):
             yield f"stage{i}_{stage.math.name}", stage.math.forward
 
     def fields(self) -> list[str]:
+        """Fields of the parameter struct for addresses, in the order of the tensors of a call."""
         kept = [f"{t}* kept{i};" for i, t in self.code.saved]
         y = [f"{self.code.io}* y;"] if self.code.stores else []
         return [f"const {self.code.source}* x;", *self.operand_fields(), *y, *kept]
@@ -113,6 +122,7 @@ class Forward(_Steps):
         return f"in.x_{strand}" if direct else f"out.v{level}_{strand}"
 
     def sections(self) -> Iterator[str]:
+        """The structs and functions of the generated text, in order."""
         code = self.code
         x = [f"Pack<{code.source}, N> x_{s};" for s in code.strands(0)]
         yield struct("Inputs", [*x, *self.input_declarations()], "what N neighbouring results are made from")
@@ -130,6 +140,7 @@ class Forward(_Steps):
         yield self.result([self.boundary(code.final, 0)])
 
     def step(self, level: int, strand: int) -> str:
+        """The statement that makes the pack at the input of stage ``level``, or the result, from the pack before it."""
         target = f"out.v{level}_{strand}"
         if level == 0:
             return f"{target} = rounded<{self.code.between}>(in.x_{strand});"
@@ -157,6 +168,7 @@ class Backward(_Steps):
     """Gradients from the last boundary to the first."""
 
     def functions(self) -> Iterator[tuple[str, str]]:
+        """(name, CUDA expression) of the device functions of all stages."""
         for i, stage in enumerate(self.code.stages):
             math = stage.math
             for name, expression in zip(math.inputs, math.backward):
@@ -165,6 +177,7 @@ class Backward(_Steps):
                 yield f"stage{i}_{math.name}_{name}", math.operand_backward[name]
 
     def fields(self) -> list[str]:
+        """Fields of the parameter struct for addresses, in the order of the tensors of a call."""
         code = self.code
         saved = [f"const {t}* x{i};" for i, t in code.saved]
         grads = [f"{t}* d{i}_{name};  // {kind}" for i, name, t, kind in code.grads_of_kind("row", "column", "full")]
@@ -177,6 +190,7 @@ class Backward(_Steps):
         return "in.dy" if direct else f"out.g{level}_{strand}"
 
     def sections(self) -> Iterator[str]:
+        """The structs and functions of the generated text, in order."""
         code = self.code
         saved = [(i, t, s) for i, t in code.saved for s in code.strands(i)]
         packs = [f"Pack<{code.source}, N> dy;", *(f"Pack<{t}, N> x{i}_{s};" for i, t, s in saved)]
@@ -200,6 +214,7 @@ class Backward(_Steps):
             yield self.result([self.gradient(0, s) for s in code.strands(0)])
 
     def steps(self, levels: list[int]) -> Iterator[str]:
+        """Statements from the last of ``levels`` to the first: sums and gradients of operands, then those of inputs."""
         code = self.code
         rows, columns = code.row_sums, code.column_sums
         if self.gradient(levels[0], 0).startswith("out."):
@@ -222,6 +237,7 @@ class Backward(_Steps):
                     yield each(target, code.between, self.call(i, name, expression, s))
 
     def call(self, stage: int, name: str, expression: str, strand: int) -> str:
+        """A call of the function for the gradient of ``name``, an input or operand of a stage."""
         math = self.code.stages[stage].math
         strands = [2 * strand, 2 * strand + 1] if math.is_gated else [strand]
         inputs = {name: f"value(in.x{stage}_{s}, i)" for name, s in zip(math.inputs, strands)}

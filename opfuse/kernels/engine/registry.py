@@ -7,7 +7,6 @@ Calling a kernel launches it for a CUDA tensor and runs the definition for any o
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ import torch
 
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
-from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.compiling import Variant, source_text
 from opfuse.kernels.engine.launch import Grid, launch
 
@@ -170,15 +168,6 @@ _KERNELS: dict[str, Kernel[Any, Any]] = {}
 def kernels() -> Iterator[Kernel[Any, Any]]:
     """Every registered kernel, by name."""
     return (_KERNELS[name] for name in sorted(_KERNELS))
-
-
-def sources_digest() -> str:
-    """SHA-256 of every file that says what kernels do: results that were measured with the same digest are of the same code."""
-    package = SOURCES.parents[1]
-    rooms = (package / "numerics", package / "kernels")
-    found = (path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
-    files = sorted(path.relative_to(package).as_posix() for path in found)
-    return hashlib.sha256(b"".join(name.encode() + b"\0" + (package / name).read_bytes() for name in files)).hexdigest()
 
 
 def kernel(

@@ -69,10 +69,12 @@ def multiply(name: str, left: torch.Tensor, right: torch.Tensor, ends: torch.Ten
 
 
 def _in_place(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a contiguous copy on 16 bytes."""
     x = x.contiguous()
     return x if on_bytes(x, ALIGNMENT) else x.clone()
 
 
 @functools.cache
 def _arch(device: int) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)

@@ -1,9 +1,9 @@
 """Products of two quantized planes by cuBLASLt, through torch's scaled_mm, where the device takes them; else emulated.
 
-Those of groups are made in one launch by a kernel of the package's own, where it takes all of them.
+Products of groups run in one launch of opfuse's own kernel, if it takes all of them.
 
-A back end multiplies one family of formats on some devices. Its rules are those of the device, which torch's CPU product does
-not enforce: they are asked here, of the arrays as they are stored, whatever device these are on.
+A back end multiplies one family of formats on some devices. Its rules are the device's, which torch's CPU product does not
+enforce, so they are checked here, on the stored arrays, whatever device these are on.
 
 Accuracy. FP8 units of compute capability 9.0 sum with about 13 fraction bits. Split accumulation adds the sums of 128 products
 in fp32: the error, relative to the norm of the result, was 2^-12.9 at every length (random normal values). Fast accumulation
@@ -110,7 +110,7 @@ _UNPADDED_SCALES = Rule(
 
 _HOPPER: Any = {"since": (9, 0), "below": (10, 0)}
 _CUBLAS_12_9: Any = {**_HOPPER, "cuda": (12, 9)}
-"""Where scales of lines are the library's own business."""
+"""From this CUDA version on, the library handles scales of lines."""
 
 BACKENDS: Mapping[str, Backend] = {
     "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
@@ -234,7 +234,7 @@ def _operands(*planes: Stored) -> list[emulation.Lines]:
 
 
 def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
-    """By what multiplies any number of lines in one way; which one that is does not depend on their number either."""
+    """The product by a back end that multiplies any number of lines in one way; its choice does not depend on their number."""
     if left.data.is_cuda and runs_kernels(left.data):
         device, (left, right) = _machine(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
         if not refusal(left, right, out_dtype, device, own=True):
@@ -256,7 +256,7 @@ TILE_START = 256
 
 
 def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
-    """By the library, in tiles that lie where they are, on the same bytes all of them. Lines that fill no tile are copied."""
+    """The product by the library, in tiles in place, all on one alignment. Lines that fill no whole tile are copied."""
     (lines, _), columns = left.layout.lines, right.layout.lines[0]
     if not on_bytes(left.data, TILE_START):
         left = left._replace(data=left.data.clone())

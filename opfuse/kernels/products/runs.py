@@ -6,7 +6,7 @@ They are those of hopper.py, tile by tile: its sums, its order, its bits. A laun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate as sums
+from itertools import accumulate as running_sums
 
 import torch
 
@@ -83,7 +83,7 @@ def _launch_sums(
     some = next(iter(results.values()))
     form = form_of(left, right, some.dtype, fast=fast)
     counts = [lines if i in results else 0 for i in range(groups.number)]
-    *firsts, tiles = sums((form.tiles(count, columns) for count in counts), initial=0)
+    *firsts, tiles = running_sums((form.tiles(count, columns) for count in counts), initial=0)
     runs = [
         GroupProduct((left, right, count), first, results.get(i, some).data_ptr(), _scales(i, left, right))
         for i, (count, first) in enumerate(zip(counts, firsts))

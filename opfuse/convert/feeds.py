@@ -20,7 +20,7 @@ from opfuse.convert.around import arguments_around, graph_around, name_of, write
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, converted
 from opfuse.convert.leaves import norm_of, obstacle
-from opfuse.convert.members import HOOKS_OF_RESULTS, has_global_hooks, has_hooks
+from opfuse.convert.members import HOOKS_OF_RESULTS, has_global_hooks, has_hooks, settings_of
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import state_of
 from opfuse.core.context import versions
@@ -72,13 +72,14 @@ def _is_first(module: nn.Module, reader: fx.Node, value: fx.Node) -> bool:
 class Fed(Converted):
     """The forward of a norm that the pipeline of another module begins with.
 
-    holder, name: the module around both, and what it calls the reader.
+    holder, name: the module around both, and what it calls the reader. around: what decides how the holder's forward runs.
     """
 
     def __init__(self, module: nn.Module, path: str, reader: Converted, holder: nn.Module, name: str) -> None:
         super().__init__(module, path, arguments=arguments_of(module)[:1], parts=(), members={}, recipe=reader.recipe)
         self.region = None  # it runs nothing under its recipe
         self.reader, self.holder, self.name = reader, holder, name
+        self.around = settings_of(holder, member=True)
 
     def _is_read(self) -> bool:
         """Whether the reader still reads: it was not wrapped, compiled alone, unfused or given another forward."""
@@ -124,8 +125,10 @@ class Fed(Converted):
             warnings.warn(told, OpfuseWarning, stacklevel=2)
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
-        """A view of the input itself; its norm, if the reader cannot take the input."""
-        if not self._is_read() or self._is_blind(x):
+        """A view of the input itself; its norm, if the reader cannot take the input, or if the holder is no longer what told that
+        nobody else reads it.
+        """
+        if not self._is_read() or not self.around.hold(self.holder) or self._is_blind(x):
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
         known, before = weakref.ref(handed), self._state(handed)

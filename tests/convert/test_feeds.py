@@ -6,6 +6,7 @@ import copy
 import operator
 import warnings
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -253,6 +254,34 @@ def test_a_norm_that_is_read_in_one_mode_alone_stays():
     made.linear.bias = bias
     with pytest.raises(ConversionError, match="mlp input: wants the very result of the norm before it"):
         made(x)
+
+
+def twice_read(self, x, mask=None):
+    y = self.norm(x)
+    return x + self.mlp(y) + y if self.both else x + self.mlp(y)
+
+
+def read_in_sum(self, x, mask=None):
+    y = self.norm(x)
+    return x + self.mlp(y) + y
+
+
+CHANGES = {
+    "a flag": lambda model: setattr(model, "both", True),
+    "a forward": lambda model: setattr(model, "forward", MethodType(read_in_sum, model)),
+    "that of the class": lambda model: setattr(type(model), "forward", read_in_sum),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_norm_is_computed_where_the_module_around_it_came_to_read_it_as_well(change):
+    model, x = layer(twice_read), torch.randn(4, 32)
+    model.both = False
+    assert opfuse.fuse_(model, EXACT)["norm"].became == "in mlp"
+    before = model(x)
+    for each in (copy.deepcopy(model), model):
+        CHANGES[change](each)
+        torch.testing.assert_close(each(x), before + F.rms_norm(x, (32,), model.norm.weight))
 
 
 class Scaled(nn.Module):

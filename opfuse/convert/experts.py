@@ -17,7 +17,7 @@ from torch import nn
 
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted
-from opfuse.convert.leaves import GATED
+from opfuse.convert.leaves import GATED, obstacle
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.probe import UNGATED, ActivationOf, activation_of_module, found_in_both_modes, kept, with_gradients
 from opfuse.convert.weights import MadeParameters
@@ -58,7 +58,8 @@ def experts_of(module: nn.Module) -> Experts | None:
     three = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
     if len(three) != 2 or len(three) < len(module._parameters) or len(arguments_of(module)) != 3:
         return None
-    acts = [name for child in module.children() if (name := activation_of_module(child)) is not None]
+    children = [child for child in module.children() if obstacle(child) is None]
+    acts = [name for child in children if (name := activation_of_module(child)) is not None]
     if len(acts) != 1 or acts[0] not in GATED or len(module._modules) != 1 or getattr(module, "_is_expert_parallel", False):
         return None
     for both, down in (three, three[::-1]):
@@ -129,7 +130,8 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
         run.extras.append(0)
     run.ops.insert(1, GATED[found.act]())
     run.names.insert(1, found.act)
-    routed = Routed(found.module, path, arguments=arguments_of(found.module), parts=(run,), members={}, recipe=recipe)
+    acts = dict(found.module.named_children())
+    routed = Routed(found.module, path, arguments=arguments_of(found.module), parts=(run,), members=acts, recipe=recipe)
     routed.experts = experts
     return routed
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import opfuse
 from opfuse.convert.experts import experts_of
 from opfuse.convert.leaves import GATED
+from opfuse.errors import ConversionError
 from opfuse.recipes import MXFP8BlockScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.test_fuse import EXACT, called, converted_exactly
@@ -84,6 +86,17 @@ def test_experts_are_known_by_what_they_compute():
     assert experts_of(Frozen()) is None
     assert experts_of(Dropping().eval()) is None
     assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "refused"
+
+
+def test_an_activation_with_hooks_keeps_experts_as_they_are_and_another_one_later_is_refused():
+    model = Mixture()
+    opfuse.fuse_(model, MXFP8BlockScaling())
+    model.act = nn.ReLU()
+    with pytest.raises(ConversionError, match="act: wants the SiLU that was there"):
+        model(*routed())
+    model = Mixture()
+    model.act.register_forward_hook(lambda module, args, y: 2 * y)
+    assert experts_of(model) is None
 
 
 def test_a_mixture_computes_the_same():

@@ -7,10 +7,12 @@ reader recognises that tensor by identity, and its pipeline begins with the norm
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from opfuse.convert.around import arguments_around, graph_around, name_of, write
 from opfuse.convert.chain import arguments_of
 from opfuse.convert.converted import Converted, converted
 from opfuse.convert.leaves import norm_of, obstacle
-from opfuse.convert.members import HOOKS_OF_RESULTS, has_global_hooks, has_hooks, settings_of
+from opfuse.convert.members import HOOKS_OF_RESULTS, forward_code, has_global_hooks, has_hooks, settings_of
 from opfuse.convert.parts import PipelineRun
 from opfuse.convert.weights import state_of
 from opfuse.core.context import versions
@@ -28,6 +30,9 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.recipes import Recipe, current_recipe, in_region
 from opfuse.runtime.compiled import hindrance, moment
+
+DEPTH = 16
+"""Frames of Python, hooks included, in which a norm finds the forward that calls it; further away, it computes itself."""
 
 
 def feeds(module: nn.Module) -> dict[str, str]:
@@ -125,15 +130,28 @@ class Fed(Converted):
             warnings.warn(told, OpfuseWarning, stacklevel=2)
 
     def compute(self, x: torch.Tensor, arguments: Any) -> torch.Tensor:
-        """A view of the input itself; its norm, if the reader cannot take the input, or if the holder is no longer what told that
-        nobody else reads it.
+        """A view of the input itself; its norm, if the reader cannot take the input, if the holder is no longer what told that
+        nobody else reads it, or if other code than the holder's forward calls the norm.
         """
-        if not self._is_read() or not self.around.hold(self.holder) or self._is_blind(x):
+        told = self.around.hold(self.holder) and _is_called_by(forward_code(self.holder))
+        if not told or not self._is_read() or self._is_blind(x):
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)
         known, before = weakref.ref(handed), self._state(handed)
         self.reader.awaited[get_ident()] = known, lambda: self._state(known()) != before
         return handed
+
+
+def _is_called_by(code: CodeType | None) -> bool:
+    """Whether ``code`` runs, not far from here."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(DEPTH):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None
 
 
 def fed(

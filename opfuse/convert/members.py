@@ -183,6 +183,18 @@ def _function(value: Any) -> Any:
     return inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
 
 
+def forward_code(module: nn.Module) -> CodeType | None:
+    """Of the forward that a module runs, without decorators; None if that is no function of Python."""
+    forward = module.forward
+    return _code(getattr(forward, "__func__", forward))
+
+
+@cache
+def _code(function: Any) -> CodeType | None:
+    code = getattr(_function(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
 def _nested(function: Any) -> Iterator[CodeType]:
     """The code of a function, and of functions inside of it."""
     waiting = [getattr(function, "__code__", None)]

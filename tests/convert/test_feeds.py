@@ -169,6 +169,21 @@ def test_a_copy_awaits_its_own_norm():
     assert torch.equal(twin(x), twin(x))
 
 
+def interrupted(model, x):
+    """What the norm hands to the MLP in a call that ends there by an error."""
+    got = []
+
+    def stop(module, args):
+        got.extend(args)
+        raise InterruptedError
+
+    hook = model.mlp.register_forward_pre_hook(stop)
+    with pytest.raises(InterruptedError):
+        model(x)
+    hook.remove()
+    return got.pop()
+
+
 def test_a_result_that_goes_astray_is_refused():
     model, x = Layer(), torch.randn(32, 32)
     opfuse.fuse_(model, FP8)
@@ -177,16 +192,39 @@ def test_a_result_that_goes_astray_is_refused():
         model(x)
     hook.remove()
     model(x)
-    model.second(x)  # and its result is gone: x may be made of it, as far as one can tell
+    interrupted(model, x)  # the norm's result is gone: x may be made of it, as far as one can tell
     with pytest.raises(ConversionError, match="got another tensor, made of that or not"):
         model.mlp(x)
     model.mlp(x)
-    for written in (x, model.second.weight):
-        result = model.second(x)
+    for write in (lambda result: result.mul_(2), lambda result: model.second.weight.mul_(2)):
+        result = interrupted(model, x)
         with torch.no_grad():
-            written.mul_(2)
+            write(result)
         with pytest.raises(ConversionError, match="got it after a write to that norm or to its input"):
             model.mlp(result)
+
+
+def begins_with_a_norm(model, x):
+    """Whether a pipeline of the call does."""
+    with listed_plans() as plans:
+        model(x)
+    return any(plan.ops[0].startswith("RMSNorm") and len(plan.ops) > 1 for plan in plans)
+
+
+def test_a_norm_that_other_code_calls_computes_itself():
+    """As a loop of one's own that reads the result for something else. The layer, with hooks or not, still runs both as one."""
+    model, x = Layer(), torch.randn(32, 32)
+    nn.init.uniform_(model.second.weight, 1, 2)
+    other = copy.deepcopy(model)
+    opfuse.fuse_(model, EXACT)
+    for hooks in (False, True):
+        if hooks:
+            for each in (model, model.second):
+                each.register_forward_pre_hook(lambda module, args: args)
+        for _ in range(3):
+            assert torch.allclose(model.second(x), other.second(x), atol=1e-6)
+            assert torch.allclose(model.mlp(model.second(x)), other.mlp(other.second(x)), atol=1e-5)
+        assert begins_with_a_norm(model, x)
 
 
 class Halving(nn.Module):

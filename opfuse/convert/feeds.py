@@ -133,7 +133,7 @@ class Fed(Converted):
         """A view of the input itself; its norm, if the reader cannot take the input, if the holder is no longer what told that
         nobody else reads it, or if other code than the holder's forward calls the norm.
         """
-        told = self.around.hold(self.holder) and _is_called_by(forward_code(self.holder))
+        told = self.around.hold(self.holder, wrapped=True) and _is_called_by(forward_code(self.holder))
         if not told or not self._is_read() or self._is_blind(x):
             return self.plain(x)  # type: ignore[no-any-return]
         handed = x.view_as(x)

@@ -38,10 +38,13 @@ class Settings(NamedTuple):
     submodules: tuple[str, ...]
     of_class: Any
 
-    def hold(self, module: nn.Module) -> bool:
-        """Whether ``module`` is unchanged. Asked at every call, so identical objects are not compared further."""
+    def hold(self, module: nn.Module, *, wrapped: bool = False) -> bool:
+        """Whether ``module`` is unchanged. Asked at every call, so identical objects are not compared further.
+
+        wrapped: its class may be another one whose forward wraps the former, as FSDP2 makes of a layer of transformers.
+        """
         own, kind = vars(module), type(module)
-        if kind.forward is not self.of_class:
+        if kind.forward is not self.of_class and not (wrapped and _wraps(kind.forward, self.of_class)):
             return False
         for name, before in self.attributes:
             now = own[name] if name in own else _default(kind, name)
@@ -181,6 +184,14 @@ def _bases(kind: type[nn.Module]) -> Sequence[type]:
 def _function(value: Any) -> Any:
     """The function behind a method, a property or a decorated function."""
     return inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+
+
+@cache
+def _wraps(function: Any, inner: Any) -> bool:
+    """Whether ``function`` is ``inner`` behind decorators."""
+    while function is not None and function is not inner:
+        function = getattr(function, "__wrapped__", None)
+    return function is inner
 
 
 def forward_code(module: nn.Module) -> CodeType | None:

@@ -86,8 +86,7 @@ class OperationFuser:
     replaces. extra_inputs: the channel of each extra input of a call, or None. extra_outputs: the channels of the extra outputs.
     slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the
     number of its last miss among those of all pipelines, 0 before the first. members: ops that are run without calling their
-    modules, so that module hooks do not run. path: that of its module, once known. ticket: identifies it in graphs of
-    torch.compile.
+    modules, so that module hooks do not run. path: of its module, once known. ticket: its number in graphs of torch.compile.
     """
 
     def __init__(

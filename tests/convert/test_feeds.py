@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import warnings
 from functools import partial
@@ -225,6 +226,21 @@ def test_a_norm_that_other_code_calls_computes_itself():
             assert torch.allclose(model.second(x), other.second(x), atol=1e-6)
             assert torch.allclose(model.mlp(model.second(x)), other.mlp(other.second(x)), atol=1e-5)
         assert begins_with_a_norm(model, x)
+
+
+class Wrapped(Layer):
+    """As FSDP2 makes a class of a layer of transformers, whose classes wrap their forward."""
+
+    @functools.wraps(Layer.forward)
+    def forward(self, *args, **kwargs):
+        return Layer.forward(self, *args, **kwargs)
+
+
+def test_a_class_that_wraps_the_forward_of_the_layer_joins_the_norm():
+    model, x = Layer(), torch.randn(32, 32)
+    opfuse.fuse_(model, FP8)
+    model.__class__ = Wrapped
+    assert begins_with_a_norm(model, x)
 
 
 class Halving(nn.Module):

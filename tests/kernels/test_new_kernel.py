@@ -27,8 +27,7 @@ def added(tmp_path, monkeypatch):
     (tmp_path / "cuda").mkdir()
     for path in SOURCES.iterdir():
         (tmp_path / "cuda" / path.name).symlink_to(path)
-    for module in (compiling, registry):
-        monkeypatch.setattr(module, "SOURCES", tmp_path / "cuda")
+    monkeypatch.setattr(compiling, "SOURCES", tmp_path / "cuda")
     monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
     monkeypatch.setattr(cases, "__path__", [*cases.__path__, str(tmp_path / "cases")])
     monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))

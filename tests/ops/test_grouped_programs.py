@@ -19,7 +19,7 @@ from opfuse.program.joining import Homes, joined_launches
 from opfuse.program.line import MAKES_ROOM
 from opfuse.program.steps import LaunchStep, OpStep, Step
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded, RecordedBackward, RecordedValues
+from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
 from tests.program.fake import launches_told
 
@@ -127,8 +127,8 @@ def test_a_mixture_of_experts_in_a_pipeline_repeats_its_grouped_layers():
 
 
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "accumulate_into_main_grad"])
-def test_products_that_are_put_off_or_added_by_hand_are_interpreted(option):
-    """Between the casts of their weights, which are programs."""
+def test_weight_gradients_that_are_put_off_or_added_by_hand_are_interpreted(option):
+    """The forward pass is a program beside them."""
     model = to(ops.GroupedLinear(2, 128, 128, bias=False, **{option: True}), BF16)
     other = copy.deepcopy(model)
     for weight in (*model.parameters(), *other.parameters()):
@@ -144,7 +144,9 @@ def test_products_that_are_put_off_or_added_by_hand_are_interpreted(option):
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine.main_grad, theirs.main_grad)
             assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad)
-    assert [type(made) for made in made_for(model)] == 2 * [RecordedValues]
+    made = made_for(model)
+    assert [type(each) for each in made] == [Recorded]
+    assert not any(isinstance(each, RecordedBackward) for each in made[0].backward.values())
 
 
 def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, caplog):

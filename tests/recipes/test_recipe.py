@@ -664,7 +664,7 @@ def test_h08_factory_identity_is_part_of_the_recipe():
     assert CustomRecipe(qfactory=first) != CustomRecipe(qfactory=second)
     assert CustomRecipe(qfactory=identity_everywhere) != CustomRecipe(qfactory=another_factory)
     with pytest.raises(KeyValueError, match=r"CustomRecipe\.qfactory: wants .*, got int\. Cure: "):
-        CustomRecipe(qfactory=(lambda a: a).__get__(3))
+        CustomRecipe(qfactory=(lambda a, role: a).__get__(3))
 
 
 class Switched:

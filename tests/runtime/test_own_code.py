@@ -73,7 +73,8 @@ def test_what_the_users_code_reads_is_read_at_every_call(pipeline):
                 y.backward(gradient(y, 0))
             found.append({"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in each.named_parameters()})
         assert differences(*found) == [], STEP
-    assert any(type(made) is Recorded for made in kept(model)) == (pipeline == "neither")
+    # The user's quantizer casts before its segment, in which all else is repeated.
+    assert any(type(made) is Recorded for made in kept(model)) == (pipeline in ("neither", "a quantizer"))
 
 
 def test_programs_of_casts_are_counted():

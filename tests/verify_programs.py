@@ -1,7 +1,8 @@
 """A plugin that checks every program: ``pytest -p tests.verify_programs``.
 
-Each look is recorded at its first call, and the program runs at once for the tensors of the recording: its results must be
-those of the run, bit for bit. Left out are programs that draw random numbers or change state, whose second run differs.
+Each look is recorded at its first call, and at its second where the first makes what later ones find, such as a scale's state.
+The program runs at once for the tensors of the recording: its results must be those of the run, bit for bit. Left out are
+programs that draw random numbers or change state, whose second run differs.
 
 No test fails under it. One that makes programs only to read them, of kernels that cannot run, has the marker ``unrun``.
 """
@@ -9,6 +10,7 @@ No test fails under it. One that makes programs only to read them, of kernels th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from opfuse.tensors import QuantizedTensor
 
 recorded.BEFORE = 0
 _make = Program.__init__
+_note = recorded.Programs.note
 
 
 def _repeats(program: Program) -> bool:
@@ -43,16 +46,22 @@ def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> N
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
 
 
+def _noted(programs: recorded.Programs, look: Any, what: Any) -> None:
+    _note(programs, look, recorded.SEEN if what is recorded.REFUSED and look not in programs else what)
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
     return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 Program.__init__ = _made_and_checked  # type: ignore[method-assign]
+recorded.Programs.note = _noted  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
 def _unrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("unrun"):
         monkeypatch.setattr(Program, "__init__", _make)
+        monkeypatch.setattr(recorded.Programs, "note", _note)
         monkeypatch.setattr(recorded, "BEFORE", 1)

@@ -90,12 +90,18 @@ def test_products_of_one_tensor_stay_one_and_none_outlives_its_graph():
         assert torch.equal(torch.compile(Scaled(other), backend="eager")(x), Scaled(model)(x))
 
 
-def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
+def joined_and_not():
+    """Projections that share a product, a layer whose MLP begins with its norm, and that layer with the norm by itself."""
     model, layer = Projections(), Layer()
     plain = copy.deepcopy(layer)
     opfuse.fuse_(model, FP8)
     opfuse.fuse_(layer, FP8)
     opfuse.fuse_(plain, FP8, filter_fn=lambda module, path: path != "second")
+    return model, layer, plain
+
+
+def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
+    model, layer, plain = joined_and_not()
     model.q.register_forward_hook(silently(WRITES["x"]))
     for each in (layer, plain):
         each.mlp.register_forward_pre_hook(lambda module, given: (2 * given[0],))
@@ -111,11 +117,7 @@ def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
 
 @pytest.mark.filterwarnings("ignore::opfuse.errors.OpfuseWarning")
 def test_hooks_of_all_modules_write_to_tensors_of_inference_mode():
-    model, layer = Projections(), Layer()
-    plain = copy.deepcopy(layer)
-    opfuse.fuse_(model, FP8)
-    opfuse.fuse_(layer, FP8)
-    opfuse.fuse_(plain, FP8, filter_fn=lambda module, path: path != "second")
+    model, layer, plain = joined_and_not()
     of_all = torch.nn.modules.module
     hooks = (
         of_all.register_module_forward_hook(silently(lambda module, given, _: given[0].add_(module is model.q))),

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, arguments_of, chain_of
 from opfuse.convert.converted import Converted
+from opfuse.convert.fits import unfit
 from opfuse.convert.leaves import GATED, obstacle, op_of, weight_of
 from opfuse.convert.parts import Opaque, PipelineRun
 from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.probe import UNGATED, activation_of_module
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import OpfuseError
-from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import AddExtraInput, Dropout
 from opfuse.ops.structure import Identity
 from opfuse.recipes import Recipe
-
-ROWS = 128
-"""A number of rows that every format takes, for checks before any call, which alone knows its rows."""
 
 
 @dataclass(eq=False)
@@ -183,20 +178,3 @@ def _inlined(module: nn.Module) -> TracedChain | None:
 def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
     """What the recipe wants of a matrix, and what this one has; None: it can take it, or the recipe is not known yet."""
     return None if choice.recipe is None else unfit(choice.recipe, weight.in_features, weight.out_features)
-
-
-def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
-    """What a recipe wants of a matrix (rows, columns) and of what it multiplies, and what these are; None: it can take them."""
-    op = BasicLinear(columns, rows, device="meta", dtype=torch.float32)
-    for role, shape in {"weight": (rows, columns), "input": (ROWS, columns), "grad_output": (ROWS, rows)}.items():
-        made, _ = op.make_quantizer(role, recipe)
-        quantizer = op.narrow_quantizer(made, role, recipe.backward_override, ("dgrad", "wgrad"))
-        if quantizer is None:
-            continue
-        dtype = (quantizer.input_dtypes or (torch.float32,))[0]
-        try:
-            quantizer.check(shape, dtype, where=role, cure=lambda _: "")
-        except OpfuseError as error:
-            wanted, _, got = str(error).partition(": wants ")[2].partition(". Cure")[0].partition(", got ")
-            return wanted, got
-    return None

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from opfuse.convert.build import build, build_alone, refusal, unfit
+from opfuse.convert.build import build, build_alone, refusal
 from opfuse.convert.chain import NoChain
 from opfuse.convert.converted import OWN, Converted, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
+from opfuse.convert.fits import unfit
 from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of
 from opfuse.convert.norms import lone_norm, why_kept

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from opfuse import ops
 from opfuse.core.spec import check_keywords
-from opfuse.te.keywords import Keywords, without
+from opfuse.te.keywords import Keywords, names_over, without
 
 if TYPE_CHECKING:
     from opfuse.core.operation import FusibleOperation
@@ -60,11 +60,4 @@ def _without(base: type, extra: Keywords, given: Mapping[str, Any]) -> dict[str,
 
 _ADAPTED = {name: _taking(name, extra) for name, extra in KEYWORDS.items()}
 
-
-def __getattr__(name: str) -> Any:
-    """An op; those that need no other constructor are opfuse's own."""
-    return _ADAPTED[name] if name in _ADAPTED else getattr(ops, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*dir(ops), *_ADAPTED})
+__getattr__, __dir__ = names_over(ops, _ADAPTED)

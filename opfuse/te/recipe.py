@@ -12,7 +12,7 @@ from typing import Any
 from opfuse import recipes
 from opfuse.recipes import Recipe
 from opfuse.recipes.transformer_engine import spelled
-from opfuse.te.keywords import Keywords, without
+from opfuse.te.keywords import Keywords, names_over, without
 
 _ATTENTION: Keywords = {
     "fp8_dpa": (False, "leave it out: attention is not quantized here"),
@@ -65,11 +65,4 @@ def _taking(name: str) -> Any:
 
 _ADAPTED = {name: _taking(name) for name in KEYWORDS}
 
-
-def __getattr__(name: str) -> Any:
-    """A recipe, or another name of :mod:`opfuse.recipes`."""
-    return _ADAPTED[name] if name in _ADAPTED else getattr(recipes, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*dir(recipes), *_ADAPTED})
+__getattr__, __dir__ = names_over(recipes, _ADAPTED)

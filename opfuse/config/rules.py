@@ -113,19 +113,24 @@ class Expect(Section):
     absent: Count | None = None
 
 
-class Use(Section):
-    """A rule that is there already, with more guards, or at another place in the order in which rules claim.
+class Placed(Section):
+    """What an entry says of a rule that shall fuse: when it may, and when it claims.
 
     priority: higher ones claim first; 0 by default. before, after: next to another rule of the same direction. expect: how often
     the file's pipeline shall have each outcome, which `opfuse check` counts on a CPU.
     """
 
-    use: RuleName
     when: Conditions = {}
     priority: int | None = None
     before: str | None = None
     after: str | None = None
     expect: Expect | None = None
+
+
+class Use(Placed):
+    """A rule that is there already, with more guards, or at another place in the order in which rules claim."""
+
+    use: RuleName
 
 
 class Disable(Section):
@@ -134,7 +139,7 @@ class Disable(Section):
     disable: RuleName
 
 
-class Declare(Section):
+class Declare(Placed):
     """A new rule: ops of the lowered pipeline in a row, and the implementation that runs them as one.
 
     emit: epilogue, a product or a normalisation with what follows it, or chain, elementwise ops alone; chain is the one that
@@ -146,16 +151,11 @@ class Declare(Section):
 
     name: NewName
     pattern: Pattern
-    when: Conditions = {}
     direction: Literal["forward", "backward", "joint"] = "forward"
     emit: Emit | None = None
-    priority: int | None = None
-    before: str | None = None
-    after: str | None = None
-    expect: Expect | None = None
 
 
-class Extend(Section):
+class Extend(Placed):
     """A new rule that runs as one that is there, with more guards, or of a part of what that matches.
 
     pattern: places by the names that the other rule gives them, each with what that takes there or less; a place that need not be
@@ -165,11 +165,6 @@ class Extend(Section):
     name: NewName
     extends: RuleName
     pattern: Pattern = None
-    when: Conditions = {}
-    priority: int | None = None
-    before: str | None = None
-    after: str | None = None
-    expect: Expect | None = None
 
 
 ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "extends": Extend, "name": Declare}

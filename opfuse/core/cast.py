@@ -18,9 +18,9 @@ from opfuse.kernels.engine.launch import listener
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
-from opfuse.recipes.counting import count_backward, count_forward, touch_backward, touch_forward
+from opfuse.recipes.counting import count_backward, count_forward, quantizer_of_call
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.recipes.passes import current_pass, is_recomputing, is_trained
+from opfuse.recipes.passes import current_pass, is_trained
 from opfuse.recipes.pending import LastUse, UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -151,17 +151,9 @@ class Cast:
         return live.quantizer
 
     def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:
-        recipe, backward = self._delayed_scaling, self.role == GRADIENT
+        wanted, backward = cast(Float8Quantizer, self.quantizer), self.role == GRADIENT
         counts = self.counts or is_trained()
-        state.to(device)
-        if backward and not is_recomputing():
-            touch_backward(state, recipe, group=self.group, name=self.where)
-        elif counts and not backward:
-            touch_forward(state, recipe, name=self.where)
-        wanted = cast(Float8Quantizer, self.quantizer)
-        return state.quantizer(
-            wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise, counts=counts, rule=self.rule
-        )
+        return quantizer_of_call(state, wanted, self._delayed_scaling, self.use, device=device, counts=counts, backward=backward)
 
     @property
     def counts(self) -> bool:
@@ -173,6 +165,11 @@ class Cast:
         """What makes a scale of amaxes, under a recipe with states."""
         recipe = self._delayed_scaling
         return recipe.backward_rule if self.role == GRADIENT else recipe.forward_rule
+
+    @functools.cached_property
+    def use(self) -> LastUse:
+        """What an update needs to know of the cast, under a recipe with states."""
+        return LastUse(self.rule, self.group, self._delayed_scaling.reduce_amax, self.where)
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:
@@ -191,7 +188,7 @@ class _Live:
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
         self._cast, self.state, self._device = cast, state, device
         self.count = count_backward if cast.role == GRADIENT else count_forward
-        self.use = LastUse(cast.rule, cast.group, cast._delayed_scaling.reduce_amax, cast.where) if cast.counts else None
+        self.use = cast.use if cast.counts else None
         self.seen: object = None
         self.tensors: tuple[torch.Tensor, ...] = ()
         self.quantizer = self._look()

@@ -12,11 +12,11 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_use
-from opfuse.recipes.counting import touch_backward, touch_forward
+from opfuse.recipes.counting import quantizer_of_call
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.recipes.passes import is_recomputing, is_trained
+from opfuse.recipes.passes import is_trained
+from opfuse.recipes.pending import LastUse
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -48,25 +48,20 @@ def recording_gradients(grad: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class _Delayed(Float8Quantizer):
-    """Delayed scaling over the state of a slot, which is due for an update once something was cast."""
+    """Delayed scaling over the state of a slot, which is due for an update once something was cast.
+
+    A cast of the compiler knows its pass by its role. Whoever asked for this quantizer may call it in either pass, so each call
+    looks.
+    """
 
     slot: DelayedScalingState = field(compare=False, repr=False)
     recipe: DelayedScaling = field(compare=False, repr=False)
-    rule: UpdateRule = field(compare=False, repr=False)
-    where: str = field(compare=False, repr=False)
-    group: Any = field(compare=False, repr=False)
+    use: LastUse = field(compare=False, repr=False)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
-        self.slot.to(x.device)
-        backward = torch._C._current_graph_task_id() >= 0 and not is_recomputing()
+        backward = torch._C._current_graph_task_id() >= 0
         counts = backward or torch.is_grad_enabled() or _records.get() or is_trained()
-        if backward:
-            touch_backward(self.slot, self.recipe, rule=self.rule, group=self.group, name=self.where)
-        elif counts:
-            touch_forward(self.slot, self.recipe, rule=self.rule, name=self.where)
-        made = self.slot.quantizer(
-            self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise, counts=counts, rule=self.rule
-        )
+        made = quantizer_of_call(self.slot, self, self.recipe, self.use, device=x.device, counts=counts, backward=backward)
         return made.quantize(x)
 
 
@@ -115,8 +110,8 @@ class QuantizerSlotsMixin:
         if state is None or delayed is None:
             return quantizer
         made, rule = cast(Float8Quantizer, quantizer), delayed.forward_rule if mode == "forward" else delayed.backward_rule
-        where = f"{self.label} {mode} quantizer {index}"
-        return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, rule, where, current_amax_group())
+        use = LastUse(rule, current_amax_group(), delayed.reduce_amax, f"{self.label} {mode} quantizer {index}")
+        return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, use)
 
     def _slots_of(self, mode: Mode, count: int) -> list[tuple[QuantizerRole, QuantizerRole]]:
         """The role of each slot, and the role that its state is kept under."""

@@ -22,6 +22,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.recipes.passes import in_compiled_autograd, is_recomputing
 from opfuse.recipes.pending import LastUse, Pending, UsesByState
+from opfuse.tensors.quantizers import Float8Quantizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,6 +88,30 @@ def count_backward(uses: UsesByState) -> None:
         got = "compiled autograd, which does not say when a pass is over"
         raise UnsupportedError(describe("delayed scaling", wanted="a backward pass of autograd's engine", got=got, cure=cure))
     _pending().add(uses)
+
+
+def quantizer_of_call(
+    state: DelayedScalingState,
+    like: Float8Quantizer,
+    recipe: DelayedScaling,
+    use: LastUse,
+    *,
+    device: torch.device,
+    counts: bool,
+    backward: bool,
+) -> Float8Quantizer:
+    """A quantizer over ``state`` by which the running call casts a tensor on ``device``, with the format and planes of ``like``.
+
+    counts: whether the amax counts. If it does, ``state`` is due for an update, which follows the running backward pass
+    (``backward``) or the outermost region; a recomputation counts nothing. Errors: of :func:`touch_backward` and
+    :func:`touch_forward`.
+    """
+    state.to(device)
+    if counts and backward and not is_recomputing():
+        touch_backward(state, recipe, rule=use.rule, group=use.group, name=use.name)
+    elif counts and not backward:
+        touch_forward(state, recipe, rule=use.rule, name=use.name)
+    return state.quantizer(like.fp8_dtype, rowwise=like.rowwise, columnwise=like.columnwise, counts=counts, rule=use.rule)
 
 
 def running_pass() -> weakref.ref[Pending] | None:

@@ -12,7 +12,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, is_constant, read_sizes, sizes_of
+from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
 from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
@@ -64,8 +64,8 @@ class GroupedCast(Cast):
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def stays(self, splits: torch.Tensor, shape: Sequence[int]) -> bool:
-        """Whether the host need not know the sizes that ``splits`` holds: not where they are constants, or there is no row."""
-        if self.ragged is None or is_constant(splits) or not math.prod(shape):
+        """Whether the host need not know the sizes that ``splits`` holds: not where there is no row."""
+        if self.ragged is None or not math.prod(shape):
             return False
         weight = self.op.parameter(self.op.parameter_names[0])
         return self.ragged.are_made_on(weight.device, self.op.compute_dtype(self.env, weight))

@@ -63,7 +63,8 @@ class GroupedLinear(BasicOperation):
     add up to the rows stop it with an assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for
     the layers of a pipeline that share splits: for gradients of biases, which are summed group by group, formats that are
     emulated, amaxes over ranks, and bf16 gradients in ``main_grad``, which torch's grouped product would round. As a CPU tensor
-    splits cost no wait at all. bf16 products whose splits only the GPU knows want weights in one tensor: others are stacked.
+    or a list splits cost no wait at all; a CUDA graph takes a list, whose numbers it keeps. bf16 products whose splits only the
+    GPU knows want weights in one tensor: others are stacked.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.

@@ -118,7 +118,7 @@ def _sizes(
     """How many rows the groups of each grouped op have, in numbers, which its run depends on; None where no host knows them.
 
     From a device they are read where the run would read them too: it finds them read. Those that stay on the device, or are
-    copied there, decide nothing that the host does.
+    copied there, decide nothing that the host does; but no program that copies them has a place in a CUDA graph.
     """
     given = dict(zip(segment.inputs, tensors))
     for node in (plan.graph.nodes[i] for i in segment.nodes):
@@ -135,7 +135,7 @@ def _sizes(
             if grouped is not None and grouped.stays(splits, (1,) if x is None else x.shape):
                 if x is not None:
                     check_copied(splits, rows, where=where)
-                yield None
+                yield known_sizes(splits, rows) if is_capturing() else None
             else:
                 reads = casts or ops[node.op].sums_biases(node.needs)
                 yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)

@@ -17,7 +17,7 @@ from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
-from opfuse.tensors.groups import Sizes, groups_of
+from opfuse.tensors.groups import Sizes, groups_of, written
 from opfuse.tensors.ragged import copied_to, groups_in
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -38,10 +38,10 @@ class Groups(NamedTuple):
         sizes, made = self.sizes, list[torch.Tensor]()
 
         def ends() -> Sequence[torch.Tensor]:
-            counted = [*itertools.accumulate(sizes)]
             if is_capturing():  # a graph would copy from where the host had them, and has them no more
-                made[:] = [torch.stack([torch.full((), end, dtype=torch.int32, device=device) for end in counted])]
+                made[:] = [written(sizes, torch.int32, device).cumsum(0, dtype=torch.int32)]
             else:
+                counted = [*itertools.accumulate(sizes)]
                 made[:] = [torch.tensor(counted, dtype=torch.int32, device="cpu").to(device, non_blocking=True)]
             return made
 

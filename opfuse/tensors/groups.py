@@ -6,6 +6,7 @@ it dequantizes to, do not.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,6 +184,12 @@ _CONSTANT = "opfuse_constant"
 def is_constant(splits: torch.Tensor) -> bool:
     """Whether the sizes were given as a list of ints, and stay."""
     return hasattr(splits, _CONSTANT)
+
+
+def written(sizes: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(G,) on ``device``: numbers of the host, which kernels write, so that nothing is copied from there."""
+    alike = ((size, len([*same])) for size, same in itertools.groupby(sizes))
+    return torch.cat([torch.full((count,), size, dtype=dtype, device=device) for size, count in alike])
 
 
 def check_splits(splits: torch.Tensor, groups: int, *, where: str) -> None:

@@ -21,6 +21,8 @@ from opfuse.kernels.products.native import multiplies_runs
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of, transposed
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded
+from opfuse.tensors.capture import is_capturing
+from opfuse.tensors.groups import written
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -83,8 +85,15 @@ def groups_in(storage: QuantizedStorage) -> RowGroups | None:
 
 
 def copied_to(splits: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``splits`` on ``device`` as they are now, without a wait. A clone, since pinned memory would be read when the copy runs."""
-    return splits if splits.device == device else splits.clone().to(device, non_blocking=True)
+    """``splits`` on ``device`` as they are now, without a wait. A clone, since pinned memory would be read when the copy runs.
+
+    A CUDA graph would copy from where the host had them, and has them no more: kernels write those of a list, which stay.
+    """
+    if splits.device == device:
+        return splits
+    if is_capturing():
+        return written(splits.tolist(), splits.dtype, device)
+    return splits.clone().to(device, non_blocking=True)
 
 
 def cast_in_groups(

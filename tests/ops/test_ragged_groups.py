@@ -23,7 +23,9 @@ from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
+from opfuse.runtime.recorded import Recorded
 from opfuse.tensors import gemm
+from opfuse.tensors.groups import listed_splits, written
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -33,6 +35,7 @@ from opfuse.tensors.quantizers import (
 )
 from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, copied_to, groups_in
 from tests.compiler.harness import gradient, randn, same
+from tests.program.fake import fake_device, launches_told
 
 BF16 = torch.bfloat16
 RECIPE = recipes.Float8BlockScaling()
@@ -331,20 +334,70 @@ def test_a_device_is_asked_for_the_formats_of_each_operand(monkeypatch):
     assert asked == {RaggedProducts(fp8_tensor(E4M3), fp8_tensor(E5M2), fp8_tensor(E4M3), (128, 144))}
 
 
-@pytest.mark.usefixtures("on_device")
-def test_constants_are_read_and_what_is_copied_is_checked(on_device):
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_what_the_host_has_is_checked_and_copied(given, on_device):
     op, x = layer(), randn(328, 128).to(BF16)
     wanted = step(op, x, torch.tensor(SIZES[0]))
     del on_device[:]
-    assert all(map(same, step(op, x, list(SIZES[0])), wanted))
-    assert not on_device
+    assert all(map(same, step(op, x, given(SIZES[0])), wanted))
+    assert on_device == [SIZES[0]] * 2
     for recorded in (False, True):
         if recorded:
             with pytest.raises(ShapeError, match="with the sum 327"), opfuse.autocast(recipe=RECIPE):
-                op(x, torch.tensor((100, 0, 27, 200)))
+                op(x, given((100, 0, 27, 200)))
         else:
             with pytest.raises(ShapeError, match="with the sum 327"):
-                step(op, x, torch.tensor((100, 0, 27, 200)))
+                step(op, x, given((100, 0, 27, 200)))
+
+
+@pytest.mark.unrun
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_one_program_repeats_all_sizes_that_the_host_has(given, monkeypatch, request):
+    """The second call is recorded although its sizes are new."""
+    request.getfixturevalue("on_device")
+    op = layer()
+    with fake_device(monkeypatch), launches_told(monkeypatch):
+        for sizes in ((128, 64, 0, 64), (0, 0, 200, 56)):
+            op_output(op, randn(256, 128).to(BF16), given(sizes))
+    (made,) = (made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values())
+    assert isinstance(made, Recorded)
+
+
+def op_output(op, x, splits) -> torch.Tensor:
+    with opfuse.autocast(recipe=RECIPE):
+        return op(x, splits)
+
+
+@pytest.mark.unrun
+def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypatch, request):
+    """A graph would copy from memory that is let go of."""
+    request.getfixturevalue("on_device")
+    op, x = layer(), randn(328, 128).to(BF16).requires_grad_()
+
+    def trained() -> list[torch.Tensor]:
+        y = op_output(op, x, list(SIZES[0]))
+        return [y, *torch.autograd.grad(y, [x, *op.parameters()], gradient(y, 7))]
+
+    with fake_device(monkeypatch), launches_told(monkeypatch):
+        for _ in range(2):
+            op_output(op, x, list(SIZES[0]))
+    with interpreted():
+        wanted = trained()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr("opfuse.runtime.programs.Repeater", None)
+    assert all(map(same, trained(), wanted))
+    splits, seen = listed_splits(SIZES[0], where="a test"), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        assert copied_to(splits, torch.device("meta")).shape == splits.shape
+    assert set(seen) == {torch.ops.aten.full.default, torch.ops.aten.cat.default}
+    assert same(written(SIZES[1], torch.int64, splits.device), torch.tensor(SIZES[1]))
 
 
 @pytest.mark.parametrize(

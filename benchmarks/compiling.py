@@ -8,12 +8,13 @@ First training steps: B of 1024 features on 1024 rows, forward and backward, eac
 made model and input on the device, and made a step of the same layers in plain bf16. That step is torch's own share: cuBLAS, the
 thread of the backward pass, and about two seconds of modules that torch imports at its first backward pass. What is left to the
 first step under a recipe has a limit, in the median of several processes: imports of CuPy and of the rules, lowering, planning,
-compiling or loading each kernel. The second step records the pipeline.
+compiling or loading each kernel. The second step records the pipeline. All processes start at once and wait for their turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -93,6 +94,8 @@ def step(model, recipe=None):
     wait()
     return 1e3 * (time.perf_counter() - start)
 
+print("ready", flush=True)
+input()
 own = step(plain)
 print(json.dumps([own, *(step(fused, recipes.recipe_of(kind, {})) for _ in range(3))]))
 """
@@ -105,29 +108,51 @@ MOST_FIRST = {"empty cache": 600, "kernels on disk": 150}
 """Milliseconds of a first training step, after torch's own."""
 
 
-def run(directory: str, script: str = SCRIPT, *arguments: str) -> Any:
-    """What a new process prints last, as JSON: milliseconds. Its kernels are kept in ``directory``."""
+def run(directory: str) -> Any:
+    """The first calls of a new process. Its kernels are kept in ``directory``."""
+    with _begun(directory, SCRIPT) as process:
+        return json.loads(_line(process))
+
+
+def _begun(directory: str, script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A new process, which keeps its kernels in ``directory``. The with statement ends it."""
     environment = {**os.environ, cubins.ENVIRONMENT: directory}
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """The next line that a process prints: RuntimeError if it ends before."""
+    line = process.stdout.readline() if process.stdout else ""
+    if not line:
+        raise RuntimeError(f"a process that is measured ended with {process.wait()}: its error is above")
+    return line
 
 
 def first_steps(device: str = "cuda", size: int = 1024, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """Training steps of new processes, the first with a limit: the kernels compiled in it, or on disk."""
-    for kind in kinds:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for kind in kinds:
             directories = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(PROCESSES)]
-            for cache, most in MOST_FIRST.items():
-                took = _steps(kind, device, size, directories)
-                for which, ms in zip(("plain torch's", "first", "second", "third"), took):
-                    limit = most if which == "first" else None
-                    yield _record(f"{which} training step, {cache}, B {size}x{size}, {kind}", ms, "ms", limit)
+            for cache in MOST_FIRST:
+                arguments = (STEPS, kind, device, str(size))
+                processes[kind, cache] = [stack.enter_context(_begun(directory, *arguments)) for directory in directories]
+        for process in itertools.chain(*processes.values()):
+            _line(process)
+        for (kind, cache), begun in processes.items():
+            took = map(statistics.median, zip(*map(_steps, begun)))
+            for which, ms in zip(("plain torch's", "first", "second", "third"), took):
+                limit = MOST_FIRST[cache] if which == "first" else None
+                yield _record(f"{which} training step, {cache}, B {size}x{size}, {kind}", ms, "ms", limit)
 
 
-def _steps(kind: str, device: str, size: int, directories: Sequence[str]) -> list[float]:
-    """Milliseconds of torch's own first step and of three, the median of a process for each directory with kernels."""
-    return [*map(statistics.median, zip(*(run(directory, STEPS, kind, device, str(size)) for directory in directories)))]
+def _steps(process: subprocess.Popen[str]) -> list[float]:
+    """Milliseconds of torch's own first step and of three under a recipe, in a process that waits for a line."""
+    if process.stdin:
+        print(file=process.stdin, flush=True)
+    took: list[float] = json.loads(_line(process))
+    return took
 
 
 def records() -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """compute-sanitizer over every kernel and case: ``python -m benchmarks.sanitizer [TOOL …]``. Needs the CUDA toolkit.
 
 Each tool watches several processes that share the cases; torch's caching allocator is off, so that every tensor has edges.
-Values are not compared here; tests/gpu does that.
+A tool rewrites every kernel that a process loads, so cases of one kernel's variant are dealt to few processes, by
+:func:`shares`. Values are not compared here; tests/gpu does that.
 
 Initcheck does not see what the engine of Hopper stores (cp.async.bulk), so it reports whoever reads that: :data:`UNSEEN` leaves
 out the cases with such a reader. ``python -m benchmarks.sanitizer --unseen`` shows this of a program, unseen.cu, that stores
@@ -10,41 +11,65 @@ its values in either way.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opfuse.errors import UnsupportedError, describe
+
+if TYPE_CHECKING:
+    from opfuse.kernels.engine.compiling import Variant
 
 SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROCESSES = 16
+DEALT = 24
+"""How many cases go to one process and then to the next: each then loads half as many variants as of cases dealt singly."""
 UNSEEN: Mapping[str, tuple[str, str]] = {"initcheck": ("product_chain", "current")}
 """Of a tool, the kernel, and a word of those of its cases that are left out: a cast reads what the engine stored before it."""
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _DONE = re.compile(r"ran (\d+) cases of (\d+) kernels")
 
 
-def run_cases(tool: str, share: int, shares: int) -> None:
-    """Every ``shares``-th case of all kernels that ``tool`` is for, in this process."""
+def shares(tool: str, count: int = PROCESSES) -> list[list[tuple[str, str]]]:
+    """The cases that ``tool`` is for, as names of kernel and case, dealt to ``count`` processes. Needs no GPU.
+
+    Cases that launch the same variants follow each other, and are dealt :data:`DEALT` at a time.
+    """
+    from opfuse.kernels.catalogue import CASES
+
+    unseen, word = UNSEEN.get(tool, ("", ""))
+    numbers: dict[Variant, int] = {}
+    launched: dict[tuple[str, str], list[int]] = {}
+    for kernel, cases in CASES.items():
+        launched |= {(kernel.name, name): [] for name in cases if kernel.name != unseen or word not in name}
+        for (variant, _), names in kernel.launches(cases).items():
+            for case in {(kernel.name, name) for name in names} & launched.keys():
+                launched[case].append(numbers.setdefault(variant, len(numbers)))
+    inorder = sorted(launched, key=launched.__getitem__)
+    return [[case for i, case in enumerate(inorder) if i // DEALT % count == share] for share in range(count)]
+
+
+def run_cases(chosen: Sequence[Sequence[str]]) -> None:
+    """The cases with these names, in this process."""
     import torch
 
     from opfuse.kernels.catalogue import CASES
 
-    unseen, word = UNSEEN.get(tool, ("", ""))
-    every = ((kernel, name, case) for kernel, cases in CASES.items() for name, case in cases.items())
-    cases = [(kernel, case) for kernel, name, case in every if kernel.name != unseen or word not in name][share::shares]
-    for kernel, case in cases:
-        arguments = case(torch.device("cuda"))
+    kernels = {kernel.name: (kernel, cases) for kernel, cases in CASES.items()}
+    for name, which in chosen:
+        kernel, cases = kernels[name]
+        arguments = cases[which](torch.device("cuda"))
         kernel(*arguments.args, **arguments.kwargs)
     torch.cuda.synchronize()
-    print(f"ran {len(cases)} cases of {len({kernel.name for kernel, _ in cases})} kernels")
+    print(f"ran {len(chosen)} cases of {len({name for name, _ in chosen})} kernels")
 
 
 def errors(tool: str) -> tuple[int, int]:
@@ -56,16 +81,16 @@ def errors(tool: str) -> tuple[int, int]:
         cure = "install the CUDA toolkit, and put its bin folder on PATH"
         raise UnsupportedError(describe("compute-sanitizer", wanted=f"{SANITIZER} on PATH", got="none", cure=cure))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [SANITIZER, "--tool", tool, sys.executable, "-m", "benchmarks.sanitizer", "--share", tool]
-    shares = [
+    command = [SANITIZER, "--tool", tool, sys.executable, "-m", "benchmarks.sanitizer", "--cases"]
+    processes = [
         subprocess.Popen(
-            [*command, str(i), str(PROCESSES)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, json.dumps(share)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for i in range(PROCESSES)
+        for share in shares(tool)
     ]
     found = ran = 0
     try:
-        for process in shares:
+        for process in processes:
             output = process.communicate()[0]
             summary, done = _SUMMARY.search(output), _DONE.search(output)
             if summary is None or done is None:
@@ -75,7 +100,7 @@ def errors(tool: str) -> tuple[int, int]:
             if count:
                 print(output[:6000], file=sys.stderr)
     finally:
-        for process in shares:
+        for process in processes:
             process.kill()  # those that are done stay as they are
     return found, ran
 
@@ -99,8 +124,8 @@ def show_unseen() -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--share"]:
-        run_cases(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1:2] == ["--cases"]:
+        run_cases(json.loads(sys.argv[2]))
         return
     if sys.argv[1:] == ["--unseen"]:
         show_unseen()

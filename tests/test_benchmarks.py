@@ -351,13 +351,20 @@ def test_mixtures_are_measured_with_rows_that_are_copied_and_rows_that_are_read(
 
 @pytest.mark.slow
 def test_first_steps_are_measured_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And torch's share in others, which is no part of what has a limit."""
+    """Torch's own step is none of the steps that follow, of which the first has a limit."""
     monkeypatch.setattr(compiling, "PROCESSES", 1)
-    own, *found = compiling.first_steps("cpu", 32, ["fp8_block"])
-    assert [each["limit"] for each in found] == [None, None, None, 600, None, None, None, 150]
-    assert all(each["value"] > 0 for each in (own, *found[:3], *found[4:7]))
-    for first, without in ((found[0], found[3]), (found[4], found[7])):
-        assert without["value"] == first["value"] - own["value"]
+    found = [*compiling.first_steps("cpu", 32, ["fp8_block"])]
+    assert [each["limit"] for each in found] == [None, 600, None, None, None, 150, None, None]
+    assert [each["name"].split(" training step, ")[0] for each in found[:4]] == ["plain torch's", "first", "second", "third"]
+    assert all(each["value"] > 0 for each in found)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PROCESSES", 1)
+    monkeypatch.setattr(compiling, "STEPS", "import sys; sys.exit(3)")
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        next(compiling.first_steps("cpu", 32, ["fp8_block"]))
 
 
 def test_what_pytorch_offers_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

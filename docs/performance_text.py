@@ -149,9 +149,7 @@ same layers in plain bf16, the median of several processes; they include imports
 
 SANITIZER = """\
 Initcheck does not see what Hopper's copy engine (TMA) stores, so two cases in which a cast reads what a product stored are
-left out of it; `python -m benchmarks.sanitizer --unseen` shows this with a short program. Racecheck reported products of
-1x128 by 1x128 while one lane of a warp released a pipeline stage for all; now each lane does. Racecheck has not run over all
-cases since; run on these products alone, it reports nothing."""
+left out of it; `python -m benchmarks.sanitizer --unseen` shows this with a short program."""
 
 SEVERAL = """\
 FSDP2 over four layers with the sizes of an 8B model (4096 wide, 14336 inside, 32 heads, 8 key-value heads), 4096 tokens on

@@ -1,4 +1,8 @@
-"""What code in a stretch of a pipeline is the user's own. What the library's does follows from its plan's key."""
+"""Finds the user's own code in a segment.
+
+What the library's code does follows from the key of its plan, so a program may repeat it. The user's code may do something else
+at each call, so it runs at each call.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
 
 BEFORE_FORWARD = "before forward"
-"""Where casts run that are all of the user's own code in a forward pass, and whose sources come into the segment."""
+"""A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""
 
 
 def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
-    """For each pass what in it is not the library's, or not done when it is run; a pass where it all is, is left out."""
+    """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
     found = list(_own_code(plan, segment, ops))
     casts = [node for side, _, node in found if side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
@@ -32,10 +36,8 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
 
 
 def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[str, str, Node | None]]:
-    """Passes, what of the user's own runs in them, and the node that is all there is of it."""
+    """Each reason why a program cannot repeat a pass: the pass, the reason, and the quantize node if that node alone is it."""
     passes, nodes = (FORWARD, BACKWARD), [plan.graph.nodes[i] for i in segment.nodes]
-    if not any(node.inputs for node in nodes):
-        yield from ((side, "nothing comes in", None) for side in passes)
     for side, groups in zip(passes, (segment.forward, segment.backward)):
         for group in groups:
             if group.opaque:
@@ -57,14 +59,14 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
-    """Whether a cast that runs by itself reads a parameter or an input of the segment, and nothing else."""
+    """Whether a cast runs by itself, in no fusion, and reads only a parameter or an input of the segment."""
     alone = any(group.nodes == (node.index,) and not group.claimed for group in segment.forward)
     reads = node.side or (len(node.inputs) == 1 and node.inputs[0] in segment.inputs)
     return alone and reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 
 
 def is_own_cast(cast: Cast) -> bool:
-    """Whether all code is the library's that a cast runs: its quantizer, and what it asks of its op."""
+    """Whether a cast runs the library's code only: its quantizer, and the methods of its op that it calls."""
     return is_own_quantizer(cast.quantizer) and _ASKED_BY_CASTS.isdisjoint(_replaced(cast.op))
 
 
@@ -75,12 +77,12 @@ _ASKED_BY_CASTS = frozenset(
 
 
 def has_own_methods(op: BasicOperation) -> bool:
-    """Whether all code of the op is the library's; ``math`` of an elementwise op is a value."""
+    """Whether all code of the op is the library's; the ``math`` of an elementwise op is a value that has functions."""
     return not _replaced(op) - {"math"} and _is_fixed(getattr(op, "math", None))
 
 
 def _replaced(op: BasicOperation) -> set[str]:
-    """The names of the op's code that is not the library's: of its class, written into that later, or of itself."""
+    """Names of the op's code that is not the library's: in its classes, written into a class later, or set on the op itself."""
     theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
     later = {name for name in rewritten(type(op)) if _is_code(value := getattr(type(op), name, None)) and not is_ours(value)}
     on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
@@ -88,15 +90,15 @@ def _replaced(op: BasicOperation) -> set[str]:
 
 
 def _is_fixed(math: Any) -> bool:
-    """Whether the definitions of an elementwise op read nothing but their arguments, so that one run tells of all."""
+    """Whether the functions of an elementwise op read nothing but their arguments, so that all runs do the same."""
     made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
     return all(function is None or _is_closed(function) for function in made_of)
 
 
 def _is_closed(function: Any) -> bool:
-    """Whether a function is torch's or opfuse's own, or names only modules and such functions beside its arguments.
+    """Whether a function is torch's or opfuse's own, or reads, beside its arguments, only modules and such functions.
 
-    What makes one op of another, as ``gated`` does, has the definitions of that, which may be the user's.
+    A function that opfuse makes of an op's functions, as ``gated`` does, has these in its closure, and they may be the user's.
     """
     if not isinstance(function, FunctionType) or _is_known_function(function):
         cells = (function.__closure__ or ()) if isinstance(function, FunctionType) and is_ours(function) else ()
@@ -113,7 +115,7 @@ def _is_known_function(value: Any) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What the code reads from outside, and that of the functions in it."""
+    """The names that the code reads from outside, also those that functions inside of it read."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

@@ -1,1 +1,1 @@
-"""The calls that a launch is compared with its definition on. The library never imports them."""
+"""Cases: the calls on which launches are compared with their definitions. Nothing that runs a model imports them."""

@@ -1,4 +1,4 @@
-"""The chains with casts that the kernels are compared with their definition on."""
+"""Cases of chains that end in a cast."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _NONFINITE = (
     (("bias", "relu"), BF16, ("reglu", "constant_scale"), FP32),
     (("constant_scale", "relu"), FP32, ("reglu", "bias"), FP16),
 )
-"""A plain chain and a gated one, of ops that let through what is not finite as their definition does; for each kind in turn."""
+"""A plain chain and a gated one, for each kind of cast in turn, of ops that treat nonfinite values as their definition does."""
 
 
 def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[ChainCase]]:
@@ -111,7 +111,7 @@ def _nonfinite(kinds: Sequence[str]) -> dict[str, Sequence[ChainCase]]:
 
 
 class Combination(NamedTuple):
-    """What is made of the result."""
+    """What a call makes of the result of a chain: the cast, its planes, and whether the result itself is stored."""
 
     kind: str
     usages: tuple[Usage, ...]
@@ -176,7 +176,10 @@ _ORDINARY = (
 
 
 class _CallForm(NamedTuple):
-    """What a call makes besides operand gradients: planes, the result itself, the inputs that a backward pass reads."""
+    """What a call makes, beside gradients of operands.
+
+    usages: planes. stores: the result itself. keeps: the inputs of stages that a backward pass reads.
+    """
 
     usages: tuple[Usage, ...] = USAGES
     stores: bool = False
@@ -192,7 +195,7 @@ _FORMS = {
     },
     "backward": {"both": _CallForm()},
 }
-"""Training, with what it keeps; no backward pass; a backward pass in high precision."""
+"""In training: both planes, and what a backward pass reads. Without one: rows. With one in high precision: the result, too."""
 
 
 def _made(ops: tuple[str, ...], direction: str, kind: str, form: _CallForm, device: torch.device) -> Arguments:
@@ -203,12 +206,12 @@ def _made(ops: tuple[str, ...], direction: str, kind: str, form: _CallForm, devi
 
 
 def _read(ops: tuple[str, ...]) -> tuple[int, ...]:
-    """The stages whose inputs a backward pass reads and the forward pass makes: that of the first op is there."""
+    """The stages whose inputs a backward pass reads and the forward pass has to store; the first stage's is there already."""
     return tuple(i for i, name in enumerate(ops) if i and OPS[name].needs_input)
 
 
 def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, Case]:
-    """Every chain with every cast, in every form in which it is another kernel."""
+    """Every chain with every cast, in each form that has a kernel of its own."""
     return {
         f"{' '.join(ops)} as called, {kind}, {name}": functools.partial(_made, ops, direction, kind, form)
         for ops, kind, (name, form) in itertools.product(chains, _MADE[direction], _FORMS[direction].items())

@@ -1,4 +1,4 @@
-"""The calls that a product, its chain and its cast in one launch are compared with their definition on; sums are exact."""
+"""Cases of products with a chain and a cast in one launch; all sums are exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opfuse.kernels.products.chained import product_chain
 
 
 class ChainedCase(NamedTuple):
-    """A product of two ``kind`` operands and a chain of ``ops`` over it; no ``cast``: its result is stored."""
+    """A product of two operands in the formats of ``kind``, and a chain of ``ops`` over it; without ``cast``, it is stored."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The chains that the kernels are compared with their definition on: every built-in op, kinds of operands, layouts, misfits."""
+"""Cases of chains of elementwise ops: every built-in op, every kind of operand, layouts, addresses without vectors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOFTSIGN = Pointwise(
     value=lambda x: x / (1 + x.abs()),
     grad=lambda dy, x: (dy / ((1 + x.abs()) * (1 + x.abs())),),
 )
-"""An op as a user declares it."""
+"""An op such as a user declares."""
 
 OPS = {**POINTWISE, "softsign": SOFTSIGN}
 
@@ -47,10 +47,10 @@ Values = Literal["normal", "nonfinite"]
 
 @dataclass(frozen=True)
 class ChainCase:
-    """A chain of ``ops`` with a result of ``shape``, values in ``io`` and an input, or dy, in ``source``.
+    """A chain of ``ops`` with a result of ``shape``; its tensors have dtype ``io``, but input and dy have ``source``, if given.
 
-    misaligned: tensors start one element past an address that vectors could start at. values: "nonfinite": NaN, infinities and
-    the largest magnitudes in a few places of the input, and of dy.
+    misaligned: tensors start one element behind an address from which vectors can be loaded. values: "nonfinite" puts NaN,
+    infinities and the largest magnitudes into a few places of the input and of dy.
     """
 
     ops: tuple[str, ...]
@@ -60,7 +60,7 @@ class ChainCase:
     rounding: Rounding = "per_op"
     interleave: int | None = None
     misaligned: bool = False
-    values: Values = field(default="normal", repr=False)  # which leaves all others as they are
+    values: Values = field(default="normal", repr=False)  # repr seeds the values, which stay what they are elsewhere
 
     def stages(self, device: torch.device, generator: torch.Generator) -> tuple[tuple[int, ...], list[Stage]]:
         """The shape of the chain's input, and its stages."""
@@ -82,7 +82,7 @@ class ChainCase:
         return self.place(values.gt(0).to(torch.uint8) if name == "mask" else values.to(self.io), device)
 
     def drawn(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """``x`` in the type of an input, with what the case has in few places, each in a row and a column of its own."""
+        """``x`` in the dtype of an input; nonfinite values, if the case has them, each in a row and a column of its own."""
         x = x.to(self.source or self.io)
         if self.values == "nonfinite":
             largest = torch.finfo(self.io).max
@@ -105,7 +105,7 @@ class ChainCase:
         return Arguments((x, stages), {**self.options, "keep": range(len(stages))})
 
     def backward(self, device: torch.device) -> Arguments:
-        """Gradients are positive, so that their sums do not cancel."""
+        """A call whose gradients are positive, so that their sums do not cancel."""
         generator = self.generator()
         shape, stages = self.stages(device, generator)
         x = self.drawn(torch.randn(shape, generator=generator), generator).to(self.io)
@@ -126,7 +126,7 @@ class ChainCase:
         return {"rounding": self.rounding, "dtype": self.io}
 
     def generator(self) -> torch.Generator:
-        """The same values at every call, whatever this class is called."""
+        """A generator that depends on the case alone; the name of the class is left out, so that it may change."""
         return torch.Generator().manual_seed(zlib.crc32(f"Chain{repr(self).removeprefix(type(self).__name__)}".encode()))
 
 

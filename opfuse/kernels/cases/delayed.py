@@ -1,4 +1,4 @@
-"""The states that the update of delayed scaling is compared with its definition on."""
+"""Cases of the update of delayed scaling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 
 def _case(lengths: Sequence[int], algorithm: Algorithm, device: torch.device) -> Arguments:
-    """Histories that begin with a hard value, are nothing else, or have it in their midst; all are neighbours in memory."""
+    """Histories with a hard value in the first slot, in all slots or in the middle one; in memory one follows another."""
     generator = torch.Generator().manual_seed(len(lengths) + lengths[0])
     hard = (0.0, torch.inf, torch.nan, 1e-45, 1e-38, FLT_MAX, 448.0, -1.0)
     histories = torch.exp2(torch.rand(sum(lengths), generator=generator) * 240 - 120)

@@ -1,4 +1,4 @@
-"""The calls that cast_figures is compared with its definition on."""
+"""Cases of cast_figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = {"parts of blocks": 3 * 16384 + 4099, "a pack and three": 11, "misalign
 
 
 class _FigureArguments(NamedTuple):
-    """A tensor of hard values beside what came of it: some of it lost, some 0, some not finite."""
+    """A tensor of hard values and what a cast might make of them: some are lost, some 0, some not finite."""
 
     dtype: torch.dtype
     kind: str

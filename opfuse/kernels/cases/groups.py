@@ -1,4 +1,4 @@
-"""The calls that kernels over groups of rows are compared with their definitions on, whose sizes the device alone knows."""
+"""Cases of kernels over groups of rows whose sizes only the device knows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _USAGES: Sequence[Sequence[Usage]] = ((COLUMNWISE,), (ROWWISE,), USAGES, USAGES,
 
 
 def known_groups(sizes: str, device: torch.device) -> RowGroups:
-    """Groups of these :data:`SIZES`."""
+    """Groups of rows, as many in each as :data:`SIZES` says under this name."""
     splits = torch.tensor(SIZES[sizes])
     rows = int(splits.sum())
     return RowGroups(row_groups.reference(splits, rows).to(device), rows, len(splits))
@@ -91,7 +91,7 @@ class _GroupsProduct(NamedTuple):
     fast: bool
 
     def plane(self, which: int, usage: Usage, groups: RowGroups, draw: torch.Generator) -> Stored:
-        """A plane of exact codes and scales, as wide as one of ``widths``; each group has those of a tensor, and of columns."""
+        """A plane of exact codes and scales, of the width ``widths[which]``; scales of tensors and columns differ by group."""
         fmt, width, rows = FORMATS[self.kind][which], self.widths[which], groups.rows if usage == ROWWISE else groups.padded_rows
         device = groups.table.device
         made = stored(fmt, *((rows, width) if usage == ROWWISE else (width, rows)), draw, device)
@@ -114,7 +114,7 @@ class _OfRows(_GroupsProduct):
 
 class _OverRows(_GroupsProduct):
     def planes(self, device: torch.device) -> tuple[Stored, Stored, RowGroups]:
-        """Behind the rows of a group are zeros, which is what casts leave there."""
+        """Two columnwise planes, with zeros behind the rows of each group, as casts leave them, and the groups."""
         draw, groups = torch.Generator().manual_seed(2), known_groups(self.sizes, device)
         planes = [self.plane(which, COLUMNWISE, groups, draw) for which in (0, 1)]
         there = torch.zeros(groups.padded_rows, dtype=torch.bool, device=device).index_fill_(0, groups.places(), True)
@@ -125,7 +125,7 @@ class _OverRows(_GroupsProduct):
         return Arguments(self.planes(device), {"out_dtype": torch.bfloat16, "fast": self.fast})
 
     def into(self, device: torch.device, *, accumulate: bool) -> Arguments:
-        """The results of every third group are not wanted."""
+        """A call that adds into or overwrites given results; those of every third group are not wanted."""
         planes = left, right, groups = self.planes(device)
         shape = left.layout.lines[0], right.layout.lines[0]
         results = {i: torch.full(shape, -0.0 if i % 2 else 0.5, device=device) for i in range(groups.number) if i % 3 != 2}
@@ -147,11 +147,11 @@ _CASTS: dict[str, Case] = {
     )
 }
 _SCALED = (("tensors", False), ("tensors, e5m2", True), ("rows", False), ("rows", True))
-"""Kinds of operands beside blocks, and whether sums are fast."""
+"""Kinds of operands other than blocks, and whether the unit keeps the sums (fast)."""
 
 
 def _products(made: type[_Multiplied], blocks: str) -> dict[str, _Multiplied]:
-    """All sizes under blocks, and the first few, of no more than eight groups, under each of the other kinds."""
+    """All sizes with scales of blocks; the first four, of at most eight groups, with each of the other kinds, too."""
     found = [*((name, blocks, False) for name in SIZES), *((name, *kind) for kind in _SCALED for name in [*SIZES][:4])]
     each = [made(name, kind, widths, fast) for (name, kind, fast), widths in zip(found, itertools.cycle(_WIDTHS))]
     return {f"{one.sizes}, {one.kind}, {one.widths}{', fast' * one.fast}": one for one in each}
@@ -165,7 +165,7 @@ class _ScaledCast(NamedTuple):
     pow2: bool
 
     def matrix(self, groups: RowGroups, device: torch.device) -> torch.Tensor:
-        """Hard values, under the scales of some groups, and in one that is not finite."""
+        """Hard values; if there are enough rows, one NaN and one infinity among them."""
 
         def made(draw: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
             x = hard(groups.rows, self.columns, draw, dtype)

@@ -1,6 +1,6 @@
-"""The calls that every kernel is compared with its definition on: hard values, every 16-bit input, edges of tiles, misfits.
+"""Cases of casts of a matrix: hard values, every 16-bit input, edges of tiles, addresses without vectors.
 
-The values come from a generator on the CPU, so that they are the same on every device.
+Values are drawn on the CPU, so they are the same for every device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from opfuse.numerics.layouts import Layout, ceil_div
 Matrix = Callable[[torch.Generator, torch.dtype], torch.Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of what casts and chains read and products give, by the name in a case."""
+"""Dtypes of what casts and chains read and products return, by their names in cases."""
 _ELEMENTS = (E4M3, E5M2)
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, COLUMNWISE))
 
 
 def hard(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Normal values under a magnitude for each 16 x 16 tile, from deep in the subnormals to the largest; some tiles are 0."""
+    """Random values with a magnitude for each 16 x 16 tile, from deep in the subnormals to the largest; some tiles are 0."""
     reach = 12 if dtype == torch.float16 else 120
     tiles = (ceil_div(rows, 16), ceil_div(columns, 16))
     magnitude = torch.exp2(torch.randint(-reach - 25, reach, tiles, generator=generator).double())
@@ -49,7 +49,7 @@ def _nonfinite(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _every_pattern(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Every 16-bit value, in rows whose largest magnitudes differ; for fp32 as many patterns of the high bits."""
+    """Every 16-bit value, in rows whose largest magnitudes differ; in fp32, all patterns of the high 16 bits."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).reshape(256, 256).t()
     if dtype == torch.float32:
         return (patterns << 16 | torch.randint(0, 1 << 16, (256, 256), generator=generator, dtype=torch.int32)).view(dtype)
@@ -57,12 +57,12 @@ def _every_pattern(generator: torch.Generator, dtype: torch.dtype) -> torch.Tens
 
 
 def _misaligned(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous, but one element past an address that vectors could start at."""
+    """Contiguous, one element behind an address from which vectors can be loaded."""
     return hard(1, 272 * 224 + 1, generator, dtype).flatten()[1:].view(272, 224)
 
 
 def _transposed(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Columns that are neighbours in memory."""
+    """Contiguous in its columns."""
     return hard(200, 272, generator, dtype).t()
 
 
@@ -80,7 +80,7 @@ MATRIX_KINDS: dict[str, Matrix] = {
     "empty": _hard(0, 32),
 }
 _SHARED_ROWS = ((9, 768), (9, 1024), (6, 1032), (7, 2056), (5, 3001), (5, 4096))
-"""Of rows that 32, 64 and 128 threads share, with some of them left without a row."""
+"""Shapes of matrices whose rows 32, 64 or 128 threads share, and of which the last block has fewer rows than it could."""
 _ROW_KINDS = MATRIX_KINDS | {
     "rows of one word each": _hard(70, 8),
     **{f"{rows} rows of {columns}": _hard(rows, columns) for rows, columns in _SHARED_ROWS},
@@ -89,18 +89,18 @@ _ROW_KINDS = MATRIX_KINDS | {
     "odd rows that are just held": _hard(3, 16379),
     "rows that are not held": _hard(3, 33000),
 }
-"""Also rows of every length that a block treats in its own way."""
+"""With rows of each length that kernels treat in a way of its own."""
 
 
 def _place(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on a device, at the same offset and with the same strides in a storage of its own."""
+    """A copy of ``x`` on a device, with the same offset and strides in a storage of its own."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=device)
     placed = storage.as_strided(x.shape, x.stride(), x.storage_offset())
     return placed.copy_(x)
 
 
 class _CastArguments(NamedTuple):
-    """What a cast is called with."""
+    """The arguments that calls of casts share."""
 
     kind: str
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class _CastArguments(NamedTuple):
 
 
 def matrix(kind: str, make: Matrix, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What ``make`` makes of a generator for this kind and type, the same on every device."""
+    """The matrix that ``make`` draws for this kind and dtype, the same on every device."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {dtype}".encode()))
     return _place(make(generator, dtype), device)
 
@@ -125,14 +125,14 @@ def _tensor(kind: str, dtype: torch.dtype, device: torch.device) -> Arguments:
 
 
 def _current(given: _CastArguments, rule: tuple[float, bool], device: torch.device) -> Arguments:
-    """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
+    """A call with the amax of the finite values, so that other values meet a scale; "nonfinite" has the amax of all."""
     x, (eps, pow2) = given.matrix(device), rule
     amax = tensor_amax(x if given.kind == "nonfinite" else x.where(x.isfinite(), 0))
     return Arguments((x, amax, given.layouts(x, fp8_tensor)), {"eps": eps, "pow2": pow2})
 
 
 def _recording(given: _CastArguments, scale: float, device: torch.device) -> Arguments:
-    """The amax known so far is above that of some matrices."""
+    """A call whose recorded amax already exceeds that of some matrices."""
     x = given.matrix(device)
     numbers = (torch.full((1,), value, dtype=torch.float32, device=device) for value in (scale, 2.0**-20))
     return Arguments((x, *numbers, given.layouts(x, fp8_tensor)))
@@ -154,7 +154,7 @@ def _row(given: _CastArguments, rule: tuple[float, bool], device: torch.device) 
 
 
 def _known_lines(given: _CastArguments, rule: tuple[float, bool], device: torch.device) -> Arguments:
-    """The amaxes are not those of the lines, so that values saturate."""
+    """A call with amaxes below those of the lines, so that values saturate."""
     x, (eps, pow2) = given.matrix(device), rule
     amaxes = [amax * 0.7 for amax in line_amaxes(x, given.usages)]
     return Arguments((x, amaxes, given.layouts(x, fp8_row)), {"eps": eps, "pow2": pow2})
@@ -167,9 +167,9 @@ def _lines(kind: str, dtype: torch.dtype, usages: Sequence[Usage], device: torch
 def _combined(
     case: Callable[..., Arguments], last: Sequence[object], *, full: Sequence[str] = (), kinds: Iterable[str] = MATRIX_KINDS
 ) -> dict[str, Case]:
-    """Every kind of matrix, type, element and choice of planes, each with one of the ``last`` arguments in turn.
+    """Every kind of matrix, dtype, element and choice of planes, each with one of the ``last`` arguments in turn.
 
-    The matrices named ``full`` meet all of them.
+    full: kinds of matrices that meet all of them.
     """
     made: dict[str, Case] = {}
     turn = itertools.cycle(last)
@@ -181,7 +181,7 @@ def _combined(
     return made
 
 
-# Their numbers share no factor with those of the matrices, so that each meets every combination of the others in turn.
+# How many rules there are shares no factor with the numbers of kinds and dtypes, so each meets all combinations of these in turn.
 _RULES = ((0.0, False), (0.0, True), (0.25, True), (0.25, False), (0.0, False), (1e-30, True), (0.0, True))
 _SCALES = (3.7, 2.0**-40, 2.0**60, 1.0, 2.0**-126, 1e30, 0.3)
 _MX_RULES = (

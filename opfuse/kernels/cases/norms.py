@@ -1,4 +1,4 @@
-"""The normalisations that the kernels are compared with their definition on: every kind, each way to share a row, misfits."""
+"""Cases of normalisations: every kind, every number of threads that share a row, addresses without vectors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Types(NamedTuple):
-    """Of x, of the weight, and of what is made."""
+    """The dtypes of x, of the weight, and of the result; None: that of x."""
 
     x: torch.dtype = BF16
     weight: torch.dtype = BF16
@@ -65,7 +65,7 @@ class Rows:
     """A normalisation of a tensor of ``shape``, over its last ``trailing`` dimensions.
 
     values: "normal"; "hard", of all magnitudes; "nonfinite", with a NaN and an infinity. misaligned: tensors start one element
-    past an address that vectors could start at.
+    behind an address from which vectors can be loaded.
     """
 
     kind: NormKind
@@ -77,7 +77,7 @@ class Rows:
     values: str = "normal"
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Values that depend on the name and on the case, in a storage of their own."""
+        """A tensor whose values depend on its name and on the case, in a storage of its own."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {self!r}".encode()))
         values = torch.randn(shape, generator=generator).to(dtype)
         if name == "x" and self.values == "hard":
@@ -103,7 +103,7 @@ class Rows:
         return Arguments((self.x(device), self.norm(device)), {"dtype": self.types.made})
 
     def backward(self, rounding: Rounding | None, device: torch.device) -> Arguments:
-        """dy comes in the type that a forward pass makes; with a rounding there is something to add to dx."""
+        """A call with dy in the dtype of the result. rounding: with one, the call adds ``extra`` to dx; None: it adds nothing."""
         cpu = torch.device("cpu")
         _, statistics = definition.norm_forward(self.x(cpu), self.norm(cpu))
         dy = self.tensor("dy", self.shape, self.types.made or self.types.x, device)
@@ -121,11 +121,11 @@ class Rows:
 _KINDS: tuple[NormKind, ...] = ("rms_norm", "layer_norm", "l2_normalization")
 _TYPES = (Types(), Types(BF16, FP32), Types(FP16, FP16), Types(FP32, FP32), Types(BF16, BF16, FP32))
 _WIDTHS = (8, 264, 520, 1024, 1032, 2048, 2056, 4096, 8192, 8200, 16384, 16392, 67, 1031, 9001)
-"""For every team, and every number of eights that a thread may have; some that do not come in eights."""
+"""Columns: for every team of threads, and every number of eights that a thread may have; a few are no multiples of eight."""
 
 
 def _varied(rows: int) -> Iterator[Rows]:
-    """Every width for RMSNorm and for one of the others, each with types in turn."""
+    """Every width, for RMSNorm and for one of the other kinds, with dtypes in turn."""
     types = itertools.cycle(_TYPES)
     for i, width in enumerate(_WIDTHS):
         for kind in (_KINDS[0], _KINDS[1 + i % 2]):
@@ -248,7 +248,7 @@ def _cast(rows: Rows, encoding: str, element: Element, usages: tuple[Usage, ...]
 
 
 _BOTH = (Rows("rms_norm", (96, 288)), Rows("layer_norm", (64, 1024), Types(FP16, FP16)), Rows("l2_normalization", (32, 2080)))
-# The numbers of encodings, elements and choices of planes share no factor, so that each meets each.
+# The numbers of encodings, elements and choices of planes share no factor, so all combinations of them occur.
 _TURNS = zip(itertools.product(_CAST, _ENCODINGS), itertools.cycle(_ELEMENTS), itertools.cycle((*_PLANES, (ROWWISE,))))
 _NONFINITE = zip(
     itertools.product((Rows("layer_norm", (9, 768), values="nonfinite"),), _ENCODINGS),

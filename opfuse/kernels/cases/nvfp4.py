@@ -1,4 +1,4 @@
-"""The matrices and options that the NVFP4 cast and its amaxes are compared with their definitions on."""
+"""Cases of the NVFP4 cast and its global amaxes: matrices and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, C
 
 
 def within(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Tiles of magnitudes that the block scales under one global scale span, and a few below; some values lie on ties."""
+    """Tiles of 16 x 16 whose magnitudes block scales can span under one global scale, a few smaller; some values lie on ties."""
     tiles = (ceil_div(rows, 16), ceil_div(columns, 16))
     magnitude = torch.exp2(torch.randint(-18, 3, tiles, generator=generator).double())
     magnitude[torch.rand(tiles, generator=generator) < 0.05] = 0
@@ -34,7 +34,7 @@ def within(rows: int, columns: int, generator: torch.Generator, dtype: torch.dty
 
 @dataclass(frozen=True)
 class _MatrixKind:
-    """Matrices of a shape, made of a generator and a type."""
+    """Matrices of one shape; ``make`` draws one from a generator, in a dtype."""
 
     rows: int
     columns: int
@@ -45,17 +45,17 @@ class _MatrixKind:
 
 
 def _subnormal(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Values at the bottom of a type."""
+    """Values about the least normal one of ``dtype``."""
     return (within(rows, columns, generator, torch.float64) * (4 * torch.finfo(dtype).smallest_normal)).to(dtype)
 
 
 def _misaligned(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous, but one element past an address that vectors could start at."""
+    """Contiguous, one element behind an address from which vectors can be loaded."""
     return within(1, rows * columns + 1, generator, dtype).flatten()[1:].view(rows, columns)
 
 
 def _transposed(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Columns that are neighbours in memory."""
+    """Contiguous in its columns."""
     return within(columns, rows, generator, dtype).t()
 
 
@@ -83,7 +83,7 @@ _ALL_OPTIONS = ("parts of tiles", "even", "misaligned", "every pattern")
 
 
 class _Options(NamedTuple):
-    """How an NVFP4 cast is asked for; ``least`` is what the global amax is multiplied by, so that blocks exceed its range."""
+    """The options of an NVFP4 cast. least: a factor below 1 on the global amax, under which some blocks exceed its range."""
 
     rows: int = 1
     stochastic: bool = False
@@ -98,7 +98,7 @@ class _Options(NamedTuple):
         return {ROWWISE: row, COLUMNWISE: row.replace(rht=self.signs)}
 
     def fits(self, rows: int, dtype: torch.dtype, usages: Sequence[Usage]) -> bool:
-        """Whether such planes are made: rotated ones of bf16 alone, and of whole blocks."""
+        """Whether there are such planes: rotated ones only of bf16, and of whole blocks."""
         return not (COLUMNWISE in usages and self.signs) or (dtype == torch.bfloat16 and rows % 16 == 0)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _here(kind: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _MatrixArguments(NamedTuple):
-    """What a function of a matrix and layouts is called with."""
+    """The arguments of a function of a matrix and layouts."""
 
     kind: str
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class _MatrixArguments(NamedTuple):
 
 
 def _cast(given: _MatrixArguments, device: torch.device) -> Arguments:
-    """The amax is that of the finite values, so that the others meet a scale; that of all, where this is what is tried."""
+    """A call with the amax of the finite values, so that other values meet a scale; "nonfinite" has the amax of all."""
     x, options, here = given.matrix(device), given.options, _here(given.kind, given.dtype)
     layouts = given.layouts(x)
     measured = definition.amaxes_nv(here if given.kind == "nonfinite" else here.where(here.isfinite(), 0), layouts)
@@ -176,7 +176,7 @@ def _amaxes(given: _MatrixArguments, device: torch.device) -> Arguments:
 
 
 def _combined(case: Callable[[_MatrixArguments, torch.device], Arguments], options: Sequence[_Options]) -> dict[str, Case]:
-    """Every kind of matrix, type and choice of planes, each with the next options that fit; some kinds with all of them."""
+    """Every kind of matrix, dtype and choice of planes with the next options that fit; some kinds with all options."""
     made: dict[str, Case] = {}
     turn = itertools.cycle(options)
     for kind, (name, dtype), usages in itertools.product(_KINDS, DTYPES.items(), _PLANES):

@@ -1,6 +1,6 @@
-"""The planes that dequantize is compared with its definition on: every format, orientation and scale layout, of random bytes.
+"""Cases of dequantize: planes of random bytes in every format, usage and scale layout.
 
-Any byte is a code, so random ones hold NaN, infinities and subnormal values; so do scales, and the padding is as random.
+Every byte is a code, so random bytes hold NaN, infinities and subnormal values. So do the scales; their padding is random, too.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LINES = {
     "misaligned": (72, 272),
     "empty": (0, 32),
 }
-"""(Number of lines, their length); 4-bit lines are of whole bytes, one element shorter where they must."""
+"""(Number of lines, their length). A 4-bit line of odd length is made one element shorter, to end with a whole byte."""
 
 
 class _PlaneArguments(NamedTuple):
-    """What dequantize is called with."""
+    """The arguments of a call of dequantize."""
 
     format: NumberFormat
     usage: Usage
@@ -80,19 +80,19 @@ class _PlaneArguments(NamedTuple):
 
 
 def _random_scales(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """fp32: half of them any pattern of bits, the others within what outputs hold."""
+    """fp32 scales: about half are random bits, the others so modest that results are finite."""
     patterns = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
     modest = torch.exp2(torch.randn(shape, generator=generator) * 6)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, patterns, modest)
 
 
 def _placed(x: torch.Tensor, device: torch.device, *, past: bool) -> torch.Tensor:
-    """``x`` on a device, one element ``past`` an address that vectors could start at or on it."""
+    """``x`` on a device, at an address from which vectors can be loaded, or, if ``past``, one element behind it."""
     return torch.empty(x.numel() + past, dtype=x.dtype, device=device)[int(past) :].view(x.shape).copy_(x)
 
 
 def _planes(formats: dict[str, NumberFormat]) -> dict[str, Case]:
-    """Each format with every orientation, scale layout, kind of lines and output; rotated ones are columns of whole blocks."""
+    """Each format with every usage, scale layout, kind of lines and output; rotated planes are columnwise and of whole blocks."""
     made: dict[str, Case] = {}
     for (name, fmt), usage, swizzled, kind in itertools.product(formats.items(), USAGES, (False, True), _LINES):
         rotates = usage == COLUMNWISE and _LINES[kind][1] % SIZE == 0
@@ -116,7 +116,7 @@ def _transposed(kind: str) -> Case:
 
 
 def _groups(fmt: NumberFormat, usage: Usage, swizzled: bool, dtype: torch.dtype, device: torch.device) -> Arguments:
-    """More planes than a launch has, of one width; without their level. One has no rows, and a few no whole tiles."""
+    """More planes of one width than a launch takes, without global amaxes; one has no rows, a few have no whole tiles."""
     made, generator = [], torch.Generator().manual_seed(zlib.crc32(f"{fmt} {usage}".encode()))
     for rows in (256, 32, 0, 96, 160, 32, 16, 64, 48, 128, 32):
         layout = Layout(fmt.replace(rht=()), usage, (rows, 208), swizzled)

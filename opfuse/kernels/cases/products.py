@@ -1,8 +1,8 @@
-"""The calls that grouped products are compared with their definition on.
+"""Cases of grouped products.
 
-Codes are -1, 0 and 1, and scales of blocks and rows powers of two, so that every sum is exact in the 13 fraction bits of the
-unit, and in fp32: the order of sums and of scales shows nowhere, and results are equal. Random values are compared with cuBLASLt,
-in tests/gpu.
+Codes are -1, 0 and 1, and scales of blocks and rows are powers of two. So every sum is exact, in the 13 fraction bits of the
+matrix unit and in fp32, and the results are equal whatever the order of sums and scales. tests/gpu compares random values with
+cuBLASLt.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _SIZES: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
     "more groups than some launches": (16, tuple((1 + i % 70, 32) for i in range(9))),
     "more groups than a launch": (16, tuple((1 + i % 70, 32) for i in range(131))),
 }
-"""Lines of the rights, and of each group its lines and their length."""
+"""Lines of each right operand; and for each group, the lines of its left operand and their length."""
 
 _ROWS = ("parts of tiles", "lengths of their own")
-"""Sizes that rows meet: what they have of their own is done at the end of a tile."""
+"""Sizes for operands scaled by rows, whose own steps come at the end of a tile."""
 
 _NUMBERS = ("a line", "more groups than some launches", "more groups than a launch")
-"""Sizes that differ from the others in the number of groups alone: one way of scaling meets them."""
+"""Sizes that differ from the others only in the number of groups: one kind of operands is enough for them."""
 
 
 def stored(fmt: NumberFormat, lines: int, length: int, generator: torch.Generator, device: torch.device) -> Stored:
@@ -73,7 +73,7 @@ _RESULTS = ("bf16", "fp16")
 
 
 def _meet(kind: str, sizes: str, dtype: str, fast: bool) -> bool:
-    """Whether there is such a case: types of elements and results decide nothing but conversions."""
+    """Whether there is such a case. Element formats and dtypes of results change only conversions, so few sizes meet them."""
     if fast and not kind.startswith(("tensors", "rows")):
         return False
     if kind == "rows":

@@ -1,4 +1,4 @@
-"""The calls that scaled sums are compared with their definition on: factors of every size, of all lines or of each."""
+"""Cases of scaled sums: factors of every size, one for all lines or one for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = 2688.0, 1536.0
 
 
 def _numbers(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Patterns of fp32 of every exponent, without a sign; 0, subnormals and what is not finite among them."""
+    """Nonnegative fp32 numbers: about half are random bits, 0, subnormal and nonfinite ones among them."""
     bits = torch.randint(0, 1 << 31, (count,), generator=generator).to(torch.int32)
     wild = torch.rand(count, generator=generator) < 0.5
     numbers = torch.where(wild, bits.view(torch.float32), torch.rand(count, generator=generator) + 0.5)

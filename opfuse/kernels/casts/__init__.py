@@ -1,1 +1,1 @@
-"""The casts and their inverse as the library calls them."""
+"""The launches of casts and of their inverse."""

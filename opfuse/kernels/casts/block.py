@@ -1,6 +1,6 @@
-"""The casts to fp32-scaled blocks as the library calls them: one kernel for blocks of 128, with the results of numerics/casts.py.
+"""Casts with an fp32 scale for each block: one kernel for blocks of 128, with the bits of numerics/casts.py.
 
-Other blocks, of a format of a user's own, take the torch definition, on the device too.
+Blocks of other sizes, in a user's own format, are cast by the torch definition, also on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK, _THREADS = 128, 256
 def cast_block(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
 ) -> list[definition.Encoded]:
-    """One read of ``x``. ShapeError if there are several rows of 2^31 columns or more."""
+    """Reads ``x`` once. ShapeError if there are several rows of 2^31 columns or more."""
     if not are_known(layouts):
         return definition.cast_block(x, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
@@ -50,7 +50,7 @@ def cast_block(
 
 @functools.lru_cache(maxsize=4096)
 def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
-    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    """The variant and grid that cast a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
     check_cast(shape, dtype, layouts, family="block", where="cast_block")
     rows, columns = shape
     if rows > 1 and columns >= WIDEST:
@@ -74,7 +74,7 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
 def new_blocks(
     layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float, pow2: bool
 ) -> tuple[list[definition.Encoded], dict[str, Any]]:
-    """Room for planes of a matrix of ``dtype``, and the fields of Blocks in blocks.cuh."""
+    """Memory for planes of a matrix of ``dtype``, and the fields of the struct Blocks in block_scale.cuh."""
     planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
     (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
     rows, columns = layouts[0].shape
@@ -85,11 +85,11 @@ def new_blocks(
 
 
 def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
-    """Room for the data and scales of a plane; the kernel stores the padding of scales as well."""
+    """Memory for the data (uint8) and scales (fp32) of a plane; the kernel stores the padding of scales as well."""
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
     return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)
 
 
 def _addresses(plane: definition.Encoded | None) -> tuple[int, int, int]:
-    """Of data and of scales, and the length of a row of scales; zeros for a plane that is not wanted."""
+    """Addresses of data and of scales, and how many scales a row has; zeros for a plane that is not wanted."""
     return (0, 0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr(), plane[1].shape[1])

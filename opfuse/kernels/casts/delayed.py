@@ -1,4 +1,4 @@
-"""The update of delayed scaling as the library calls it: many histories and scales in one launch."""
+"""The update of delayed scaling: one launch for many states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opfuse.numerics import delayed as definition
 from opfuse.numerics.delayed import UpdateRule, check_states
 
 _STATE = parameter_of("delayed.cu", "State")
-MOST = 100  # states of a launch, in a parameter of 4000 bytes
+MOST = 100  # states of one launch: their addresses fill the 4000 bytes of its parameter
 _THREADS = 256
 
 
@@ -27,7 +27,7 @@ def delayed_update(
     left_out: Sequence[torch.Tensor],
     rules: Sequence[UpdateRule],
 ) -> None:
-    """One launch for each 100 states; a block each."""
+    """One launch for every 100 states, with one block of threads for each state."""
     check_states(histories, scales, left_out, rules)
     variant, device = updating(), histories[0].get_device()
     states = [
@@ -43,11 +43,11 @@ def delayed_update(
         for history, scale, count, rule in zip(histories, scales, left_out, rules)
     ]
     for chunk in (states[i : i + MOST] for i in range(0, len(states), MOST)):
-        part = parameter_of("delayed.cu", MOST=len(chunk))  # what lies behind belongs to blocks that this launch does not have
+        part = parameter_of("delayed.cu", MOST=len(chunk))  # a shorter parameter: the kernel reads only the states of its blocks
         fields = part(state=chunk)
         launch(variant, "delayed_update", Grid(len(chunk), _THREADS), part.layout, *fields, device=device)
 
 
 def updating() -> Variant:
-    """What is compiled for updates, of however many states."""
+    """The one variant for updates of any number of states."""
     return variant_of("delayed.cu", parameter_of("delayed.cu", MOST=MOST).layout, MOST=MOST)

@@ -1,7 +1,7 @@
-"""Dequantize as the library calls it: kernels for CUDA tensors, whose results are those of numerics/dequantize.py.
+"""Dequantization of planes of every format, usage and scale layout: kernels with the bits of numerics/dequantize.py.
 
-Planes of every format, orientation and scale layout; the torch definition also runs on the device, for arrays that are not what
-their layout says and for formats of a user's own.
+Arrays whose shapes or dtypes their layout does not say, and planes in a user's own format, are dequantized by the torch
+definition, also on a GPU.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from opfuse.numerics.scalars import fl32
 _PARAMETERS = parameter_of("dequantize.cu")
 _NVFP4, _PLANE = parameter_of("dequantize_nvfp4.cu"), parameter_of("dequantize_nvfp4.cu", "Coded")
 _THREADS, _WARP, _TILE = 256, 32, 128
-_NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp by rows; of a row of a tile by columns
-_WHOLE = 63  # the shift that leaves 0: one scale for all
+_NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp that decodes rows; bytes of a row of a tile of results
+_WHOLE = 63  # a shift that makes 0 of any row or column, so that all have one scale
 
 _SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
 _ROWS = {"tensor": 1, "row": 2, "block": 2, "mx": 2}
 _ROWS_ACROSS = {2: 8, 4: 4}
-"""Rows of a thread: by family, and by the bytes of a result where each column has scales of its own. More share the loads of
-scales, fewer keep more threads in flight."""
+"""Rows that one thread decodes: by family; and by the bytes of a result, where each column has scales of its own. With more rows
+a load of a scale serves more results, with fewer more threads run at once."""
 
 
 class _ScalesOfKernel(NamedTuple):
-    """Where scales lie, for the kernel: entry (r, c) of rows r 2^row_shift … and columns c 2^column_shift …"""
+    """Where a kernel finds the scale of element (row, column).
+
+    Its number is (row >> row_shift) * row_stride + (column >> column_shift) * column_stride; of swizzled scales, the shifts say
+    the same, and tiles_across how many tiles of scales lie side by side (else 0).
+    """
 
     row_stride: int
     column_stride: int
@@ -57,7 +61,7 @@ def dequantize(
     layout: Layout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One read of ``data``, one write of the result."""
+    """Reads ``data`` once and writes the result once."""
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 
 
@@ -71,13 +75,13 @@ def dequantize_nv(
     layout: Layout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One read of ``data``, one write of the result; what was rotated is turned back."""
+    """Reads ``data`` once and writes the result once; rotated values are rotated back."""
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 
 
 @kernel("dequantize.cu", reference=definition_of_groups, tolerance=BITWISE)
 def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
-    """A launch for eight planes."""
+    """One launch for every eight planes."""
     heights, width = [layout.shape[0] for *_, layout in planes], planes[0][-1].shape[1]
     result = torch.empty(sum(heights), width, dtype=dtype, device=planes[0][0].device)
     with together(launch) as each:
@@ -88,7 +92,7 @@ def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype:
 
 
 def _decode(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> torch.Tensor:
-    """``out``, which becomes the matrix of a plane in its dtype."""
+    """Dequantize a plane into ``out`` (rows, columns), in its dtype; returns ``out``."""
     data, scale, amax, layout = plane
     work = _decode_nv if layout.format.family == "nv" else _decode_fp8
     if out.dtype not in C_TYPES or not _stored_as(layout, data, scale, amax) or not work(launch, plane, out):
@@ -129,7 +133,7 @@ def _decode_fp8(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool
 
 
 def _decode_nv(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
-    """Whether the kernel has such planes, and is launched."""
+    """Launch the kernel, if it takes such planes; returns whether it does."""
     data, scale, amax, layout = plane
     turned, (rows, columns), fmt, dtype = layout.usage == COLUMNWISE, layout.shape, layout.format, out.dtype
     if layout.lines[1] % 2 or (fmt.rht and not (turned and rows % SIZE == 0)):
@@ -164,7 +168,7 @@ def _decode_nv(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
 
 
 def _scales(layout: Layout) -> _ScalesOfKernel:
-    """The place of each scale, in rows and columns of the matrix."""
+    """Where each scale lies, by rows and columns of the matrix."""
     if layout.format.family == "tensor":
         return _ScalesOfKernel(0, 0, _WHOLE, _WHOLE, 0)
     if layout.format.family == "row":
@@ -179,7 +183,7 @@ def _scales(layout: Layout) -> _ScalesOfKernel:
 
 
 def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:
-    """Whether the arrays are those of a layout that kernels know, contiguous and on one device: what their addresses rely on."""
+    """Whether kernels know the layout, and the arrays have its shapes and dtypes, contiguous and on one device."""
     arrays = [(data, layout.data_shape), (scale, layout.scale_shape), (amax, layout.amax_shape)]
     if not layout.is_known:
         return False

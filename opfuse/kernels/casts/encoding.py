@@ -1,6 +1,7 @@
-"""Casts as values: what a kernel that makes a tensor may do with it in place of storing it.
+"""Encodings: casts as values, which a kernel that computes a tensor can take over, so that it stores codes and not the tensor.
 
-Calling an encoding casts a tensor that exists, and is the definition of what a kernel that takes it does.
+A kernel looks an encoding up by its type. Calling the encoding on a tensor casts that tensor, and defines what the kernel has to
+compute.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from opfuse.numerics.rules import Formula, cast_by
 from opfuse.numerics.scales import ScaleRounding
 
 EncodedArrays = tuple[Tensor, ...]
-"""Data and decode scale of one plane, and its global amax where its format has one; of an identity plane, its data alone."""
+"""The arrays of one plane: data and decode scale, and the global amax if the format has one; an identity plane has data alone."""
 
 
 class Encoding(Protocol):
-    """The cast of a tensor (..., columns) to the planes ``layouts`` of the matrix that it is."""
+    """The cast of a tensor (..., columns), seen as a matrix (rows, columns), to planes of these ``layouts``."""
 
     @property
     def layouts(self) -> Sequence[Layout]:
         """The planes, in the order of the results."""
 
     def __call__(self, x: Tensor) -> list[EncodedArrays]:
-        """The planes of a tensor that exists."""
+        """The planes of ``x``, in the order of ``layouts``."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordingScale:
-    """One given scale for the tensor, whose amax is recorded: :func:`casts.cast_recording`.
+    """One given scale for the whole tensor, and a record of its amax: :func:`casts.cast_recording`.
 
     scale: fp32 (1,), what values are multiplied by. amax: fp32 (1,), raised in place to the largest magnitude.
     """
@@ -52,9 +53,9 @@ class RecordingScale:
 
 @dataclass(frozen=True, eq=False)
 class Current:
-    """The scale that an amax gives, for the tensor whose amax it is: :func:`casts.cast_current`.
+    """One scale for the whole tensor, computed from its amax, which is known: :func:`casts.cast_current`.
 
-    amax: fp32 (1,), the largest magnitude.
+    amax: fp32 (1,), the largest magnitude of the tensor.
     """
 
     amax: Tensor
@@ -69,7 +70,7 @@ class Current:
 
 @dataclass(frozen=True, eq=False)
 class RowScaled:
-    """An fp32 scale for each line: :func:`casts.cast_row`."""
+    """An fp32 scale for each line, a row or a column: :func:`casts.cast_row`."""
 
     layouts: Sequence[Layout]
     eps: float = 0.0
@@ -81,7 +82,7 @@ class RowScaled:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """An fp32 scale for each block of 128, or of 128 x 128: :func:`casts.cast_block`."""
+    """An fp32 scale for each block of 128 values or of 128 x 128: :func:`casts.cast_block`."""
 
     layouts: Sequence[Layout]
     eps: float = 0.0
@@ -93,7 +94,7 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Microscaled:
-    """An E8M0 scale for each ``rows`` x 32 values of a line: :func:`casts.cast_mx`."""
+    """An E8M0 scale for each block of ``rows`` x 32 values: :func:`casts.cast_mx`."""
 
     layouts: Sequence[Layout]
     rows: int = 1
@@ -105,7 +106,7 @@ class Microscaled:
 
 @dataclass(frozen=True, eq=False)
 class Ruled:
-    """Scales by a rule that no kernel has: :func:`rules.cast_by`, on every device."""
+    """Scales by a rule for which there is no kernel: :func:`rules.cast_by`, on every device."""
 
     layouts: Sequence[Layout]
     formula: Formula
@@ -118,10 +119,12 @@ class Ruled:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A cast under the amax of the whole tensor, which a kernel can find while it makes the tensor; another one casts it.
+    """A cast whose scale depends on the amax of the whole tensor.
 
-    cast: ``cast(x, amax)`` of the matrix and of fp32 (1,) its largest magnitude, or None where that is not known.
-    under: the cast when the amax is known, if the kernel that makes the tensor can do that one; None: it cannot.
+    A kernel that computes the tensor can find the amax, but only a second kernel can cast.
+
+    cast: ``cast(x, amax)`` casts the matrix ``x``; amax: fp32 (1,), its largest magnitude, or None if that is not known. under:
+    makes the encoding for a known amax, by which a kernel casts values as it computes them again; None: no kernel can.
     """
 
     layouts: Sequence[Layout]
@@ -132,13 +135,13 @@ class Measured:
         return self.cast(_matrix(x, self.layouts), None)
 
     def given(self, x: Tensor, amax: Tensor) -> list[EncodedArrays]:
-        """The planes of a tensor whose amax is known."""
+        """The planes of ``x``, whose largest magnitude is ``amax``, fp32 (1,)."""
         return self.cast(_matrix(x, self.layouts), amax)
 
 
 @dataclass(frozen=True, eq=False)
 class WithOriginal:
-    """The planes of another encoding, and last, as a plane, the tensor itself, which whoever makes it stores."""
+    """The planes of another encoding, followed by the tensor itself as a plane, which the kernel that computes it stores."""
 
     layouts: Sequence[Layout]
     encode: Encoding
@@ -148,12 +151,12 @@ class WithOriginal:
 
 
 def apart(encode: Encoding) -> tuple[Encoding, bool]:
-    """What is cast, and whether the tensor itself is a plane as well."""
+    """The encoding without the tensor itself, and whether that is a plane, too."""
     return (encode.encode, True) if isinstance(encode, WithOriginal) else (encode, False)
 
 
 def original(stored: Tensor | None) -> list[EncodedArrays]:
-    """The plane of a tensor that was stored beside its casts, if it was."""
+    """The tensor itself as a plane, if it was stored beside its casts; nothing for None."""
     return [] if stored is None else [(stored,)]
 
 

@@ -1,4 +1,4 @@
-"""What a cast did to a tensor, as :mod:`opfuse.inspect` asks for it: a kernel of CUDA tensors, numerics/figures.py of others."""
+"""Figures of what a cast did to a tensor, for :mod:`opfuse.inspect`: on a GPU one kernel, elsewhere numerics/figures.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK, _THREADS = 16384, 256  # elements, threads
 def cast_figures(
     launch: Launcher, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, reach: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One read of all. Sums are in another order than the definition's: 4096 units of fp64 are 1e-12 of them."""
+    """Reads each tensor once. Sums have another order than the definition's: 4096 units of fp64, the tolerance, are 1e-12."""
     if x.dtype not in C_TYPES:
         return definition(x, q, scale, reach=reach)
     x, q, scale = (each.contiguous() for each in (x, q, scale))

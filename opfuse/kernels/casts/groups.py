@@ -1,6 +1,6 @@
-"""Casts of a matrix whose groups of rows are cast apart, where the device alone knows how many rows each has: one launch for all.
+"""Casts of groups of rows whose sizes only the device knows: one launch casts each group of a matrix as if it were alone.
 
-Launches are made for the most tiles that any sizes of the groups take, so that they are the same whatever these are.
+A launch has blocks for the most tiles that groups of any sizes can take, so it is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def cast_block_groups(
     eps: float = 0.0,
     pow2: bool = True,
 ) -> list[definition.Encoded]:
-    """One read of each row that is cast. Rows alone know no groups: they are what :func:`cast_block` makes.
+    """Reads each row that is cast once. Rowwise planes do not depend on groups: alone, :func:`cast_block` makes them.
 
-    Nothing looks at the values of ``index``, which must be rows of ``x``.
+    The values of ``index`` must be numbers of rows of ``x``; nothing checks that.
     """
     if index is None and all(layout.usage == ROWWISE for layout in layouts):
         return cast_block.run(launch, x, layouts, eps=eps, pow2=pow2)
@@ -75,7 +75,7 @@ def cast_block_groups(
 
 @functools.lru_cache(maxsize=4096)
 def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, indexed: bool) -> Variant:
-    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes; in columnwise ones, groups are on tiles."""
+    """The variant that casts a contiguous matrix of ``shape`` and ``dtype``; in columnwise planes each group begins on a tile."""
     rowwise, columnwise = ([layout for layout in layouts if layout.usage == usage] for usage in USAGES)
     for each in (*rowwise, *(layout.replace(shape=tuple(shape)) for layout in columnwise)):
         check_cast(shape, dtype, [each], family="block", where="cast_block_groups")

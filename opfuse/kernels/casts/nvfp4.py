@@ -1,7 +1,7 @@
-"""The NVFP4 cast and its global amaxes as the library calls them: with the results of numerics/casts.py.
+"""The NVFP4 cast and its global amaxes: kernels with the bits of numerics/casts.py.
 
-Planes that no quantizer makes (lines of odd length, rotated rows, rotation of other than bf16, tiles of rotated or row-scaled
-lines) and those of a format of a user's own take the torch definition, on the device too.
+Planes that no quantizer makes are cast by the torch definition, also on a GPU: lines of odd length, rotated rows, rotation of
+other dtypes than bf16, square blocks of rotated or row-scaled lines. So are planes in a user's own format.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_PLANE = _PLANE(codes=0, scales=0, amax=0, quads=0)
 
 @kernel("amax_nvfp4.cu", reference=definition.amaxes_nv, tolerance=BITWISE)
 def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    """One read of ``x``. Planes that hold it as it is, under one amax, share a tensor."""
+    """Reads ``x`` once. Planes of unrotated values under one amax share the tensor of that amax."""
     if not _is_known(tuple(layouts), x.shape, x.dtype):
         return definition.amaxes_nv(x, layouts)
     signs = _rotation(layouts)
@@ -72,7 +72,7 @@ def cast_nv(
     seed: torch.Tensor | None = None,
     error: definition.ErrorMode | None = None,
 ) -> list[definition.Encoded]:
-    """One read of ``x``."""
+    """Reads ``x`` once; once for each plane if square blocks have several amaxes."""
     x = x.contiguous()
     asked = _AskedPlane(tuple(layouts), x.shape, x.dtype, rows, error, seed is not None)
     work = _work(asked, on_bytes(x, VECTOR))
@@ -98,7 +98,7 @@ def cast_nv(
 
 
 class _AskedPlane(NamedTuple):
-    """What the kernel of a cast depends on: the planes and the matrix, rows of a block of scales, how values are rounded."""
+    """What the kernel of a cast depends on: the planes, the matrix, how many rows share a scale, and how values are rounded."""
 
     layouts: tuple[Layout, ...]
     shape: tuple[int, ...]
@@ -109,13 +109,13 @@ class _AskedPlane(NamedTuple):
 
     @property
     def rounding(self) -> str:
-        """ROUNDING of nvfp4.cuh."""
+        """The value of the macro ROUNDING in nvfp4.cuh."""
         return self.error or ("STOCHASTIC" if self.is_stochastic else "NEAREST")
 
 
 @functools.lru_cache(maxsize=4096)
 def _work(asked: _AskedPlane, on_vectors: bool) -> tuple[Variant, str, Grid] | None:
-    """What casts a contiguous matrix; None if the kernels do not know such planes. The errors of :func:`definition.check_nv`."""
+    """The launch that casts a contiguous matrix; None if no kernel makes such planes. Errors: of :func:`definition.check_nv`."""
     layouts, shape, dtype, rows, error, _ = asked
     definition.check_nv(rows, error)
     signs = _rotation(layouts)
@@ -145,7 +145,7 @@ def _work(asked: _AskedPlane, on_vectors: bool) -> tuple[Variant, str, Grid] | N
 
 @functools.lru_cache(maxsize=4096)
 def _is_known(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the kernels know such planes of a matrix of ``shape`` and ``dtype``; the errors of :func:`checks.check_cast`."""
+    """Whether kernels can make such planes of a matrix of ``shape`` and ``dtype``. Errors: of :func:`checks.check_cast`."""
     check_cast(shape, dtype, layouts, family="nv", where="an NVFP4 cast")
     rotated = [layout for layout in layouts if layout.format.rht]
     whole = dtype == torch.bfloat16 and shape[0] % SIZE == 0
@@ -155,7 +155,7 @@ def _is_known(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.
 
 
 def _rotation(layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """The signs under which columns are rotated; none if they are not."""
+    """The 16 signs of the Hadamard transform that rotates columns; none if they are not rotated."""
     return next((layout.format.rht for layout in layouts if layout.format.rht), ())
 
 

@@ -1,6 +1,7 @@
-"""Room for the planes of a cast that another kernel does, and what that kernel is told of them: a function for each encoding.
+"""Memory for the planes of a cast that runs inside another kernel, and the fields by which that kernel finds them.
 
-A kernel declares what it takes, by name, in a struct of its own: Encode of one that casts tiles, Target of one that casts rows.
+There is one function for each encoding. The kernel declares the fields that it takes in a struct: ``Encode`` if it casts tiles,
+``Target`` if it casts rows. A function returns the fields of both, and the struct picks its own by name.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from opfuse.kernels.casts.tensor import new_mx
 from opfuse.numerics.checks import check_number
 
 Room = tuple[list[EncodedArrays], dict[str, Any]]
-"""The planes of an encoding, in its order, and the fields that kernels choose from."""
+"""The planes of an encoding, uninitialized and in the order of its layouts, and the fields that kernels choose from."""
 
 
 def room_for(encode: Encoding, x: Tensor, dtype: torch.dtype) -> Room:
-    """Room on the device of ``x`` for the cast of values that were rounded to ``dtype``."""
+    """Memory on the device of ``x`` for the cast of a matrix whose values were rounded to ``dtype``."""
     return _ROOMS[type(encode)](encode, x, dtype)
 
 

@@ -1,6 +1,7 @@
-"""The casts with a scale for each line as the library calls them: kernels with the results of numerics/casts.py.
+"""Casts with an fp32 scale for each line, a row or a column: kernels with the bits of numerics/casts.py.
 
-Rows alone are read once. Where columns have scales as well, a first kernel finds the amaxes of lines and a second one casts.
+Where only rows have scales, one kernel reads the tensor once. Where columns have scales too, one kernel finds the amaxes of all
+lines, and a second one casts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _AMAX = parameter_of("amax_lines.cu")
 _AMAX_TILE, _AMAX_THREADS = (128, 256), 256
 _ROW = parameter_of("cast_row.cu")
 _RESIDENT = {True: 4, False: 1}
-"""Blocks that share a multiprocessor at least, where vectors are loaded and where elements are, which take more registers."""
+"""Blocks of threads that must fit on a multiprocessor: with vector loads (True), or element by element, in more registers."""
 _LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
 _NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _TILE, _TILE_THREADS = (256, 64), 512
@@ -34,7 +35,7 @@ _TILE, _TILE_THREADS = (256, 64), 512
 
 @kernel("amax_lines.cu", reference=definition.line_amaxes, tolerance=BITWISE)
 def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> list[torch.Tensor]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     check_matrix(x.shape, x.dtype, where="line_amaxes")
     x = x.contiguous()
     height, width = x.shape
@@ -52,7 +53,7 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
 def cast_row(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> list[definition.Encoded]:
-    """One read of ``x`` for rows, two for columns or both."""
+    """Reads ``x`` once for rows alone, twice for columns or both."""
     if not are_known(layouts):
         return definition.cast_row(x, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
@@ -71,7 +72,7 @@ def cast_row(
 
 @functools.lru_cache(maxsize=4096)
 def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: str, pow2: bool) -> Variant:
-    """What casts rows of so many elements of ``dtype``."""
+    """The variant that casts rows of ``columns`` elements of ``dtype``."""
     is_aligned = on_vectors and columns % PACK == 0
     shared = rows.defines(columns, rows.held(columns, dtype.itemsize), is_aligned=is_aligned)
     own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned]}
@@ -88,7 +89,7 @@ def cast_lines(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> list[definition.Encoded]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     if not are_known(layouts):
         return definition.cast_lines(x, amaxes, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
@@ -110,7 +111,7 @@ def cast_lines(
 def _lines_work(
     layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, pow2: bool
 ) -> tuple[Variant, Grid]:
-    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    """The variant and grid that cast a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
     check_cast(shape, dtype, layouts, family="row", where="cast_lines")
     (height, width), usages = shape, {layout.usage for layout in layouts}
     variant = variant_of(
@@ -127,6 +128,6 @@ def _lines_work(
 
 
 def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
-    """Room for the data and scales of a plane."""
+    """Memory for the data (uint8) and scales (fp32) of a plane."""
     data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
     return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)

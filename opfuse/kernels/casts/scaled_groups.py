@@ -1,6 +1,6 @@
-"""Casts of groups of rows (groups.py) with a scale for each group, or for each of its columns: one launch for all groups.
+"""Casts of groups of rows (groups.py) with a scale for each group, or for each column of a group: one launch for all groups.
 
-Scales of amaxes that are not known take a launch more, which finds them.
+Where scales follow from amaxes that are not known, another launch finds these first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Li
 _NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _AMAX_COLUMNS, _CAST_COLUMNS, _THREADS, _FOUR_BYTES = 256, 64, 256, 16
 _CAPACITIES = (8, 32, MOST_GROUPS)
-"""Groups of a launch that are compiled for."""
+"""Numbers of groups for which the kernel is compiled; a launch takes the least that is enough."""
 
 
 def _tiles(groups: RowGroups) -> int:
-    """The address of the tiles in the table."""
+    """The address of the tiles in the table of groups."""
     return groups.table.data_ptr() + groups.at(TILE) * _FOUR_BYTES
 
 
@@ -48,7 +48,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 @kernel("amax_groups.cu", reference=definition.group_amaxes, tolerance=BITWISE)
 def group_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     check_matrix(x.shape, x.dtype, where="group_amaxes")
     x = x.contiguous()
     amaxes = torch.zeros(groups.number, dtype=torch.float32, device=x.device)
@@ -69,7 +69,7 @@ def cast_current_groups(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     scaling = [(0, amaxes.data_ptr() + i * amaxes.itemsize) for i in range(groups.number)]
     return _cast(launch, x, groups, layouts, scaling, eps=eps, pow2=pow2)
 
@@ -82,7 +82,7 @@ def cast_recording_groups(
     states: Sequence[tuple[torch.Tensor, torch.Tensor]],
     layouts: Sequence[Layout],
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """One read of ``x``, which finds the amaxes on the way."""
+    """Reads ``x`` once, and finds the amaxes on the way."""
     where = "cast_recording_groups"
     scaling = [
         (check_number(scale, x.device, where=f"{where} scale"), check_number(amax, x.device, where=f"{where} amax"))
@@ -102,7 +102,10 @@ def _cast(
     pow2: bool = False,
     record: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """scaling: the addresses of each group's scale, 0 if its amax decides it, and of its amax."""
+    """Data of the planes, and fp32 decode scales (groups, 1).
+
+    scaling: for each group the addresses of its scale, 0 if that is computed from its amax, and of its amax.
+    """
     check_group_cast(x, groups, layouts, family="tensor", where="cast_tensor_groups")
     x = x.contiguous()
     usages = frozenset(layout.usage for layout in layouts)
@@ -125,7 +128,7 @@ def _cast(
 
 @functools.cache
 def _tensor_work(usages: frozenset[Usage], *types: tuple[str, str], number: int, **defines: bool) -> tuple[Variant, CStruct]:
-    """What casts so many groups to planes of these usages, and its parameter."""
+    """The variant that casts ``number`` groups to planes of these usages, and the struct of its parameter."""
     capacity = next(most for most in _CAPACITIES if most >= number)
     parameter = parameter_of("cast_tensor_groups.cu", GROUPS=capacity)
     planes = {"ROWWISE": ROWWISE in usages, "COLUMNWISE": COLUMNWISE in usages}
@@ -134,7 +137,7 @@ def _tensor_work(usages: frozenset[Usage], *types: tuple[str, str], number: int,
 
 @kernel("amax_lines.cu", reference=definition.group_line_amaxes, tolerance=BITWISE)
 def group_line_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage]) -> list[torch.Tensor]:
-    """One read of ``x``. Rows alone know no groups."""
+    """Reads ``x`` once. Amaxes of rows do not depend on groups."""
     if COLUMNWISE not in usages:
         return line_amaxes.run(launch, x, usages)
     check_matrix(x.shape, x.dtype, where="group_line_amaxes")
@@ -160,7 +163,7 @@ def cast_lines_groups(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> list[Encoded]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     check_group_cast(x, groups, layouts, family="row", where="cast_lines_groups")
     x = x.contiguous()
     rows, columns = x.shape
@@ -198,7 +201,7 @@ def cast_lines_groups(
 def cast_row_groups(
     launch: Launcher, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> list[Encoded]:
-    """Two reads of ``x``. Rows alone know no groups: they are what :func:`cast_row` makes, in one."""
+    """Reads ``x`` twice. Rowwise planes do not depend on groups: alone, :func:`cast_row` makes them, and reads ``x`` once."""
     if all(layout.usage == ROWWISE for layout in layouts):
         return cast_row.run(launch, x, layouts, eps=eps, pow2=pow2)
     amaxes = group_line_amaxes.run(launch, x, groups, [layout.usage for layout in layouts])

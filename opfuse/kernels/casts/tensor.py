@@ -1,8 +1,8 @@
-"""The casts as the library calls them: kernels for CUDA tensors, whose results are those of numerics/casts.py.
+"""Casts with one scale for the whole tensor, and MXFP8 casts: kernels with the bits of numerics/casts.py.
 
-A launch takes a contiguous matrix of any size; where rows do not start on 16 bytes, elements are moved one by one. What is asked
-of matrix and layouts (see checks.py) is checked once for each combination. Planes of a format of a user's own take the torch
-definition, on the device too.
+A launch takes a contiguous matrix of any size; if its rows do not start on 16 bytes, the kernel moves single elements. Matrix and
+layouts are checked (numerics/checks.py) once for each combination of shape, dtype and layouts. Planes in a user's own format are
+cast by the torch definition, also on a GPU.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _MX_BIAS: dict[ScaleRounding, int] = {"ceil": 0x1FFFFF, "floor": 0}
 
 
 _Work = tuple[Variant, str, Grid]
-"""Variant, entry and grid of a launch."""
+"""Variant, name of the kernel in it, and grid of a launch."""
 
 
 @kernel("amax.cu", reference=definition.tensor_amax, tolerance=BITWISE)
 def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     x = x.contiguous()
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
     grid = Grid(ceil_div(x.numel(), _AMAX_BLOCK), 256)
@@ -63,7 +63,7 @@ def _amax_variant(dtype: torch.dtype, on_vectors: bool) -> Variant:
 def cast_current(
     launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """One read of ``x``; every thread finds the scale from ``amax``."""
+    """Reads ``x`` once; every thread computes the scale from ``amax``."""
     if not are_known(layouts):
         return definition.cast_current(x, amax, layouts, eps=eps, pow2=pow2)
     return _cast_tensor(launch, x, layouts, (0, check_number(amax, x.device, where="cast_current amax")), (eps, pow2))
@@ -73,7 +73,7 @@ def cast_current(
 def cast_recording(
     launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """One read of ``x``, which finds its amax on the way."""
+    """Reads ``x`` once, and finds its amax on the way."""
     if not are_known(layouts):
         return definition.cast_recording(x, scale, amax, layouts)
     device = x.device
@@ -88,7 +88,10 @@ def _cast_tensor(
     scaling: tuple[int, int],
     rule: tuple[float, bool] = (0.0, False),
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Data of the planes and their decode scale; ``scaling`` is the addresses of the scale, 0 if amax decides it, and of amax."""
+    """Data of the planes, and their decode scale, fp32 (1,).
+
+    scaling: addresses of the scale, 0 if it is computed from the amax, and of the amax. rule: eps and pow2 of that computation.
+    """
     x = x.contiguous()
     work = _tensor_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), scaling[0] != 0)
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
@@ -105,7 +108,7 @@ def _cast_tensor(
 def _tensor_work(
     layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, record: bool
 ) -> _Work:
-    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
+    """The launch that casts a contiguous matrix of ``shape`` and ``dtype`` to these planes. record: under a given scale."""
     check_cast(shape, dtype, layouts, family="tensor", where="cast_recording" if record else "cast_current")
     rows, columns = shape
     usages = {layout.usage for layout in layouts}
@@ -131,7 +134,7 @@ def _tensor_work(
 def cast_mx(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil"
 ) -> list[definition.Encoded]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     if not are_known(layouts):
         return definition.cast_mx(x, layouts, rows=rows, rounding=rounding)
     x = x.contiguous()
@@ -143,7 +146,7 @@ def cast_mx(
 
 @functools.lru_cache(maxsize=4096)
 def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, block_rows: int) -> _Work:
-    """What casts a contiguous matrix of ``shape`` and ``dtype`` to these planes, in blocks of ``block_rows`` x 32."""
+    """The launch that casts a contiguous matrix of ``shape`` and ``dtype`` to these planes, in blocks of ``block_rows`` x 32."""
     check_cast(shape, dtype, layouts, family="mx", where="cast_mx")
     check_choice(block_rows, definition.MX_ROWS, where="cast_mx rows")
     (rows, columns), usages, swizzled = shape, {layout.usage for layout in layouts}, layouts[0].swizzled
@@ -174,7 +177,7 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
 def new_mx(
     layouts: Sequence[Layout], x: torch.Tensor, rounding: ScaleRounding
 ) -> tuple[list[definition.Encoded], dict[str, int]]:
-    """Room for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the bias of exponents."""
+    """Memory for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the exponents' bias."""
     bias = _bias(rounding)
     planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
     fields = {"rows": layouts[0].shape[0], "columns": layouts[0].shape[1], "bias": bias}
@@ -184,23 +187,23 @@ def new_mx(
 
 
 def _bias(rounding: ScaleRounding) -> int:
-    """What is added to the bits of an amax before its exponent is taken; QuantizerError for another rounding."""
+    """What a kernel adds to the bits of an amax before it takes the exponent. QuantizerError for an unknown rounding."""
     if rounding not in _MX_BIAS:
         check_choice(rounding, _MX_BIAS, where="cast_mx rounding")
     return _MX_BIAS[rounding]
 
 
 def _addresses(plane: definition.Encoded | None) -> tuple[int, int]:
-    """Of data and scales; 0 of a plane that is not made."""
+    """Addresses of data and of scales; zeros for a plane that is not wanted."""
     return (0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr())
 
 
 def new_encoded(x: torch.Tensor, layout: Layout) -> definition.Encoded:
-    """Room for the data and scales of a plane on the device of ``x``. Kernels write no padding: it is 0."""
+    """Memory for the data and scales of a plane on the device of ``x``. Padding of scales is 0, since kernels do not write it."""
     return torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device), new_scale(layout, x.device)
 
 
 def new_scale(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Room for the one-byte scales of a plane."""
+    """Memory for the one-byte scales of a plane; zeros if some of it is padding."""
     new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
     return new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)

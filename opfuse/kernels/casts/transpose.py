@@ -1,4 +1,4 @@
-"""The transpose of a matrix of bytes as the library calls it: a columnwise plane of FP8 is that of the rowwise codes."""
+"""The transpose of a matrix of bytes: under one scale, the columnwise FP8 plane is that of the rowwise codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS, _COLUMNS, _THREADS = 256, 64, 512
 
 @kernel("transpose.cu", reference=definition, tolerance=BITWISE)
 def transposed(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
-    """One read of ``x``, whose elements are bytes; others take the torch definition."""
+    """Reads ``x`` once. Its elements are bytes; others take the torch definition."""
     if x.dtype != torch.uint8 or x.ndim != 2:
         return definition(x)
     x, (rows, columns) = x.contiguous(), x.shape

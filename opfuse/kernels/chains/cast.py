@@ -70,7 +70,7 @@ def forward_chain_cast(
     keep: Collection[int] = (),
     stores: bool = False,
 ) -> ForwardResult:
-    """One read of ``x`` and of each operand; two if the amax of the result decides the cast, and the result is not stored."""
+    """Reads ``x`` and each operand once; twice if the scale depends on the amax of the whole result, and that is not stored."""
     if isinstance(encode, Measured):
         return _forward_measured(launch, x, stages, encode, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
     call = forward_call(x, stages, rounding, dtype, keep, stores=stores) if type(encode) in CASTS else None
@@ -92,7 +92,7 @@ def backward_chain_cast(
     dtype: torch.dtype | None = None,
     stores: bool = False,
 ) -> BackwardResult:
-    """One read of ``dy``, of what was saved and of each operand."""
+    """Reads ``dy``, saved tensors and operands once."""
     known = type(encode) in CASTS
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores) if known else None
     planes = None if call is None else _run_cast(launch, call, encode)

@@ -50,7 +50,7 @@ def forward_chain(
     dtype: torch.dtype | None = None,
     keep: Collection[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """One read of ``x`` and of each operand."""
+    """Reads ``x`` and each operand once."""
     call = forward_call(x, stages, rounding, dtype, keep)
     if call is None or call.result is None:
         return definition.forward_chain(x, stages, rounding=rounding, dtype=dtype, keep=keep)
@@ -68,7 +68,7 @@ def backward_chain(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """One read of ``dy``, of what was saved and of each operand; operand gradients are summed in two passes of fixed order."""
+    """Reads ``dy``, saved tensors and operands once. Gradients of operands are summed in two steps, in a fixed order."""
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
     if call is None or call.result is None or not _has_kernel(call):
         return definition.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)

@@ -1,1 +1,1 @@
-"""The normalisations as the library calls them."""
+"""The launches of normalisations."""

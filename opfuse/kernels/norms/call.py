@@ -1,4 +1,4 @@
-"""What a call of a normalisation comes to: its tensors, what its kernel is compiled for, the threads that share a row."""
+"""One call of a normalisation kernel: its tensors, what the kernel is compiled for, and how many threads share a row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KINDS = {"rms_norm": "RMS_NORM", "layer_norm": "LAYER_NORM", "l2_normalization"
 
 
 class NormVariant(NamedTuple):
-    """What the variant of a kernel depends on in a call, beside the tensors that the kernel makes.
+    """What a kernel is compiled for in a call, beside the dtypes of the tensors that it makes.
 
-    weight: the type of the parameters, fp32 where there are none. is_aligned: every eight of columns of every tensor starts where
-    a vector can, and is whole.
+    x, weight: dtypes of the input and of the parameters; fp32 without parameters. is_aligned: the number of columns is a multiple
+    of eight, and every eight of every tensor starts at an address from which a vector can be loaded.
     """
 
     kind: NormKind
@@ -37,17 +37,18 @@ class NormVariant(NamedTuple):
 
     @property
     def packs(self) -> int:
-        """Eights of columns that a thread has."""
+        """How many eights of columns each thread has."""
         return rows.packs(self.columns)
 
     def held(self, *dtypes: torch.dtype) -> int:
-        """The eights of tensors of these types that a thread can hold in registers, 0 if they are too many."""
+        """How many eights of tensors of these dtypes a thread holds in registers: all of its own, or 0 if they are too many."""
         return rows.held(self.columns, self._widest(*dtypes))
 
     def resident(self, *dtypes: torch.dtype, twice: bool = False) -> int:
-        """Blocks of a forward kernel of these types that share a multiprocessor, as its registers allow.
+        """How many blocks of a forward kernel share a multiprocessor, as far as its registers allow.
 
-        twice: whether the kernel makes each value twice, which takes more of them where there is a mean as well.
+        dtypes: of the tensors that it makes. twice: whether it computes each value twice, which takes more registers where there
+        is a mean as well.
         """
         if not self._is_light(*dtypes):
             return 1
@@ -56,11 +57,11 @@ class NormVariant(NamedTuple):
         return 4 - (many or wide) - (many and wide and twice)
 
     def resident_backward(self, *dtypes: torch.dtype) -> int:
-        """The same of a backward kernel."""
+        """How many blocks of a backward kernel share a multiprocessor."""
         return 2 if self._is_light(*dtypes) and not (self.kind == "layer_norm" and self._is_wide(*dtypes)) else 1
 
     def defines(self, held: int) -> dict[str, str | int]:
-        """What Norm in norm.cuh is compiled with."""
+        """The macros with which norm.cuh is compiled."""
         return {
             "IN": C_TYPES[self.x],
             "WEIGHT": C_TYPES[self.weight],
@@ -70,11 +71,11 @@ class NormVariant(NamedTuple):
         }
 
     def _is_light(self, *dtypes: torch.dtype) -> bool:
-        """Whether a thread has so few registers' worth of values that several blocks can share a multiprocessor."""
+        """Whether the values of a thread take so few registers that several blocks can share a multiprocessor."""
         return self._bytes(*dtypes) <= rows.MOST_BYTES // 2 and self.is_aligned
 
     def _is_wide(self, *dtypes: torch.dtype) -> bool:
-        """Whether parameters take many registers, too."""
+        """Whether the parameters take many registers, too."""
         return self.weight.itemsize > 2 and self.kind != "l2_normalization" and self._bytes(*dtypes) > rows.MOST_BYTES // 4
 
     def _bytes(self, *dtypes: torch.dtype) -> int:
@@ -85,7 +86,7 @@ class NormVariant(NamedTuple):
 
 
 class NormCall(NamedTuple):
-    """A normalisation of a contiguous matrix, with contiguous parameters, and its statistics, given or to be stored."""
+    """A normalisation of a contiguous matrix with contiguous parameters; statistics are read, or memory to store them in."""
 
     x: Tensor
     norm: Norm
@@ -95,11 +96,11 @@ class NormCall(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """Blocks for all rows."""
+        """Enough blocks for all rows."""
         return rows.grid(self.rows, self.columns)
 
     def form(self, *tensors: Tensor) -> NormVariant:
-        """With these other tensors."""
+        """What the kernel is compiled for if it reads or makes ``tensors`` as well."""
         norm, aligned = self.norm, self.columns % EIGHT == 0
         for each in (self.x, norm.weight, norm.bias, *tensors):
             aligned = aligned and (each is None or on_bytes(each, min(VECTOR, EIGHT * each.element_size())))
@@ -107,27 +108,27 @@ class NormCall(NamedTuple):
         return NormVariant(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
 
     def without_bias(self) -> NormCall:
-        """Without the address of beta, which no gradient reads: a tape could not say where it comes from."""
+        """The call without the address of beta: no gradient reads it, and a tape could not tell where it comes from."""
         return self._replace(norm=replace(self.norm, bias=None))
 
     def fields(self) -> tuple[int | float, ...]:
-        """Those of Norm in norm.cuh."""
+        """The fields of the struct Norm in norm.cuh."""
         norm, size = self.norm, {"rows": self.rows, "columns": self.columns, "packs": rows.packs(self.columns)}
         tensors = addresses(x=self.x, weight=norm.weight, bias=norm.bias, rstd=self.statistics.rstd, mean=self.statistics.mean)
         return _NORM(**tensors, **size, size=float(self.columns), eps=norm.eps)
 
 
 def addresses(**tensors: Tensor | None) -> dict[str, int]:
-    """Of tensors by name; 0 for those that are not there."""
+    """The addresses of tensors by name; 0 for None."""
     return {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
 
 
 def call_of(
     x: Tensor, norm: Norm, statistics: Statistics | None, dtypes: Sequence[torch.dtype], *others: Tensor
 ) -> NormCall | None:
-    """The call of a kernel that makes ``dtypes`` and reads ``others``, too; None if a kernel cannot take it.
+    """The call of a kernel that makes tensors of ``dtypes`` and also reads ``others``; None if no kernel can take it.
 
-    Without statistics there is new memory for them. ShapeError if shapes do not fit.
+    statistics: None for new memory, which the kernel fills. ShapeError if shapes do not fit.
     """
     height, columns = norm.matrix(x)
     weight, bias = norm.weight, norm.bias

@@ -1,10 +1,12 @@
-"""Normalisations that end in a cast: by rows in the same kernel, by columns in the one that casts a chain of elementwise ops.
+"""Normalisations that end in a cast.
 
-A row's codes need its statistics, which need all of it; so the kernel that has a row casts it by rows. What is cast by columns,
-or in squares, is read twice: for the statistics, then in tiles, where the rest of a normalisation is an elementwise op. Where
-the amax of the result decides its scale, the kernel that finds the statistics finds it, too; it stores the result only where
-reading that back takes fewer bytes. A result that is kept as well, as for a backward pass in high precision, is stored by the
-kernel that casts it by rows, and read by one that casts it in another way.
+- A rowwise cast runs in the kernel of the normalisation, which holds whole rows and knows their statistics.
+- A columnwise cast, or one in square blocks, takes two kernels, which both read the input. The first finds the statistics. With
+  these the rest of a normalisation is an elementwise op, so the second is the kernel that casts a chain of such ops in tiles.
+- If the scale depends on the amax of the whole result, the kernel that finds the statistics finds the amax, too. A second kernel
+  computes the result again from the input and casts it; where storing the result and reading it takes fewer bytes, that is done.
+- If the result is kept as well, as for a backward pass in high precision, a rowwise cast stores it beside the codes; before any
+  other cast it is stored, and the cast reads it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ from opfuse.numerics.pointwise import OperandKind, Pointwise
 def norm_then_cast(
     x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
 ) -> tuple[list[EncodedArrays], Statistics]:
-    """The cast of :func:`norm_forward`'s y, and the statistics."""
+    """The planes of :func:`norm_forward`'s y, in the order of ``encode.layouts``, and the statistics.
+
+    dtype: to which y is rounded before the cast; by default that of ``x``. Errors: of :func:`norm_forward` and of ``encode``.
+    """
     y, statistics = norm_forward(x, norm, dtype=dtype)
     return encode(y), statistics
 
@@ -56,7 +61,7 @@ def norm_then_cast(
 def norm_cast(
     launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
 ) -> tuple[list[EncodedArrays], Statistics]:
-    """One read of ``x`` for codes by rows, two for others and where the amax of the result decides the cast."""
+    """Reads ``x`` once for a rowwise cast, twice for others and where the scale depends on the amax of the whole result."""
     dtype = dtype or x.dtype
     call = call_of(x, norm, None, [dtype])
     if call is None:
@@ -67,7 +72,7 @@ def norm_cast(
 
 
 def _cast(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype, y: Tensor | None) -> list[EncodedArrays]:
-    """The planes of what is rounded to ``dtype``; it is stored in ``y``, if that is given."""
+    """The planes of the result, rounded to ``dtype``; the result is stored in ``y``, if that is given."""
     if isinstance(encode, Measured):
         return _measured(launch, call, encode, dtype, y)
     if (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts):
@@ -92,12 +97,12 @@ def _measured(launch: Launcher, call: NormCall, encode: Measured, dtype: torch.d
 
 
 def _room(call: NormCall, dtype: torch.dtype, y: Tensor | None) -> Tensor:
-    """``y``, or new memory for it."""
+    """``y``, or new memory for the result."""
     return torch.empty(call.x.shape, dtype=dtype, device=call.x.device) if y is None else y
 
 
 def _is_whole(call: NormCall, encode: Encoding) -> bool:
-    """Whether the planes are those of the rows that are normalised, in whole units of their formats."""
+    """Whether the planes are those of the matrix that is normalised, and their lines whole multiples of what formats ask for."""
     whole = all(layout.lines[1] % layout.format.multiple == 0 for layout in encode.layouts)
     return whole and (call.rows, call.columns) == encode.layouts[0].shape and are_known(encode.layouts)
 
@@ -106,7 +111,7 @@ def _is_whole(call: NormCall, encode: Encoding) -> bool:
 
 
 def _is_by_rows(encode: Encoding) -> bool:
-    """Whether all that a row's codes and scales depend on is the row; of a per-tensor cast, what its codes do."""
+    """Whether the codes of a row depend on that row alone, and so do its scales, unless the tensor has a given one."""
     layout = encode.layouts[0]
     rows = encode.rows if isinstance(encode, Microscaled) else 1 if layout.format.family == "tensor" else layout.block[0]
     return len(encode.layouts) == 1 and layout.usage == ROWWISE and rows == 1
@@ -145,9 +150,9 @@ def _variant(
 
 
 class _RowCast(NamedTuple):
-    """What norm_cast.cu calls it, and the family of its formats.
+    """A cast by rows: its name in norm_cast.cu, and the family of its formats.
 
-    twice: whether values are made twice, first for the amax of the row.
+    twice: whether the kernel computes values twice, first for the amax of the row.
     """
 
     name: str
@@ -156,7 +161,7 @@ class _RowCast(NamedTuple):
 
     @property
     def target(self) -> CStruct:
-        """Its Target."""
+        """The struct by which the kernel finds the planes."""
         return parameter_of("norm_cast.cu", f"{self.name}::Target")
 
 
@@ -166,13 +171,13 @@ _TARGETS: Mapping[type, _RowCast] = {
     Blocks: _RowCast("Blocks", "block"),
     Microscaled: _RowCast("Microscaled", "mx"),
 }
-"""The casts by rows, by the type of the encoding."""
+"""Casts by rows, by the type of the encoding."""
 
 # -- by tiles ----------------------------------------------------------------------------------------------------------------
 
 
 def _by_tiles(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dtype) -> list[EncodedArrays]:
-    """What is left to do when the statistics are there."""
+    """The planes of a normalised matrix whose statistics are known."""
     x = call.x.view(call.rows, call.columns)
     rounding: Rounding = "per_op" if x.dtype == dtype else "single"  # which alone does not round x
     stage = stage_of(call.norm, call.statistics)
@@ -181,7 +186,7 @@ def _by_tiles(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.d
 
 
 def stage_of(norm: Norm, statistics: Statistics) -> Stage:
-    """What is left of the normalisation of a matrix when its statistics are known: an elementwise op."""
+    """The elementwise op that a normalisation of a matrix is once its statistics are known."""
     tensors = {"weight": norm.weight, "bias": norm.bias, **statistics._asdict()}
     operands = {name: tensor.flatten() for name, tensor in tensors.items() if tensor is not None}
     return Stage(_stage_math(norm.kind, norm.zero_centered_gamma), operands)
@@ -189,7 +194,7 @@ def stage_of(norm: Norm, statistics: Statistics) -> Stage:
 
 @functools.cache
 def _stage_math(kind: NormKind, zero_centered: bool) -> Pointwise:
-    """(x - mean) * rstd * gamma + bias, as far as the kind has them; its gradient takes statistics for constants."""
+    """(x - mean) * rstd * gamma + bias, as far as the kind has these terms. Its gradient treats the statistics as constants."""
     operands: dict[str, OperandKind] = {"rstd": "column"}
     normal, gamma, bias = "x * rstd", "", ""
     if kind != "l2_normalization":

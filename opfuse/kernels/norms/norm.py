@@ -1,7 +1,7 @@
-"""The normalisations as the library calls them: kernels for CUDA tensors, with the bits of numerics/norm.py.
+"""Normalisations: kernels with the bits of numerics/norm.py.
 
-A kernel is compiled for the types, the kind and how many columns a thread has. What a kernel cannot take goes to the torch
-definition, which runs it or says what is wrong: other dtypes than fp32, bf16, fp16, parameters of two dtypes.
+A kernel is compiled for the dtypes, the kind, and the number of columns of a thread. What no kernel takes (dtypes other than
+fp32, bf16 and fp16, a weight and a bias of two dtypes) goes to the torch definition, which computes it or says what is wrong.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from opfuse.numerics.norm import BLOCKS, EIGHT, THREADS, Norm, NormGradients, St
 
 _FORWARD, _BACKWARD, _SUMS = map(parameter_of, ("norm_forward.cu", "norm_backward.cu", "norm_sums.cu"))
 
-_ADDERS = 32  # sums of a block that adds up parts
-_SUM_BYTES = 8192  # of shared memory for the sums of an eight of columns of every thread
-_MOST_SHARED = 1 << 16  # bytes, which every device has
+_ADDERS = 32  # sums that one block of norm_sums.cu adds up
+_SUM_BYTES = 8192  # shared memory for the sums of one eight of columns of every thread
+_MOST_SHARED = 1 << 16  # bytes of shared memory, which every device has
 _ADD = {"per_op": 1, "single": 2}
 
 
 @kernel("norm_forward.cu", reference=definition.norm_forward, tolerance=BITWISE)
 def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Statistics]:
-    """One read of ``x``."""
+    """Reads ``x`` once."""
     call = call_of(x, norm, None, [dtype or x.dtype])
     if call is None:
         return definition.norm_forward(x, norm, dtype=dtype)
@@ -45,9 +45,10 @@ def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype 
 def run_forward(
     launch: Launcher, call: NormCall, y: Tensor | None, amax: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Queue the kernel that stores the statistics, and y and its magnitude where there is room for them.
+    """Queue the kernel that finds the statistics and stores them in ``call.statistics``.
 
-    dtype: what y is rounded to, where it is measured without being stored.
+    y: memory for the result; None: it is not stored. amax: fp32 (1,), raised to the largest magnitude of the result; None: that
+    is not measured. dtype: to which the result is rounded before it is measured, where it is not stored.
     """
     form = call.form() if y is None else call.form(y)
     variant = _forward_variant(form, dtype if y is None else y.dtype, y is not None, amax is not None)
@@ -70,11 +71,11 @@ def _forward_variant(form: NormVariant, made: torch.dtype | None, stores: bool, 
 
 
 _Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
-"""Of dy, of dx, and of what is added to it, if anything is."""
+"""The dtypes of dy, of dx, and of what is added to dx, if anything is."""
 
 
 class _BackwardTensors(NamedTuple):
-    """What a backward kernel reads beside the call, and what it makes."""
+    """What a backward kernel reads beside the call (dy, extra) and what it makes; parts: fp32 (blocks, sums, pitch)."""
 
     dy: Tensor
     extra: Tensor | None
@@ -96,7 +97,7 @@ def norm_backward(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
 ) -> NormGradients:
-    """One read of ``dy``, ``x`` and ``extra``; the gradients of parameters are summed in two passes of fixed order."""
+    """Reads ``dy``, ``x`` and ``extra`` once. Gradients of parameters are summed in two steps, in a fixed order."""
     dtype, others = dtype or x.dtype, [dy] if extra is None else [dy, extra]
     call = call_of(x, norm, statistics, [dtype], *others)
     if call is None or rounding not in _ADD or any(t.shape != x.shape for t in others):
@@ -133,7 +134,7 @@ def _sums_variant(weight: torch.dtype) -> Variant:
 
 @functools.cache
 def _backward_variant(form: NormVariant, types: _Dtypes, sums: int, rounding: Rounding) -> tuple[Variant, int]:
-    """The variant, and the bytes of shared memory for sums of columns."""
+    """The variant, and how many bytes of shared memory its sums of columns take."""
     dy, dx, extra = types
     dtypes = [dtype for dtype in types if dtype is not None]
     held = form.held(*dtypes) if sums * form.packs * _SUM_BYTES <= _MOST_SHARED else 0

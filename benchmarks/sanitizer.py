@@ -1,4 +1,6 @@
-"""compute-sanitizer over every kernel and case: ``python -m benchmarks.sanitizer [TOOL …]``. Needs the CUDA toolkit.
+"""compute-sanitizer over every kernel and case: ``python -m benchmarks.sanitizer [TOOL …] [--kernel NAME …]``.
+
+Needs the CUDA toolkit. With ``--kernel``, over the cases of these kernels alone.
 
 Each tool watches several processes that share the cases; torch's caching allocator is off, so that every tensor has edges.
 A tool rewrites every kernel that a process loads, so cases of one kernel's variant are dealt to few processes, by
@@ -11,6 +13,7 @@ its values in either way.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -18,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +41,31 @@ _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) haza
 _DONE = re.compile(r"ran (\d+) cases of (\d+) kernels")
 
 
-def shares(tool: str, count: int = PROCESSES) -> list[list[tuple[str, str]]]:
-    """The cases that ``tool`` is for, as names of kernel and case, dealt to ``count`` processes. Needs no GPU.
+def shares(tool: str, only: Collection[str] = (), count: int = PROCESSES) -> list[list[tuple[str, str]]]:
+    """The cases that ``tool`` is for, as names of kernel and case, dealt to at most ``count`` processes. Needs no GPU.
 
-    Cases that launch the same variants follow each other, and are dealt :data:`DEALT` at a time.
+    Of the kernels in ``only``, by default of all. Cases that launch the same variants follow each other, and are dealt
+    :data:`DEALT` at a time.
     """
     from opfuse.kernels.catalogue import CASES
 
     unseen, word = UNSEEN.get(tool, ("", ""))
+    known = {kernel.name for kernel in CASES}
+    if unknown := sorted({*only} - known):
+        cure = f"name some of {', '.join(sorted(known))}"
+        raise UnsupportedError(describe("--kernel", wanted="names of kernels", got=", ".join(unknown), cure=cure))
     numbers: dict[Variant, int] = {}
     launched: dict[tuple[str, str], list[int]] = {}
     for kernel, cases in CASES.items():
+        if only and kernel.name not in only:
+            continue
         launched |= {(kernel.name, name): [] for name in cases if kernel.name != unseen or word not in name}
         for (variant, _), names in kernel.launches(cases).items():
             for case in {(kernel.name, name) for name in names} & launched.keys():
                 launched[case].append(numbers.setdefault(variant, len(numbers)))
     inorder = sorted(launched, key=launched.__getitem__)
-    return [[case for i, case in enumerate(inorder) if i // DEALT % count == share] for share in range(count)]
+    dealt = ([case for i, case in enumerate(inorder) if i // DEALT % count == share] for share in range(count))
+    return [share for share in dealt if share]
 
 
 def run_cases(chosen: Sequence[Sequence[str]]) -> None:
@@ -72,8 +83,8 @@ def run_cases(chosen: Sequence[Sequence[str]]) -> None:
     print(f"ran {len(chosen)} cases of {len({name for name, _ in chosen})} kernels")
 
 
-def errors(tool: str) -> tuple[int, int]:
-    """What ``tool`` found, and in how many cases.
+def errors(tool: str, only: Collection[str] = ()) -> tuple[int, int]:
+    """What ``tool`` found, and in how many cases: of the kernels in ``only``, by default of all.
 
     UnsupportedError without the tool, RuntimeError with its output if it did not run them all.
     """
@@ -86,7 +97,7 @@ def errors(tool: str) -> tuple[int, int]:
         subprocess.Popen(
             [*command, json.dumps(share)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for share in shares(tool)
+        for share in shares(tool, only)
     ]
     found = ran = 0
     try:
@@ -105,10 +116,10 @@ def errors(tool: str) -> tuple[int, int]:
     return found, ran
 
 
-def records(tools: tuple[str, ...] = TOOLS) -> Iterator[dict[str, Any]]:
+def records(tools: Sequence[str] = TOOLS, only: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Figures for the record."""
     for tool in tools:
-        found, ran = errors(tool)
+        found, ran = errors(tool, only)
         yield {"name": f"compute-sanitizer {tool}, {ran} cases", "value": found, "unit": "errors", "limit": 0, "met": found == 0}
 
 
@@ -124,14 +135,19 @@ def show_unseen() -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--cases"]:
-        run_cases(json.loads(sys.argv[2]))
-        return
-    if sys.argv[1:] == ["--unseen"]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}: by default all")
+    parser.add_argument("--kernel", nargs="+", default=[], metavar="NAME", help="as `opfuse kernels` names them")
+    parser.add_argument("--unseen", action="store_true", help="show what initcheck does not see")
+    parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cases is not None:
+        run_cases(arguments.cases)
+    elif arguments.unseen:
         show_unseen()
-        return
-    for record in records(tuple(sys.argv[1:]) or TOOLS):
-        print(f"{record['name']:44s} {record['value']} errors", flush=True)
+    else:
+        for record in records(arguments.tools or TOOLS, arguments.kernel):
+            print(f"{record['name']:44s} {record['value']} errors", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,11 +28,14 @@ from benchmarks import (
     products,
     pytorch,
     record,
+    sanitizer,
     timing,
     training,
 )
 from docs import performance, tables
 from opfuse.config import Config, load
+from opfuse.errors import UnsupportedError
+from opfuse.kernels.catalogue import CASES
 from opfuse.recipes import Recipe, Support
 from opfuse.train import Comparison, compare
 
@@ -347,6 +351,19 @@ def test_mixtures_are_measured_with_rows_that_are_copied_and_rows_that_are_read(
     page = "".join(performance.groups({"results": [{**each, "script": "grouped"} for each in found]}))
     assert "| rows read | 0.00 (2.00) |" in page
     assert "| 64 tokens of 128 to 2 of 4 |" in page
+
+
+def test_sanitizers_share_the_cases_of_a_kernel() -> None:
+    """Each case goes to one process; those of the same variants follow each other."""
+    (kernel, cases) = next((kernel, cases) for kernel, cases in CASES.items() if kernel.name == "cast_row")
+    dealt = sanitizer.shares("memcheck", ["cast_row"], 4)
+    assert sorted(itertools.chain(*dealt)) == sorted(("cast_row", name) for name in cases)
+    of_case = {name: variant for (variant, _), names in kernel.launches(cases).items() for name in names}
+    loaded = [len({of_case.get(name) for _, name in share}) for share in dealt]  # None: nothing to launch
+    singly = [len({of_case.get(name) for name in list(cases)[i::4]}) for i in range(4)]
+    assert max(loaded) < min(singly)
+    with pytest.raises(UnsupportedError, match=r"got cast_rows\. Cure: name some of amaxes_nv"):
+        sanitizer.shares("memcheck", ["cast_rows"])
 
 
 @pytest.mark.slow

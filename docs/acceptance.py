@@ -1,7 +1,7 @@
 """Writes docs/acceptance.md: ``python docs/acceptance.py`` rewrites it, ``--check`` only compares.
 
-What the package must do, a row for each promise, beside the tests that fail without it. A test names its rows itself, by the
-marker ``row``: ``pytest --row B06`` runs those of one row. Rows of reliability may stand in the name of the test alone.
+The page has a row for each promise of the package, with the tests that fail if the promise is broken. A test names its rows in
+the marker ``row``; ``pytest --row B06`` runs the tests of one row. Rows of reliability, R01 and on, may stand in a test's name.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ SECTIONS: dict[str, Mapping[str, str]] = {
 ROWS = {row: promise for section in SECTIONS.values() for row, promise in section.items()}
 
 LATER: frozenset[str] = frozenset()
-"""Rows that are still without a test."""
+"""Rows that have no test yet."""
 
 COMMANDS = {"R07": "`make sanitize`"}
-"""Rows that a command proves which is no test."""
+"""Rows that a command proves, not a test."""
 
 HEAD = """# Acceptance
 
@@ -172,7 +172,7 @@ tests. To run the tests of a row: `pytest --row B06`; of a row in R: `pytest -k 
 
 _NAMED = re.compile(r"(?<![a-z0-9])r(\d+)(?=_)")
 _OTHERS = "recipes"
-"""Where names of tests count something else by R: traps of recipes."""
+"""The folder where R in names of tests counts traps of recipes, and no rows."""
 
 
 def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
@@ -188,7 +188,7 @@ def proofs(tests: Path = TESTS) -> dict[str, list[str]]:
 
 @functools.cache
 def marked(source: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Tests of a module and the rows that their markers name."""
+    """The tests of a module, and the rows that the markers of each name."""
     return [
         (node.name, tuple(row for decorator in node.decorator_list for row in _rows(decorator)))
         for node in ast.walk(ast.parse(source))
@@ -218,7 +218,7 @@ def _cell(tests: Sequence[str], row: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 if the document is, or now is, as the tests say; 1 if ``--check`` found a difference."""
+    """Write the page, or with ``--check`` compare it; returns 1 if it differs, else 0."""
     if "--check" in arguments:
         return int(not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != document())
     DOCUMENT.write_text(document(), encoding="utf-8")

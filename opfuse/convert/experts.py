@@ -1,8 +1,8 @@
-"""The experts of a mixture, whose matrices are two parameters: they run as grouped products over rows that are sorted by
-expert.
+"""Converts a module that holds all experts of a mixture in two parameters: they become grouped products over sorted rows.
 
-Known by what is computed: on small random weights the module must give sum_k w_k W_down act(W_gate x) * (W_up x), over the
-experts that its second argument names for each token and with the weights of its third, and have the gradients of that.
+Such a module is recognised by what it computes. With small random parameters it must return sum_k w_k W_down (act(W_gate x) *
+(W_up x)) for each token x, over the experts k that its second argument names for the token, with weights w from its third
+argument; and its gradients must be those of that sum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from opfuse.ops.routing import by_group, rows_of
 from opfuse.recipes import Recipe
 
 CLOSE = 1e-9
-"""Of a token's results, in parts of the largest."""
+"""How far a token's results may be off, relative to the largest of them."""
 
 SIZES = (1e-2, 1.0, 10.0, 100.0, 1e4)
-"""Of tokens: some experts cut large values off."""
+"""Magnitudes of the tokens that are tried, since some experts clamp large values."""
 
 
 class Experts(NamedTuple):
-    """A module with experts: names of the parameters (experts, 2 inner, width), gate first, and (experts, width, inner)."""
+    """A module with experts.
+
+    both: name of the parameter (experts, 2 inner, width) that holds gate and up, gate first. down: name of the parameter
+    (experts, width, inner). act: name of the activation.
+    """
 
     module: nn.Module
     both: str
@@ -42,19 +46,19 @@ class Experts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many experts, width, inner width."""
+        """Number of experts, width, and inner width."""
         experts, width, inner = self.module._parameters[self.down].shape  # type: ignore[union-attr]
         return experts, width, inner
 
     @property
     def elements(self) -> int:
-        """Of all their matrices."""
+        """How many elements all matrices have."""
         experts, width, inner = self.sizes
         return 3 * experts * width * inner
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """The experts that a module has; None if it is none, or computes something else with them."""
+    """The experts of a module; None if it has none, or computes something else."""
     three = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
     if len(three) != 2 or len(three) < len(module._parameters) or len(arguments_of(module)) != 3:
         return None
@@ -104,11 +108,11 @@ class Routed(Converted):
     experts: int
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Tokens in, tokens out; which expert has which, values decide."""
+        """A tensor like the tokens; which expert gets which token depends on values."""
         return (torch.empty_like(given[0]),)
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Each token once for each of its experts, sorted by expert; the results back in order, weighted, and summed."""
+        """Copy each token for each of its experts, sorted by expert; run them; weight the results and sum those of each token."""
         index, weights = arguments
         order, places, splits = by_group(index, self.experts)
         (run,) = self.parts
@@ -118,7 +122,7 @@ class Routed(Converted):
 
 
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
-    """What a module with experts becomes."""
+    """The new forward of a module with experts."""
     experts, width, inner = found.sizes
     run = PipelineRun(path=path)
     for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
@@ -137,7 +141,7 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
 
 
 def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, MadeParameters]:
-    """A grouped product over a parameter of ``module``."""
+    """A grouped product (columns to rows) whose weights are the parameter ``name`` of ``module``, and what lends it that."""
     made = MadeParameters({"weight": ((module, name, False),)})
     options: dict[str, Any] = {"bias": False, "single_grouped_weight": True, "pad_splits": True}
     op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=module._parameters[name].dtype)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What became of each module of a model: a table, as text and in notebooks."""
+"""The report of a conversion: what became of each module, as a table in text and in notebooks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
 
 COLUMNS = ("module", "class", "recipe", "becomes")
-"""Of the table. What may be long comes last."""
+"""Columns of the table; the one that may be long comes last."""
 
 NONE = "none is needed"
-"""The cure of what is as it should be."""
+"""The cure of a module that stays as it is for good reason."""
 
 
 @dataclass(frozen=True)
 class Conversion:
     """What became of one module.
 
-    status: fused; joined, its op is in the pipeline of the module that reads it; parts, it stays as it is and its
-    submodules are told by themselves; kept, as was asked for or by default; refused, because it cannot be fused. became:
-    the ops that it runs as now. weights: elements of the matrices that it multiplies with. gain: how many times as fast its
-    recipe was measured to be (``gains.py``), None where it was not. wanted, got, cure: why it is not
-    fused.
+    status: "fused"; "joined", its op is in the pipeline of the module that reads it; "parts", it stays as it is, and its
+    submodules have entries of their own; "kept", on request or by default; "refused", it cannot be fused. became: the ops that it
+    runs as now. weights: how many elements the matrices have that it multiplies with. gain: the measured speedup of its recipe
+    (``gains.py``); None if that was not measured. wanted, got, cure: why it is not fused.
     """
 
     path: str
@@ -46,12 +45,12 @@ class Conversion:
 
     @property
     def why(self) -> str:
-        """Why it is not fused, in one sentence; empty where it is."""
+        """Why it is not fused, in one sentence; empty if it is."""
         return "" if self.became else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
 
     @property
     def told(self) -> str:
-        """What a table says of it where it is not fused; :attr:`why` says all."""
+        """What the table says of a module that is not fused; :attr:`why` says more."""
         parts = ("" if self.status == "parts" else self.got), ("" if self.cure == NONE else self.cure)
         return f"{self.status}: {'; '.join(part for part in parts if part)}"
 
@@ -68,27 +67,26 @@ class Report:
 
     @property
     def fused(self) -> dict[str, str]:
-        """What each fused module became, by path."""
+        """The ops that each fused module runs as, by path."""
         return {entry.path: entry.became for entry in self.of("fused")}
 
     @property
     def counts(self) -> Counter[str]:
-        """How many modules became what."""
+        """How many modules run as which ops."""
         return Counter(self.fused.values())
 
     @property
     def share(self) -> float:
-        """The part of all matrix elements that are multiplied in fused modules, 0 to 1: that of the products' FLOPs for
-        dense models.
-        """
+        """The share, 0 to 1, of all matrix elements that fused modules have; in a dense model, their share of the FLOPs."""
         total = sum(entry.weights for entry in self.entries)
         return sum(entry.weights for entry in self.of("fused")) / total if total else 0.0
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as ``torch.compile`` in bf16 a training step is expected to be on an H200, if products of
-        thousands of tokens and columns decide: those that are fused gain what was measured for their recipe, others nothing.
-        None where a recipe was not measured.
+        """The expected speedup of a training step over ``torch.compile`` in bf16 on an H200; None if a recipe was not measured.
+
+        It holds where products of thousands of tokens and columns take the time: a fused product gains what was measured for its
+        recipe, others gain nothing.
         """
         multiply = [entry for entry in self.entries if entry.weights]
         times = [entry.weights / entry.gain for entry in multiply if entry.gain is not None]
@@ -122,7 +120,7 @@ class Report:
         return f"{share}\nexpected of a training step: {measured}"
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """One row for modules that differ by numbers in their paths alone."""
+        """The rows of the table; modules that differ only by numbers in their paths share one."""
 
         def told(entry: Conversion) -> tuple[str, str, str]:
             return entry.kind, entry.recipe, entry.became or entry.told

@@ -1,4 +1,4 @@
-"""What a quantize node runs whose tensor is cast in groups of rows."""
+"""The cast that a quantize node runs on groups of rows, each group by itself."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 @dataclass(frozen=True, eq=False)
 class GroupedCast(Cast):
-    """Quantizes each of ``groups`` groups of rows as a tensor of its own; what is quantized as one is cast again.
+    """Quantizes each of ``groups`` groups of rows as a tensor of its own. A tensor that is quantized as a whole is cast again.
 
-    states: delayed-scaling states of the groups, or none. padded: rows of zeros fill the last blocks of a group. ragged: the
-    products of the op, if its casts are such that the sizes may stay on the device, where that makes them.
+    states: delayed-scaling states of the groups, or none. padded: whether rows of zeros fill the last blocks of a group. ragged:
+    the products of the op, if with its casts the sizes of groups may stay on the device; else None.
     """
 
     groups: int = 1
@@ -39,11 +39,10 @@ class GroupedCast(Cast):
     def __call__(
         self, x: Value, splits: torch.Tensor | Sizes | None = None, index: torch.Tensor | None = None
     ) -> QuantizedStorage:
-        """Planes of ``x`` (..., K). splits: rows of each group, where they are not equal. index: int64, which row of ``x`` (M, K)
-        each row is that is cast; None: all, as they are.
+        """Planes of ``x`` (..., K), or of the rows ``x[index]`` of ``x`` (M, K).
 
-        The host reads a tensor, unless the sizes stay on the device, or are copied there. A kernel reads rows through ``index``
-        where sizes stay; elsewhere they are copied first.
+        splits: how many rows each group has; None: all the same. index: int64. The host reads a tensor of splits, unless sizes
+        stay on the device. There, a kernel reads rows through ``index``; elsewhere they are copied first.
         """
         if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
             return x
@@ -64,7 +63,7 @@ class GroupedCast(Cast):
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def stays(self, splits: torch.Tensor, shape: Sequence[int]) -> bool:
-        """Whether the host need not know the sizes that ``splits`` holds: not where there is no row."""
+        """Whether the sizes in ``splits`` may stay on the device; not without rows. shape: of the tensor that is cast."""
         if self.ragged is None or not math.prod(shape):
             return False
         weight = self.op.parameter(self.op.parameter_names[0])

@@ -1,7 +1,7 @@
-"""The protocol that ops and the compiler share.
+"""The base classes of ops.
 
-An op is an ``nn.Module`` around a frozen ``spec``. What a pipeline of ops computes is decided by the compiler from the specs
-and from the signatures of the tensors; the op itself only knows its own forward and backward.
+An op is an ``nn.Module`` around a frozen ``spec``, and knows only its own forward and backward. The compiler decides how a
+pipeline of ops is computed, from the specs and from the signatures of the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OptionalTensors = Iterable[torch.Tensor | None]
 
 
 class Known(NamedTuple):
-    """What is known of an op's methods; :class:`BasicOperation` says what each is."""
+    """What the compiler may rely on in an op's methods; :class:`BasicOperation` explains each field."""
 
     word: str
     traits: frozenset[str]
@@ -50,16 +50,16 @@ class Known(NamedTuple):
 
 
 class FusibleOperation(StatefulModule, metaclass=WatchedClass):
-    """Anything a pipeline is made of: basic ops, and ops that stand for a run of basic ops."""
+    """What pipelines are made of: basic ops, and ops that stand for several basic ops in a row."""
 
     kind: ClassVar[str] = ""
     spec: Any
     run_alone: ClassVar[Callable[..., Any] | None] = None
-    """Runs one op as a pipeline of its own; the compiler sets it."""
+    """The function that runs one op as a pipeline of its own; the compiler sets it."""
     run_by: ClassVar[tuple[str, ...]] = ()
-    """The protocol methods that the compiler calls of it."""
+    """The protocol methods of the class that the compiler calls; overriding another one is an error."""
     made_at: str = DEFAULT
-    """The line that made the op."""
+    """The line of code or of a file that made the op."""
     pipelined: ClassVar[bool] = True
     """Whether ``forward`` only runs the op as a pipeline of one, so that a longer pipeline may leave it out."""
 
@@ -86,7 +86,7 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 
     @property
     def joins(self) -> bool:
-        """Whether it may join a pipeline; an op with a ``forward`` of its own is called as any module."""
+        """Whether it may join a pipeline; an op with a ``forward`` of its own is called like any other module."""
         return self.pipelined and not self.patches(CALLS)
 
     @property
@@ -96,15 +96,15 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 
     @property
     def num_extra_inputs(self) -> int:
-        """Tensors taken beside the main input."""
+        """How many tensors it takes beside the main input."""
         return sum(op.num_extra_inputs for op in self.basic_ops)
 
     @property
     def num_extra_outputs(self) -> int:
-        """Tensors returned beside the main output."""
+        """How many tensors it returns beside the main output."""
         return sum(op.num_extra_outputs for op in self.basic_ops)
 
-    # Hyper-parameters are the spec's, read-only.
+    # Hyper-parameters are attributes of the op that read the spec, and cannot be set.
 
     def __getattr__(self, name: str) -> Any:
         if name in spec_fields(self):
@@ -141,20 +141,22 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
-    A subclass gives ``op_forward`` and ``op_backward``; one written for te.ops may give ``fuser_forward`` and ``fuser_backward``.
-    kind: name in patterns; in quantizer roles too, unless there is a module_type (default: the class name in snake case). saves:
-    names that ``ctx.save`` takes, or None for ``ctx.save_for_backward``. roles: operands that are quantized under a recipe, out
-    of ``"input"``, ``"grad_output"`` and parameter names. forward_kwargs: keyword arguments that a caller may pass to its
-    forward; None leaves it to the signature of ``op_forward``. reads_training: what it may do depends on ``training``, as in any
-    method; so it is True unless a class with methods outside of this package says False. derives: what else its methods keep in
-    a context, as functions of what is always there.
+    A subclass defines ``op_forward`` and ``op_backward``; one written for te.ops may define ``fuser_forward`` and
+    ``fuser_backward``. A class declares:
 
-    What a class declares of its methods ends where a subclass replaces one of ``speaks_for``, unless it declares it anew:
-    traits: groups that patterns may name, so that a fusion computes what the methods would. is_cast: it is nothing but its
-    quantize nodes. accepts_quantized: its methods take quantized values; otherwise they get high-precision tensors. asks_casts:
-    its methods ask ``ctx.cast`` for what has not been cast; a subclass that replaces one and declares no ``roles`` gets the
-    tensors themselves, and its base casts them (``casts_itself``). word: what patterns call it, its kind or, where another class
-    has that kind, ``module.kind``.
+    kind: its name in patterns and, without a module_type, in quantizer roles; by default the class name in snake case. saves: the
+    names that ``ctx.save`` takes, or None if it calls ``ctx.save_for_backward``. roles: the operands that are quantized under a
+    recipe, out of ``"input"``, ``"grad_output"`` and parameter names. forward_kwargs: the keyword arguments that callers may pass
+    to its forward; None: those in the signature of ``op_forward``. reads_training: whether its methods read ``self.training``;
+    True by default for a class with methods from outside of this package. derives: what else its methods keep in a context, as
+    functions of what is always there.
+
+    It also declares what holds for its methods, until a subclass replaces one of those in ``speaks_for`` and does not declare it
+    anew. traits: properties that patterns may ask for; a fusion then computes what the methods would. is_cast: the op is nothing
+    but its quantize nodes. accepts_quantized: the methods take quantized values; otherwise they get high-precision tensors.
+    asks_casts: the methods call ``ctx.cast`` for what is not cast yet. If a subclass replaces one of them and declares no
+    ``roles``, it gets uncast tensors, and the methods of its base cast them (``casts_itself``). word: what patterns call it, its
+    kind or, if another class has that kind, ``module.kind``.
     """
 
     run_by = METHODS
@@ -162,7 +164,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     stored: tuple[str, ...] = ()
     """Parameters that were made inside ``quantized_model_init``."""
     borrows: tuple[str, ...] = ()
-    """Parameters that come first and always; an owner may hold them for it."""
+    """Parameters that always exist, before all others; an owner may hold them for the op."""
     word: ClassVar[str] = ""
     traits: ClassVar[frozenset[str]] = frozenset()
     saves: ClassVar[tuple[str, ...] | None] = None
@@ -199,7 +201,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
                 warnings.warn(message, OpfuseWarning, stacklevel=2)
 
     def __init__(self, spec: Any = None, *, owner: nn.Module | None = None) -> None:
-        """spec: hyper-parameters that the constructor does not declare, checked (SpecError). owner: who lends parameters."""
+        """spec: hyper-parameters, if the constructor does not declare them; checked, else SpecError. owner: of its parameters."""
         super().__init__()
         self.__dict__["owner"] = owner if owner is not None else self
         if spec is not None or "spec" not in self.__dict__:
@@ -216,38 +218,32 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "name" and self.__dict__.get("_captured"):  # quantizer roles carry it, so plans depend on it
-            raise SpecError(
-                describe(
-                    f"{self.label}.name",
-                    wanted="a name given before the first call",
-                    got=repr(value),
-                    cure="name the op before it enters a pipeline",
-                )
-            )
+            wanted, cure = "a name given before the first call", "name the op before it enters a pipeline"
+            raise SpecError(describe(f"{self.label}.name", wanted=wanted, got=repr(value), cure=cure))
         super().__setattr__(name, value)
 
     # -- what is known of its methods --------------------------------------------------------------------------------------
 
     @property
     def known(self) -> Known:
-        """What the compiler may rely on: what is declared, unless methods were replaced since."""
+        """What the compiler may rely on: what the class declares, unless methods were replaced since."""
         if not self.patches(self.speaks_for):
             return Known(self.word, self.traits, self.is_cast, self.accepts_quantized, self.casts_itself)
         return Known(f"patched.{self.word}", **WITHOUT, casts_itself=self.asks_casts)
 
     @property
     def asks_quantizers(self) -> bool:
-        """Whether its methods ask for quantizers by number."""
+        """Whether its methods may ask for quantizers by number."""
         return type(self).num_quantizers is not BasicOperation.num_quantizers
 
     @property
     def knows_reads(self) -> bool:
-        """Whether it says itself what its gradients read."""
+        """Whether its class defines ``reads_saved``."""
         return type(self).reads_saved is not BasicOperation.reads_saved
 
     @property
     def promised(self) -> tuple[str, ...] | None:
-        """The names that its forward leaves saved; None where its methods are not those that declared them."""
+        """The names that its forward saves; None if methods were replaced since its class declared them."""
         return self.saves if not self.patches(METHODS) and holds(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
@@ -257,9 +253,9 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     def parameter_slots(self) -> ParameterSlots:
-        """Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it.
+        """Each parameter's dotted name, and the dictionary that holds it under the last part of that name.
 
-        In the order in which ``op_backward`` returns gradients. Slots stay valid when a parameter is replaced, moved or cast.
+        ``op_backward`` returns gradients in this order. Slots stay valid when a parameter is replaced, moved or cast.
         """
         slots: ParameterSlots | None = self.__dict__.get("_slots")
         if slots is None:
@@ -278,7 +274,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return tuple((borrowed | own).items())
 
     def parameter_places(self) -> ParameterPlaces:
-        """The same dictionaries, each with the name that a parameter has there: what every call reads."""
+        """The same dictionaries, each with the name of the parameter in it: a form that every call reads fast."""
         places: ParameterPlaces | None = self.__dict__.get("_places")
         if places is None:
             places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())
@@ -305,7 +301,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     # -- quantization ------------------------------------------------------------------------------------------------------
 
     def quantized_roles(self) -> tuple[str, ...]:
-        """Operands that get a quantize node under a recipe."""
+        """The operands that get a quantize node under a recipe."""
         return self.roles
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
@@ -314,21 +310,21 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return env.autocast or dtype
 
     def parameter_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape that the spec gives a parameter; None for an op that takes any."""
+        """The shape that a parameter must have; None if any will do."""
         return None
 
     def checked_dtype(self, what: str, dtype: torch.dtype) -> torch.dtype:
-        """``dtype`` itself; DtypeError, which names ``what`` of this op, unless ops compute in it."""
+        """``dtype``, if ops compute in it; else DtypeError. what: names the tensor in the error."""
         return dtype if dtype in DTYPES else checked_dtype(f"{self.label} {what}", dtype)
 
     def cast_groups(self, role: str) -> int:
-        """How many groups of rows of the operand are cast apart; 0: it is cast as one tensor."""
+        """How many groups of rows the operand is cast in, each by itself; 0: it is cast as one tensor."""
         return 0
 
     def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env, needs: Collection[str]) -> RaggedProducts | None:
-        """The products of groups of rows under the quantizers of these roles, if their sizes may stay on a device.
+        """The products of groups of rows, if the sizes of groups may stay on the device; else None.
 
-        needs: what wants a gradient, as of a context.
+        quantizers: by role. needs: what wants a gradient, as in a context.
         """
         return None
 
@@ -343,11 +339,11 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return cast_quantizer(quantizer, role, override, backward_gemms)
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
-        """Of the names in ``saves`` those that the gradients wanted in this call read; by default all."""
+        """The names in ``saves`` that the gradients wanted in this call read; by default all."""
         return self.saves or ()
 
     def remember(self, ctx: Context) -> None:
-        """Leave in ``ctx`` what ``op_forward`` knows beside the saved values, where a fused op ran in its place."""
+        """Put into ``ctx`` what ``op_forward`` would have put there beside saved values; called if a fusion ran in its place."""
 
     # -- as part of a pipeline ---------------------------------------------------------------------------------------------
 
@@ -372,29 +368,29 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
             raise PipelineError(describe(f"{self.label} forward", wanted=wanted, got=unknown, cure=cure_of_keywords(unknown)))
 
     def op_forward(self, ctx: Context, input_: Any, **kwargs: Any) -> Any:
-        """Output for ``input_``, with what the backward needs kept in ``ctx``; with extra outputs, (output, *extra outputs).
+        """The output for ``input_``, or (output, *extra outputs). Saves in ``ctx`` what the backward pass needs.
 
         Extra inputs are ``ctx.extras``.
         """
         refuse_missing(self.label, "op_forward or fuser_forward")
 
     def op_backward(self, ctx: Context, grad_output: Any) -> Any:
-        """(gradient of the input, those of the parameters in the order of ``parameters()``, those of the extra inputs).
+        """Three gradients: that of the input, those of the parameters in the order of ``parameters()``, those of extra inputs.
 
-        The last may be left out of an op without extra inputs. Gradients of extra outputs are ``ctx.grad_extras``.
+        An op without extra inputs may leave the last out. Gradients of extra outputs are ``ctx.grad_extras``.
         """
         refuse_missing(self.label, "op_backward or fuser_backward")
 
     # -- what the backward pass makes anew ---------------------------------------------------------------------------------
 
     remade_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Of operands that may be left out of what is saved, since they are casts that can be made again: the name of each role."""
+    """By role: the saved name of an operand that need not be saved, because its cast can be made again."""
 
     def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
-        """From what the op's result can be made again: its saved state, its input and the saved state, or nothing."""
+        """From what the op's result can be made again: "saved", its saved state; "input", its input as well; "", nothing."""
         return ""
 
     def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
-        """The result of this op and of those behind it, from their saved state, cast in the same kernel where there is a cast."""
+        """The result of this op and of those behind it, made again from their contexts, and cast if there is a ``cast``."""
         got, cure = "remakes() says that there is one", 'define it, or have remakes() answer ""'
         raise PipelineError(describe(self.label, wanted="a method remake", got=got, cure=cure))

@@ -1,13 +1,13 @@
 """A pipeline in a graph of torch.compile: one op of torch.library runs it, and another its backward pass.
 
 Dynamo follows a call as far as :func:`follow` and puts ``opfuse::pipeline`` into its graph, with inputs and parameters as
-arguments. Everything else the op asks when it runs: the recipe that is active then, the plan of the call. So nothing that a plan
-depends on is baked into the graph, and another recipe is no recompilation.
+arguments. When the op runs, it asks for the rest: the active recipe, and the plan of the call. So the graph depends on nothing
+that a plan depends on, and another recipe compiles nothing anew.
 
-What the backward pass needs stays with the pipeline's own autograd nodes, in a :class:`HeldCall`. The op returns it as a tensor
-of one number whose memory it is: torch keeps that tensor as anything that is saved for a backward pass, and when it lets it go,
-all that it stands for goes as well. A compiler may write over an argument that the graph needs no more, so what lies in the
-memory of one, and is no parameter, is held as a copy.
+What the backward pass needs stays with the call, in a :class:`HeldCall`. The op returns a token, a tensor of one element whose
+memory is that object. torch saves the token as it saves other tensors for a backward pass; when it lets the token go, the object
+goes, too. A compiler may overwrite an argument that its graph reads no more. So the call keeps copies of saved tensors that share
+memory with an input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 class CompiledPipeline(Protocol):
-    """What is called. form: a graph that calls one does for others of that form. slots: where its parameters are found."""
+    """A pipeline that an op of the graph runs.
+
+    form: pipelines of one form can share a graph. slots: where its parameters are found. get_ready: before a call. outline: what
+    its outputs look like. reach: which arguments a gradient can reach, empty if that is not known. run_inside: a call.
+    """
 
     label: str
     ticket: torch.Tensor
@@ -60,7 +64,7 @@ class CompiledPipeline(Protocol):
 
 
 def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
-    """The call as an op of the graph that is being made."""
+    """Call a pipeline as an op of the graph that is being traced; returns what the call returns."""
     call = prepared(pipeline.ticket, pipeline.form)
     tensors = [x, *extras, *parameters_of(pipeline), pipeline.ticket]
     grad = torch.is_grad_enabled()
@@ -71,7 +75,7 @@ def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.T
 
 
 def parameters_of(pipeline: CompiledPipeline) -> list[torch.Tensor]:
-    """Its parameters, as they are now."""
+    """The parameters of a pipeline, as they are now."""
     found = [slot.get(name) for slot, name in pipeline.slots]
     return [parameter for parameter in found if parameter is not None]
 
@@ -83,12 +87,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def moment(pipeline: CompiledPipeline, *tensors: torch.Tensor) -> tuple[Any, ...]:
-    """What a call over ``tensors`` depends on in the graph that is being made: they, its parameters, writes to both, modes."""
+    """What a call depends on in the graph that is being traced: ``tensors``, its parameters, writes to both, and modes."""
     return stamp([*tensors, *parameters_of(pipeline)]), torch.is_grad_enabled(), autocast_dtype(tensors[0])
 
 
 def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> str:
-    """Why a call cannot be an op, and the cure; empty if it can."""
+    """Why a call cannot be an op of a graph, and the cure, in words; empty if it can."""
     if kwargs:
         return "keyword arguments of an op. Cure: give them to the op when it is made"
     for op in pipeline.ops:
@@ -111,7 +115,7 @@ _KNOWN = (*_PLAIN, QuantizedTensor)
 
 
 NONE = -1
-"""In place of the rank of an argument: no gradient comes to it, as torch's own graphs have none for what no result depends on."""
+"""Stands for the rank of an argument that gets no gradient because no result depends on it, as in graphs of torch's own ops."""
 
 
 # -- the ops ---------------------------------------------------------------------------------------------------------------------
@@ -120,11 +124,12 @@ NONE = -1
 def pipeline_op(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """The outputs of a pipeline and, if a gradient is wanted, the tensor that stands for what was kept.
+    """The outputs of a pipeline and, if a gradient is wanted, the token of what the call keeps.
 
-    tensors: the first ``count`` are its inputs, then come its parameters, the last is its ticket. wanted: whose gradient is.
-    call: the pipeline that was traced, which is this one or of its form, and where the call stands, so that no compiler takes
-    two of them for one.
+    tensors: ``count`` inputs, then the parameters, and last the ticket. wanted: for each, whether its gradient is wanted. call:
+    numbers of the pipeline that was traced, which is this one or one of its form, and of the call in the code, so that no
+    compiler merges two calls. autocast: the dtype of torch.autocast in the code. Errors: those of the call; UnsupportedError for
+    an op that writes to an input, a quantized output, and parameters other than the pipeline's own.
     """
     *tensors, ticket = tensors
     pipeline: CompiledPipeline = enrolled(int(ticket))
@@ -150,10 +155,11 @@ def backward_op(
     looks: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """The gradients of the arguments that want one, zeros where there is none, for those of the outputs.
+    """From the gradients of the outputs to those of the arguments that want one; zeros where there is none.
 
-    sizes, looks, device: how these arguments look; ``looks`` has the rank and the place in ``DTYPES`` of each, in turn. One of
-    the rank ``NONE`` has no gradient in the graph; UnsupportedError if one comes.
+    looks: for each of these arguments its rank and the index of its dtype in ``DTYPES``. sizes: their shapes, one after another.
+    device: theirs. An argument of rank ``NONE`` has no gradient in the graph. Errors: UnsupportedError if it gets one, and for
+    create_graph=True; SavedTensorError if what the call kept is gone or was written to.
     """
     where = "backward of a compiled pipeline"
     held = held_by(token)
@@ -180,11 +186,11 @@ def backward_op(
 
 
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""Inside, autograd does not look: what is detached there is no view of what it was."""
+"""Inside this context autograd is off, so a detached tensor is no view of the original."""
 
 
 class _PipelineNode(torch.autograd.Function):
-    """Where autograd meets the op: when a compiler traces it, and where a graph runs as it was traced."""
+    """The node of the op in autograd's graph: where a compiler traces it, and where a graph runs without being compiled."""
 
     @staticmethod
     def forward(ctx: Any, reach: Sequence[bool], rest: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -209,7 +215,7 @@ class _PipelineNode(torch.autograd.Function):
 def _seen_pipeline(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """The op as autograd meets it."""
+    """The op with a node of autograd, if a gradient is wanted that can reach an argument."""
     if torch.is_grad_enabled() and any(wanted):
         reach = enrolled(call[0]).reach(tensors[:count], autocast)
         if not reach or any(want and there for want, there in zip(wanted, reach)):
@@ -218,7 +224,7 @@ def _seen_pipeline(
 
 
 def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-    """Run it here and now, or ask those who follow it."""
+    """Run the op, or hand it to torch's dispatcher, if a mode or a class of tensors follows the call."""
     if _is_run(tensors):
         return pipeline_op(tensors, *rest)
     with _BelowAutograd():
@@ -227,7 +233,7 @@ def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Ten
 
 
 def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
-    """Likewise."""
+    """The same for the backward op."""
     if _is_run((token, *[grad for grad in grads if grad is not None])):
         return backward_op(token, grads, *rest)
     with _BelowAutograd():
@@ -236,7 +242,7 @@ def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *re
 
 
 def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody follows the call: no mode of torch's dispatcher, no class of tensors."""
+    """Whether no mode of torch's dispatcher and no class of tensors follows the call."""
     return not torch._C._len_torch_dispatch_stack() and _OWN.issuperset(map(type, tensors))
 
 
@@ -258,12 +264,12 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the first array of one that lives quantized."""
+    """The tensor itself, or the first array of one that lives quantized."""
     return next(iter(named_tensors(tensor.record).values())) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _by_memory(op: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
-    """The op over the memory of parameters that live quantized: torch has seen already whose gradients are wanted."""
+    """Run an op over the first arrays of parameters that live quantized; by now torch knows whose gradients are wanted."""
     return op([_memory(tensor) for tensor in tensors], *rest)
 
 
@@ -279,7 +285,7 @@ def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> Un
 
 
 def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast as it was where the call stands in the compiled code."""
+    """torch.autocast as it is around the call in the code that was compiled."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
@@ -294,9 +300,10 @@ def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContext
 def pipeline_fake(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """Tensors like those of the op: the ops compute without a recipe on tensors that have no values.
+    """Tensors like those that the op returns, found by running the ops without a recipe on tensors without values.
 
-    Where they cannot, dynamo is told that it cannot know: it has the op run outside of its graphs, which then says what is wrong.
+    If that fails, dynamo is told that the shapes depend on values. Then it runs the call outside of its graphs, which raises the
+    error that says what is wrong.
     """
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -323,7 +330,7 @@ def pipeline_fake(
 
 
 _known_looks: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
-"""How outputs look, by the symbols that sizes are made of: compilers ask several times for each call."""
+"""Shapes, dtypes and devices of outputs, by the symbols that sizes are made of: compilers ask several times for each call."""
 
 
 def backward_fake(
@@ -333,7 +340,7 @@ def backward_fake(
     looks: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Tensors like the arguments."""
+    """Tensors like the gradients that the backward op returns."""
     rest, pairs = iter(sizes), zip(looks[::2], looks[1::2])
     return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in pairs if rank != NONE]
 
@@ -349,7 +356,7 @@ _RUNS: dict[str, tuple[Any, Any, Any]] = {
     "pipeline": (_seen_pipeline, pipeline_op, pipeline_fake),
     "pipeline_backward": (_run_backward, backward_op, backward_fake),
 }
-"""What runs where autograd meets them, elsewhere, and where a compiler asks how results look."""
+"""By op: the functions that run where autograd is on, where it is off, and where a compiler asks what results look like."""
 
 
 def _refuse_batched(*arguments: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a call in a graph of torch.compile keeps for its backward pass, and how tensors pass into the graph and out of it."""
+"""What a call in a graph of torch.compile keeps for its backward pass, and how tensors enter and leave the op that it is."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
-    """What one call left for its backward pass, and the memory of the tensor that stands for it.
+    """What one call keeps for its backward pass, in an object that is also the memory of a one-element tensor, its token.
 
-    backward: the gradients of the arguments that want one, for those of the outputs; and whether it will be asked again.
+    backward: from the gradients of the outputs to those of the arguments that want one; True if it will be asked again.
     """
 
     backward: Callable[[MaybeGradients, bool], MaybeGradients]
@@ -35,50 +35,50 @@ _numbers = itertools.count(1)
 
 
 def held_calls() -> int:
-    """How many calls of compiled pipelines hold something for a backward pass."""
+    """How many calls of compiled pipelines keep something for a backward pass."""
     return len(_calls)
 
 
 def token_of(held: HeldCall) -> torch.Tensor:
-    """The tensor that stands for it. Its memory is ``held`` itself, which lives as long as any tensor in that memory."""
+    """The token of a call, int64 (1,). Its memory is ``held`` itself, which so lives as long as any tensor over that memory."""
     held[0] = next(_numbers)
     _calls[held[0]] = held
     return torch.frombuffer(held, dtype=torch.int64)
 
 
 def held_by(token: torch.Tensor) -> HeldCall | None:
-    """What a tensor stands for; None for a copy that outlived it."""
+    """The call of a token; None for a copy of a token that is gone."""
     return _calls.get(int(token))
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that an op saved, and the count of its writes: autograd counts none where there are hooks."""
+    """A tensor that an op saved, and its version count, which autograd does not check under hooks."""
 
     tensor: torch.Tensor
     writes: list[int]
 
     def unpacked(self) -> torch.Tensor:
-        """Autograd's hook."""
+        """The tensor, for autograd's hook. SavedTensorError if it was written since."""
         check_unwritten([self.tensor], self.writes)
         return self.tensor
 
 
 class Keeper:
-    """Keeps what a call saves: of what lies in the memory of ``given`` a copy."""
+    """Keeps what a call saves; of tensors that share memory with ``given``, a copy."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.kept: list[torch.Tensor] = []
         self._copies = Copies(given)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
-        """Autograd's hook."""
+        """Keep a tensor, as autograd's hook."""
         own = self._copies.own(tensor)
         self.kept.append(own)
         return SavedTensor(own, versions(own))
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether ``tensor`` has bytes that one of ``others`` has as well."""
+    """Whether ``tensor`` shares a byte with one of ``others``."""
     for other in others:
         if share_memory(tensor, other):
             (start, end), (other_start, other_end) = _extent(tensor), _extent(other)
@@ -88,16 +88,16 @@ def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte, and of that behind its last one."""
+    """The address of the first byte of a tensor, and the one behind its last byte."""
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
 def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``results`` in memory that neither ``others`` nor another of them has, for a compiler may write over each.
+    """``results``, copied where they share bytes with ``others`` or with each other: a compiler may overwrite each of them.
 
-    Parts of one block may be several of them, as long as each begins where kernels of a compiler may begin to read.
+    Several may be parts of one block of memory, if each begins at an address from which kernels of a compiler can load vectors.
     """
     taken, made = [*others], list[torch.Tensor]()
     for result in results:
@@ -113,9 +113,10 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
 
 class CallInside:
-    """One call inside of the op: its arguments, and what becomes of it. Its pipeline chooses who writes down what it does.
+    """One call inside of the op. Its pipeline chooses what records it for the backward pass: a ledger, or autograd.
 
-    given: the inputs. parameters: those of the pipeline. wanted: whose gradients are, of both. trains: whether any is.
+    given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
+    any is. held: what the call keeps.
     """
 
     def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
@@ -127,16 +128,16 @@ class CallInside:
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
-        """What is saved for the backward pass in memory of its own."""
+        """The tensors that are saved for the backward pass."""
         return self._keeper.kept if self._ledger is None else self._ledger.kept
 
     def close(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The call is over."""
+        """The call is over; ``outputs`` are its results."""
         if self._ledger is not None:
             self._ledger.close(outputs)
 
     def noted(self, run: Callable[[Sequence[torch.Tensor], Ledger], Any]) -> tuple[torch.Tensor, ...]:
-        """What ``run`` gives, which has a ledger for all that gradients pass."""
+        """The outputs of ``run(inputs, ledger)``, which notes every step that gradients pass in the ledger."""
         entries = [each.detach() for each in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
@@ -152,7 +153,7 @@ class CallInside:
         return _listed(run(entries, ledger))
 
     def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
-        """What ``run`` gives, which has what stands for parameters, by their ``id()``: autograd writes down what it does."""
+        """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
         pack, count = self._keeper.pack, len(self.given)
         with _seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
@@ -186,9 +187,9 @@ def _by_autograd(
 
 
 class _ArgumentNode(torch.autograd.Function):
-    """An argument as the pipeline's own graph sees it: its node is where the gradient leaves, and holds no memory.
+    """An argument in the autograd graph inside of the op: the gradient of its node is that of the argument. It saves nothing.
 
-    A parameter that lives quantized is read itself; what stands for it has the memory of one element.
+    A parameter that lives quantized gets a stand-in with the memory of one element; ops read the parameter itself.
     """
 
     @staticmethod
@@ -203,9 +204,9 @@ class _ArgumentNode(torch.autograd.Function):
 
 
 class _ResultNode(torch.autograd.Function):
-    """What looks like an output and has the memory of one element: torch 2.11 takes no node of a Function for an end.
+    """A tensor that looks like an output and has the memory of one element, at which a backward pass inside of the op begins.
 
-    A backward pass of the pipeline begins here. outer: the pass that it is run in, for delayed scales.
+    torch 2.11 begins none at the edge of a Function's node. outer: the backward pass around, for delayed scales.
     """
 
     @staticmethod
@@ -227,7 +228,7 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradC
 
 @contextmanager
 def _seen_by_autograd() -> Iterator[None]:
-    """Inside an op, which autograd may not look into, have it record what torch's ops do."""
+    """Have autograd record torch's ops inside of an op, where it is off."""
     with torch._C._PreserveDispatchKeyGuard():
         for name in _AUTOGRAD:
             torch._C._dispatch_tls_set_dispatch_key_excluded(getattr(torch._C.DispatchKey, name), False)

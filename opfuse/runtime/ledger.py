@@ -1,8 +1,8 @@
-"""Steps of a call that autograd does not look into, written down in order: what each read and made, and its backward pass.
+"""Replaces autograd inside of a call that is one op in a graph of torch.compile.
 
-In a graph of torch.compile a call is one op. Where all that it does are segments of one plan, it needs no graph of autograd's own
-inside of that op, and no engine to run it backward: which tensor went into which step is all there is to know. Gradients are
-summed as autograd sums them: what comes from outside first, then the last step's, each in the order in which it read.
+If all steps of such a call are segments of one plan, a backward pass only has to know which tensors each step read and made. The
+ledger writes that down in order, and runs the steps backward. It sums gradients as autograd does: first those from outside, then
+those of the last step, and so on to the first, each in the order in which the step read its tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from opfuse.tensors.storage import share_memory
 
 MaybeGradients = Sequence[torch.Tensor | None]
 StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
-"""Gradients of what a step read for those of what it made, a list that it may empty; and whether it will be asked again."""
+"""From the gradients of what a step made, a list that it may empty, to those of what it read; True if it will be asked again."""
 
 
 class _NotedStep(NamedTuple):
-    """reads: the numbers of what it read, None of what wants no gradient. makes: those of what it made."""
+    """One step. reads: numbers of the tensors that it read, None for those without a gradient. makes: numbers of its results."""
 
     reads: Sequence[int | None]
     makes: range
@@ -30,14 +30,14 @@ class _NotedStep(NamedTuple):
 
 
 class Copies:
-    """Copies of tensors in the memory of ``given``, one of each."""
+    """Copies of tensors that share memory with ``given``; equal views share one copy."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.given = given
         self._made: dict[Any, torch.Tensor] = {}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or its copy if it lies in that memory."""
+        """The tensor itself, or its copy if it shares memory with ``given``."""
         for other in self.given:
             if share_memory(tensor, other):
                 place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -50,8 +50,8 @@ class Copies:
 class Ledger:
     """The steps of one call.
 
-    arguments: what gradients are for; of one that stands twice, its first place gets all. given: those whose memory a compiler
-    may write over, so that of what is saved of them a copy is kept. kept: all tensors that are saved.
+    arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose
+    memory a compiler may overwrite, so of these copies are saved. kept: all saved tensors.
     """
 
     def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ class Ledger:
         self._looks.append((tensor.dtype, tensor.shape))
 
     def note(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
-        """A step was made: tensors are known again by identity, so ``makes`` are none of those before."""
+        """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
         numbers, start = self._numbers, len(self._alive)
         steps = [] if self._steps is None else self._steps
         steps.append(_NotedStep([numbers.get(id(each)) for each in reads], range(start, start + len(makes)), backward))
@@ -80,22 +80,25 @@ class Ledger:
             self._enter(each)
 
     def keep(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
-        """``saved`` for the backward pass; of what lies in the memory of ``given`` a copy."""
+        """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
         own = [self._copies.own(tensor) for tensor in saved]
         self.kept += own
         return SavedTensors(own)
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have no backward pass run after a write to ``tensors``, whose memory steps save under other counts of writes."""
+        """Refuse a backward pass after a write to ``tensors``, also where steps save other tensors over the same memory."""
         self._watched.append(SavedTensors([*tensors]))
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
-        """The call is over, and gave these."""
+        """The call is over; ``results`` are its outputs."""
         self._ends = [self._numbers.get(id(each)) for each in results]
         self._numbers, self._alive, self._copies, self.kept = {}, [], Copies(()), []
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
-        """Of the arguments, for those of the results. keep: there will be another pass."""
+        """From the gradients of the results to those of the arguments. keep: whether another pass may follow.
+
+        SavedTensorError for a second pass without that, and after a write to a saved tensor.
+        """
         steps = self._steps
         if steps is None:
             where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
@@ -116,7 +119,7 @@ class Ledger:
         return found[: self._count]
 
     def _add(self, found: list[torch.Tensor | None], number: int | None, grad: torch.Tensor | None) -> None:
-        """As autograd takes a gradient: in the dtype and the shape of what it is for."""
+        """Add a gradient in the dtype and shape of its tensor, as autograd does."""
         if number is None or grad is None:
             return
         dtype, shape = self._looks[number]
@@ -129,14 +132,14 @@ class Ledger:
 
 
 class SavedTensors:
-    """Tensors that a step saved, and the counts of their writes."""
+    """Tensors that a step saved, and their version counts at that time."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self.versions = versions(*tensors)
 
     def taken(self, keep: bool) -> list[torch.Tensor]:
-        """The tensors; unless they are kept, who takes them alone has them. SavedTensorError if one was written since."""
+        """The tensors; without ``keep`` they are let go here. SavedTensorError if one was written since."""
         tensors = self.tensors
         check_unwritten(tensors, self.versions)
         if keep:
@@ -146,7 +149,7 @@ class SavedTensors:
 
 
 def check_unwritten(tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
-    """SavedTensorError unless their counts of writes are those of ``before``."""
+    """SavedTensorError unless the version counts of ``tensors`` are those of ``before``."""
     if tensors and versions(*tensors) != before:
         where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
         cure, got = "change parameters after the backward pass", "one changed in place since"

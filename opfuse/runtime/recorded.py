@@ -1,4 +1,4 @@
-"""What is kept of a segment that was recorded: its programs, forward and backward, by looks of what comes in."""
+"""What is kept of recorded segments: programs of the forward pass and, for each, of the backward pass, by look."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from opfuse.tensors.storage import QuantizedStorage
 _log = logging.getLogger("opfuse.programs")
 
 BEFORE = 1
-"""Calls of a look that are interpreted before one is recorded."""
+"""How many calls with a look are interpreted before one is recorded."""
 
 LOOKS, BACKWARD_LOOKS = 32, 8
-"""Looks of inputs for which a segment of a plan keeps programs, and looks of gradients for each; what was entered first goes."""
+"""How many looks of inputs a segment keeps programs for, and how many looks of gradients behind each; the oldest goes first."""
 
 SEEN, REFUSED = "seen", "refused"
 
 
 class Programs(OrderedDict[Any, Any]):
-    """What became of each look, of which there are at most ``limit``: SEEN once, REFUSED, or its program."""
+    """What is known of each look: SEEN once, REFUSED by the recorder, or what was recorded. At most ``limit`` looks."""
 
     def __init__(self, limit: int = LOOKS) -> None:
         super().__init__()
         self.limit = limit
 
     def is_new(self, look: Any) -> bool:
-        """Whether a look has not come before; from now on it has."""
+        """Whether this is the first call with a look; notes that it came."""
         if not BEFORE or look in self:
             return False
         self.note(look, SEEN)
         return True
 
     def note(self, look: Any, what: Any) -> None:
-        """Enter it, and forget the oldest if there are too many."""
+        """Enter ``what`` for a look, and forget the oldest entry if there are too many."""
         self[look] = what
         self.move_to_end(look)
         while len(self) > self.limit:
@@ -55,7 +55,7 @@ class Programs(OrderedDict[Any, Any]):
 
 
 Structures = tuple[QuantizedStorage | None, ...]
-"""Of values: those that are quantized, over no tensors."""
+"""For each value, the record of planes over empty tensors if it is quantized; None for a plain tensor."""
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -69,7 +69,10 @@ def structures_of(values: Sequence[Value]) -> tuple[Structures, list[torch.Tenso
 
 
 def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: range) -> Program | None:
-    """The program of a tape that gives ``results``; None, and the log says why, if there is none. name: of the pipeline."""
+    """The program of a tape, which returns ``results``; None, and a line of the log, if the tape cannot be repeated.
+
+    name: of the pipeline. nodes: of the plan that the tape recorded.
+    """
     refusal = tape.refusal
     try:
         if not refusal:
@@ -81,13 +84,13 @@ def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: ra
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """torch.autocast had its say when ops were recorded; one that is around a program has none."""
+    """Turns torch.autocast off around a program: it has acted on the ops when they were recorded."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @dataclass(eq=False)
 class RecordedBackward:
-    """The backward pass of a recorded segment, for one look of what comes in: which results there are, and their program."""
+    """The program of a backward pass, for one look of its gradients. present: which of the pass's results are not None."""
 
     program: Program
     present: tuple[bool, ...]
@@ -99,7 +102,7 @@ class RecordedBackward:
 
 @dataclass(eq=False)
 class RecordedValues:
-    """A recorded stretch of the library's code. outputs: for each value that it makes the structure, if that is quantized."""
+    """A recording of the library's code. outputs: the structures of the values that it makes."""
 
     program: Program
     outputs: Structures
@@ -110,11 +113,11 @@ class RecordedValues:
 
     @cached_property
     def results(self) -> int:
-        """How many tensors the outputs are made of."""
+        """The number of tensors that make up the outputs."""
         return sum(1 if output is None else len(output.tensors()) for output in self.outputs)
 
     def values(self, results: Sequence[torch.Tensor]) -> list[Value]:
-        """The outputs of a call of the program that gave ``results``."""
+        """The outputs, made of the tensors that a call of the program returned."""
         values: list[Value] = []
         at = 0
         for structure in self.outputs:
@@ -126,11 +129,11 @@ class RecordedValues:
 
 @dataclass(eq=False)
 class Recorded(RecordedValues):
-    """A recorded segment; what is saved comes behind its outputs.
+    """A recorded forward pass of a segment; its program returns the outputs, then the saved tensors.
 
-    interpreter: it, with what its ops know of the run, for a backward pass that is not recorded yet. backward: programs by
-    looks; a pass that runs in steps has none. packing: how what is saved goes in one block; None before a backward pass has been
-    repeated, and where that would save nothing. packs: whether that is still open.
+    interpreter: runs a backward pass that is not recorded yet; it has the contexts of the recorded run. backward: recorded
+    backward passes, by look; none if that pass runs in steps. packing: how saved tensors go in one block; None before a backward
+    pass has been repeated, and where a block would save nothing. packs: whether that has yet to be decided.
     """
 
     interpreter: Runner
@@ -146,18 +149,18 @@ class Recorded(RecordedValues):
             yield from (made.program for made in list(looks.values()) if isinstance(made, RecordedBackward))
 
     def pack(self, backward: RecordedBackward, grads: int) -> None:
-        """Have later calls save in one block what ``backward`` reads by address. grads: how many come in before what is saved."""
+        """Have later calls save what ``backward`` reads by address in one block. grads: how many gradients come before it."""
         if self.packs:
             self.packs, self.packing = False, Packing.of(self, backward.program, grads)
 
 
 @dataclass(eq=False)
 class Packing:
-    """Small tensors that only kernels read, saved in one block: one allocation, one tensor for autograd to carry.
+    """Small saved tensors that only kernels read, in one block of memory: one allocation, and one tensor for autograd to carry.
 
-    forward: the program that returns the others, and the block last. offsets: in the block, by position among what is saved.
-    rooms: shape and dtype, likewise. count: of all that is saved. backward: programs that take the block last, by looks of the
-    others.
+    forward: the program that returns the other tensors, then the block. offsets: bytes from the start of the block, by position
+    among the saved tensors. rooms: shapes and dtypes, likewise. count: of all saved tensors. size: bytes of the block. backward:
+    recorded backward passes that take the block as their last tensor, by the look of the others.
     """
 
     forward: Program
@@ -169,7 +172,7 @@ class Packing:
 
     @classmethod
     def of(cls, recorded: Recorded, backward: Program, grads: int) -> Packing | None:
-        """For what this backward pass reads by address; None if that are less than two tensors."""
+        """A block for the saved tensors that ``backward`` reads by address only; None if there are fewer than two."""
         recording = recorded.program.recording
         saved = recording.results[recorded.results :]
         device = None if recording.device is None else torch.device("cuda", recording.device)
@@ -193,14 +196,14 @@ class Packing:
         return cls(recorded.program.with_blocks(goes=goes), offsets, rooms, len(saved), size)
 
     def of_backward(self, backward: RecordedBackward, grads: int) -> Any:
-        """The same for the block; REFUSED if it reads more than addresses of what is in there."""
+        """The recorded pass, taking the block; REFUSED if it reads a tensor of the block other than by its address."""
         comes = Slab(self.size, {grads + position: offset for position, offset in self.offsets.items()})
         if not all(_is_by_address(backward.program, number) for number in comes.offsets):
             return REFUSED
         return RecordedBackward(backward.program.with_blocks(comes=comes), backward.present)
 
     def unpacked(self, saved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """All that was saved, in order; what the block holds in memory of its own, as if it had never been there."""
+        """All saved tensors, in order; those in the block are copied into memory of their own."""
         *others, block = saved
         rest = iter(others)
         for position in range(self.count):
@@ -215,7 +218,7 @@ class Packing:
 
 
 def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple[int, tuple[Sequence[int], torch.dtype]]]:
-    """Number, shape and dtype of the tensors whose values kernels alone decide."""
+    """Number, shape and dtype of each tensor that a step allocates without values."""
     for step in steps:
         if isinstance(step, OpStep) and step.op is MAKES_ROOM[0] and (room := plain_room(step, device)) is not None:
             yield step.results[0], room

@@ -1,11 +1,11 @@
-"""Passes with code of the user's own, in steps.
+"""Runs passes with the user's own code in steps.
 
-An op, a rule, a fused op or a quantizer of the user's own may do what no tape sees. So it is run at every call, with contexts, as
-the interpreter runs it. The casts around it are the library's, as are those that methods of the library make where a user's
-method calls them: each is a program, by the looks of what it is given, as a whole segment is elsewhere. What the user's code
-returns may look another way at each call; a cast of it is then interpreted, and recorded if such a tensor comes again.
+A user's op, rule, fused op or quantizer may do what no tape sees. So the interpreter runs it at every call, with contexts. The
+casts around it are the library's, and so are casts inside of it that a method of the library makes. Each of these casts has
+programs of its own, by the look of the tensor that it is given, as elsewhere a whole segment has. A tensor from the user's code
+may look different at each call; its cast is interpreted at first, and recorded when the same look comes again.
 
-A backward pass that is all the library's, as behind a forward-only rule, is a program by what that code has left.
+If the forward pass has such code and the backward pass has none, as behind a forward-only rule, the backward pass is a program.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from opfuse.tensors.capture import is_capturing
 
 
 class SteppedRunner(Runner):
-    """The interpreter, with programs for casts, and one for a backward pass without code of the user's own."""
+    """The interpreter, but casts are programs, and so is a backward pass without the user's own code."""
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
-        """As of the interpreter."""
+        """What the interpreter's method returns, from a program if there is one."""
         programs = self._programs()
         told = self._told() if programs.limit else None
         return BackwardPass(self.plan, self.segment, super().gradients, programs, told)(grad_outputs, list(tensors))
 
     def _programs(self) -> Programs:
-        """Those of the backward pass; none where it has code of the user's own."""
+        """The programs of the backward pass; with room for none, if it has the user's own code."""
         start = self.segment.nodes.start
         programs: Programs | None = self.plan.programs.get((start, BACKWARD))
         if programs is None:
@@ -48,7 +48,7 @@ class SteppedRunner(Runner):
         return programs
 
     def _told(self) -> tuple[Any, ...] | None:
-        """What the forward pass left for this one beside tensors; None where some of that is known to its code alone."""
+        """What the contexts of the forward pass hold beside tensors; None if some of it is no plain value."""
         told = [context.told() for context in self.contexts.values()]
         return None if None in told else (*self.contexts, *told)
 
@@ -58,14 +58,14 @@ class SteppedRunner(Runner):
 
 @dataclass(frozen=True, eq=False)
 class _Repeated:
-    """A cast: by a program, where it has made one of such a tensor twice. node: for the log."""
+    """A cast that is interpreted, then recorded, then repeated for tensors of one look. node: its index, for the log."""
 
     plan: Plan
     node: int
     cast: Cast
 
     def __call__(self, source: Value, *by: Value) -> Value:
-        """As of the cast. by: the rows of groups, whose sizes the host may have to read."""
+        """What the cast returns. by: further arguments of a cast in groups, whose sizes the host may have to read: no program."""
         programs = self.plan.programs.get(self.cast)
         if programs is None:
             programs = self.plan.programs[self.cast] = Programs() if is_own_cast(self.cast) else Programs(0)
@@ -89,7 +89,7 @@ class _Repeated:
 
 
 def _look(source: Value) -> tuple[Any, ...] | None:
-    """None where no program may run: a mode or a transform sees each op, or autograd follows them."""
+    """The look of a tensor; None if no program may run, since a mode or a transform of torch, or autograd, follows each op."""
     seen = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     if seen or not isinstance(source, torch.Tensor) or (source.requires_grad and torch.is_grad_enabled()):
         return None

@@ -62,6 +62,20 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
     return module
 
 
+def _check_held(module: nn.Module) -> None:
+    """PipelineError for an op whose parameters belong to a module that is not in ``module``: nobody would find them there."""
+    if "_modules" not in vars(module):
+        wanted, cure = "the state of an nn.Module", "call super().__init__() first in its constructor"
+        raise PipelineError(describe(f"class {type(module).__name__}", wanted=wanted, got="none", cure=cure))
+    held = set(module.modules())
+    lent = next((op for op in held if isinstance(op, BasicOperation) and op.owner not in held), None)
+    if lent is not None:
+        owner, names = lent.owner, " and ".join(lent.borrows) or "parameters"
+        got = f"{lent.label}, whose {names} a {type(owner).__name__} outside of the list holds"
+        cure = f"put that {type(owner).__name__} into the list, or a {type(lent).__name__}(...) made for it"
+        raise PipelineError(describe("Sequential", wanted="ops with their parameters", got=got, cure=cure))
+
+
 class Sequential(Enrolled):
     """Runs modules one after another, maximal runs of fusible ops each as one pipeline.
 
@@ -81,7 +95,7 @@ class Sequential(Enrolled):
         self.__dict__["_rules"] = None if rules is None else checked_rules(rules)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
-                self.add_module(name, module)
+                self.add_module(name, self._check(module))
         else:
             self.extend(modules)  # type: ignore[arg-type]
 
@@ -132,6 +146,7 @@ class Sequential(Enrolled):
             if isinstance(module, type):
                 got, cure = f"the class {module.__name__}", f"write {module.__name__}(...)"
             raise PipelineError(describe("Sequential", wanted="an nn.Module", got=got, cure=cure))
+        _check_held(module)
         return module
 
     def append(self, module: nn.Module) -> Sequential:
@@ -192,6 +207,7 @@ class Sequential(Enrolled):
     def _make_runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         parts: list[nn.Module | NamedOps] = []
         for name, module in self._modules.items():
+            self._check(module)  # torch lets attributes in
             if not isinstance(module, FusibleOperation) or not module.joins:
                 parts.append(_callable(name, cast(nn.Module, module)))
             elif parts and isinstance(parts[-1], list):

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], list[torch.nn.Module]], int]] = {
 
 
 def gradients(
-    model: ops.Sequential, parameters: list[torch.Tensor], x: torch.Tensor, dy: torch.Tensor, uses: int
+    model: torch.nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, dy: torch.Tensor, uses: int
 ) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = model(x, *[x] * uses)
@@ -80,7 +80,7 @@ def test_gradients_of_one_tensor_are_summed_in_one_order(case, own):
     make_parts, uses = CASES[case]
     parts = make_parts()
     apart = ops.Sequential(*parts, rules=opfuse.RuleSet((), level=0))
-    fused = ops.Sequential(*([Forth([basic for part in parts for basic in part.basic_ops])] if own else parts))
+    fused = Forth([basic for part in parts for basic in part.basic_ops]) if own else ops.Sequential(*parts)
     parameters = list(apart.parameters())
     for parameter in parameters:
         torch.nn.init.normal_(parameter, std=0.3)

@@ -91,6 +91,52 @@ def test_only_modules_go_in():
             action(mlp())
 
 
+LENT = {
+    "an op": lambda linear: linear.basic_ops[1],
+    "a fused op": lambda linear: ops.FusedOperation((*linear.basic_ops, ops.GELU())),
+    "a list of torch": lambda linear: nn.Sequential(nn.Tanh(), linear.basic_ops[0]),
+}
+"""Modules whose parameters a Linear outside of them holds."""
+
+
+@pytest.mark.parametrize("lent", LENT.values(), ids=LENT)
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda module: ops.Sequential(ops.GELU(), module),
+        lambda module: ops.Sequential({"first": module}),
+        lambda module: ops.Sequential(ops.GELU()).insert(0, module),
+        lambda module: ops.Sequential(ops.GELU()).__setitem__(0, module),
+        lambda module: put_as_attribute(ops.Sequential(ops.GELU()), module)(x_of(3, 8)),
+    ],
+    ids=["argument", "name", "insert", "item", "attribute"],
+)
+def test_ops_whose_parameters_the_list_would_not_have_are_refused(lent, put):
+    linear = ops.Linear(8, 8)
+    with pytest.raises(PipelineError, match=r"whose (weight|bias) a Linear outside of the list holds\. Cure: put that Linear"):
+        put(lent(linear))
+
+
+def put_as_attribute(model, module):
+    model.last = module
+    return model
+
+
+def test_a_module_that_has_the_linear_too_may_have_its_ops():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = ops.Linear(8, 8)
+            self.again = ops.FusedOperation(self.linear.basic_ops)
+
+        def forward(self, x):
+            return self.again(self.linear(x))
+
+    model, x = ops.Sequential(Tied()), x_of(3, 8)
+    assert torch.equal(model(x), model[0].linear(model[0].linear(x)))
+    assert len([*model.parameters()]) == 2
+
+
 def test_a_dictionary_names_the_modules():
     model = ops.Sequential({"norm": ops.RMSNorm(8), "up": ops.Linear(8, 4, bias=False)})
     assert [name for name, _ in model.named_parameters()] == ["norm.weight", "up.weight"]

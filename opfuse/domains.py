@@ -209,6 +209,24 @@ SHAPE = Domain("a list of sizes, one of which may be -1", _shape, schema={"type"
 _OF_TYPE = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT}
 
 
+def uncallable(function: object, *given: object, **named: object) -> str:
+    """What keeps ``function`` from being called with such arguments, as messages tell it; empty if nothing is known to.
+
+    Its signature, or what it is in place of a function. Functions of C may hide their signatures, and are believed.
+    """
+    if not callable(function):
+        return _shown(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return ""
+    try:
+        signature.bind(*given, **named)
+    except TypeError:
+        return f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+    return ""
+
+
 @functools.cache
 def domain_of(hint: Any) -> Domain | None:
     """The domain of a field whose type is ``hint``; None for a type that says nothing of it."""

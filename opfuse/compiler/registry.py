@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, PASSES, Fusion
 from opfuse.compiler.vocabulary import check_rules
+from opfuse.domains import uncallable
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.keys import REGISTERED, Digest, digest, key_fields
 from opfuse.sources import caller
@@ -24,17 +24,6 @@ LEVELS = (0, 1, 2)
 """Fusion levels, as :class:`RuleSet` says."""
 
 _CURE = "register a function (ops, *, recipe) -> ops; **unused takes what it does not read"
-
-
-def _takes_a_recipe(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` can be called as functions are; one that hides its signature is believed."""
-    try:
-        inspect.signature(func).bind([], recipe=None)
-    except ValueError:
-        return True
-    except TypeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -56,10 +45,7 @@ class FusionFunction:
         if self.direction not in PASSES:
             got = f"{self.direction!r}{nearest(str(self.direction), PASSES)}"
             raise FusionError(describe(where, wanted=f"a direction of {tuple(PASSES)}", got=got, cure="name one of them"))
-        if not callable(self.func):
-            raise FusionError(describe(where, wanted="a callable", got=repr(self.func), cure=_CURE))
-        if not _takes_a_recipe(self.func):
-            got = f"{self.name}{inspect.signature(self.func)}"
+        if got := uncallable(self.func, [], recipe=None):
             raise FusionError(describe(where, wanted="a function of (ops, *, recipe)", got=got, cure=_CURE))
         digest(self, where)
 

@@ -24,6 +24,7 @@ from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
+from opfuse.domains import BOOLEAN
 from opfuse.errors import ConversionError, describe
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -64,6 +65,7 @@ def fuse_(
     if lazy is not None:
         cure = "call the model once, on what it is made for, and then fuse_"
         raise ConversionError(describe(f"fuse_ {lazy}", wanted="a shape", got="a parameter without one", cure=cure))
+    BOOLEAN.checked("fuse_ pack", pack, ConversionError)
     before = _converted(model)
     _restore(before)
     try:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from torch import nn
 
+from opfuse.domains import uncallable
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.recipes import Recipe, as_recipe
 
@@ -50,10 +51,10 @@ class Policies:
     """The choice for each module of a model; remembers which patterns decided of one."""
 
     def __init__(self, model: nn.Module, recipe: object, policy: Policy | None, filter_fn: Filter | None) -> None:
-        if filter_fn is not None and not callable(filter_fn):
-            _refuse("filter_fn", "a function of module and path", filter_fn, "filter_fn=lambda module, path: 'mlp' in path")
-        if policy is not None and not isinstance(policy, Mapping) and not callable(policy):
-            _refuse("policy", "a mapping, or a function of module and path", policy, "policy={'lm_head': 'default'}")
+        if filter_fn is not None and (got := uncallable(filter_fn, model, "")):
+            _refuse("filter_fn", "a function of module and path", got, "filter_fn=lambda module, path: 'mlp' in path")
+        if policy is not None and not isinstance(policy, Mapping) and (got := uncallable(policy, model, "")):
+            _refuse("policy", "a mapping, or a function of module and path", got, "policy={'lm_head': 'default'}")
         self.recipe = None if recipe is None else as_recipe(recipe)
         self.policy = policy
         self.filter_fn = filter_fn
@@ -63,7 +64,7 @@ class Policies:
         patterns = policy if isinstance(policy, Mapping) else ()
         for pattern in patterns:
             if not isinstance(pattern, str):
-                _refuse("policy", "patterns of paths, which are texts", pattern, "policy={'model.layers.3': None}")
+                _refuse("policy", "patterns of paths, which are texts", repr(pattern), "policy={'model.layers.3': None}")
         self.patterns = {pattern: tuple(_counted(model, pattern)) for pattern in patterns}
 
     def of(self, module: nn.Module, path: str) -> Choice:
@@ -135,8 +136,8 @@ class Policies:
         return f"write the patterns in the order {', '.join(map(repr, kept))}{without}; the first that fits counts"
 
 
-def _refuse(name: str, wanted: str, got: object, example: str) -> NoReturn:
-    raise ConversionError(describe(f"fuse_ {name}", wanted=wanted, got=repr(got), cure=f"write {example}"))
+def _refuse(name: str, wanted: str, got: str, example: str) -> NoReturn:
+    raise ConversionError(describe(f"fuse_ {name}", wanted=wanted, got=got, cure=f"write {example}"))
 
 
 def _recipe(said: object, where: str) -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -10,7 +9,7 @@ from itertools import count
 from typing import Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
-from opfuse.domains import Domain
+from opfuse.domains import Domain, uncallable
 from opfuse.errors import RecipeError, describe
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe, ScaleHistory
@@ -55,20 +54,9 @@ def _adapted(made: Any) -> Any:
 
 def _factory(value: Any) -> QFactory:
     found: Any = PRESETS.get(value) if isinstance(value, str) else value
-    if not callable(found) or not _takes_a_role(found):
+    if uncallable(found, None):  # the role
         raise ValueError
     return found  # type: ignore[no-any-return]
-
-
-def _takes_a_role(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with one argument, as far as it tells."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # one of C that does not tell
-        return True
-    return True
 
 
 QFACTORY = Domain(

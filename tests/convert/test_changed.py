@@ -265,6 +265,34 @@ def test_what_is_no_policy_and_no_filter_is_refused():
         opfuse.fuse_(block(), FP8, filter_fn="0")
 
 
+@pytest.mark.parametrize("name", ["filter_fn", "policy"])
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda module: True, r"<lambda>\(module\)"),
+        (lambda module, path, *, depth: True, r"<lambda>\(module, path, \*, depth\)"),
+        (len, r"len\(obj, /\)"),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused_before_the_model_is_looked_at(name, function, got):
+    model = block()
+    opfuse.fuse_(model, FP8)
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    with pytest.raises(ConversionError, match=rf"fuse_ {name}: wants .*a function of module and path, got {got}. Cure: write"):
+        opfuse.fuse_(model, FP8, **{name: function})
+    assert {module: vars(module).get("forward") for module in model.modules()} == before
+
+
+@pytest.mark.parametrize("name", ["filter_fn", "policy"])
+def test_a_function_that_raises_leaves_the_model_as_it_was(name):
+    model = block()
+    opfuse.fuse_(model, FP8)
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    with pytest.raises(ZeroDivisionError):
+        opfuse.fuse_(model, FP8, **{name: lambda module, path: 1 / 0})
+    assert {module: vars(module).get("forward") for module in model.modules()} == before
+
+
 def test_parameters_without_a_shape_are_refused():
     with pytest.raises(
         ConversionError, match=r"fuse_ 0.weight: wants a shape, got a parameter without one. Cure: call the model"

@@ -161,12 +161,19 @@ def changes_modes(graph: fx.Graph) -> bool:
 
 
 def _check_arguments(forward: Callable[..., Any]) -> None:
+    if forward is nn.Module.forward:
+        raise NoChain("none", "a forward")
     given = list(inspect.signature(forward).parameters.values())[1:]
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    optional = [each.name for each in given if each.kind not in plain or each.default is not inspect.Parameter.empty]
+    optional = [_name(each) for each in given if each.kind not in plain or each.default is not inspect.Parameter.empty]
     if not 1 <= len(given) <= MOST_ARGUMENTS or optional:
-        got = f"forward({', '.join(each.name for each in given)})" + (f", where {optional[0]} is optional" if optional else "")
+        got = f"forward({', '.join(map(_name, given))})" + (f", where {optional[0]} is optional" if optional else "")
         raise NoChain(got, f"a forward of 1 to {MOST_ARGUMENTS} tensors, none of them optional")
+
+
+def _name(argument: inspect.Parameter) -> str:
+    """The name of an argument, with the stars of one that takes any number."""
+    return str(argument.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from opfuse.convert.experts import Experts, build_experts, experts_of
 from opfuse.convert.feeds import fed
 from opfuse.convert.fits import unfit
 from opfuse.convert.gains import gain_of
-from opfuse.convert.leaves import obstacle, weight_of
+from opfuse.convert.leaves import obstacle, weight_of, why_refused
 from opfuse.convert.norms import lone_norm, why_kept
 from opfuse.convert.parts import PipelineRun
-from opfuse.convert.policy import HEADS, Filter, Policies, Policy
+from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
@@ -281,19 +281,16 @@ class _Walk:
         if not own or module in self.made or module in self.inlined:
             return
         elements = _matrices(module)
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
         elif not elements:
             self.lone.append((path, module))
             self._tell(module, path, "kept")
-        elif path.rpartition(".")[2] in HEADS:
-            got = f"{HEADS[path.rpartition('.')[2]]}, which stays in high precision"
-            self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=got, cure=NONE)
+        elif not (choice := self.policies.of(module, path)).convert:
+            self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=choice.got, cure=NONE)
         else:
-            names = ", ".join(name for name, p in module._parameters.items() if p is not None and p.dim() > 1)
-            got = f"{type(module).__name__}, whose own {names} no linear layer holds"
-            cure = "where it multiplies by them, write that of nn.Linear and activations, or of opfuse.ops"
-            self._tell(module, path, "refused", weights=elements, wanted="linear layers", got=got, cure=cure)
+            wanted, got, cure = why_refused(module)
+            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
 
     def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
         self.entries.append(Conversion(path, type(module).__name__, status, **fields))

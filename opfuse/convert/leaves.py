@@ -56,6 +56,16 @@ def weight_of(module: nn.Module) -> Weight | None:
     return Weight(module, weight.shape[0], weight.shape[1], transposed=True)
 
 
+def why_refused(module: nn.Module) -> tuple[str, str, str]:
+    """Of a module with matrices that :func:`weight_of` does not know: what it would have to be, what it is, and the cure."""
+    kind, named = type(module).__name__, {name: p.dim() for name, p in module._parameters.items() if p is not None}
+    if named.get("weight") == 2 and named.keys() <= {"weight", "bias"} and not module._modules:
+        got = f"{kind}, whose forward is neither that of nn.Linear nor torch.addmm(bias, x, weight)"
+        return "a plain product", got, "call an nn.Linear, and have a module around it do what else that forward does"
+    got = f"{kind}, whose own {', '.join(name for name, dim in named.items() if dim > 1)} no linear layer holds"
+    return "linear layers", got, "where it multiplies by them, write that of nn.Linear and activations, or of opfuse.ops"
+
+
 VIEWS = ("view", "reshape")
 """What a forward may do to a tensor beside its product."""
 

@@ -58,7 +58,7 @@ def why_kept(module: nn.Module, untraced: str) -> tuple[str, str, str]:
     """
     kind, hindered = type(module).__name__, obstacle(module, called=True)
     if norm_of(module) is None:
-        return "a norm that opfuse has", f"{kind}, which is none", ""
+        return "a norm that opfuse has", f"{kind}, seen as neither LayerNorm with weight and bias nor RMSNorm", ""
     if hindered is not None:
         return "a plain norm", *hindered
     read = f"that nobody is known to read alone: {untraced}" if untraced else "that no converted module reads alone"

@@ -86,7 +86,7 @@ def listing(self, x):
 
 REFUSED = {
     "an argument that may be left out": (lambda self, x, y=None: self.a(x), "forward(x, y), where y is optional"),
-    "keywords": (lambda self, x, **rest: self.a(x), "forward(x, rest), where rest is optional"),
+    "keywords": (lambda self, x, **rest: self.a(x), "forward(x, **rest), where **rest is optional"),
     "many": (lambda self, x, y, z: self.a(x), "forward(x, y, z)"),
     "control flow": (lambda self, x: self.a(x) if x.sum() > 0 else x, "TraceError"),
     "training": (noisy, "another chain in training than in evaluation"),

@@ -445,6 +445,49 @@ def test_an_activation_of_ones_own_is_an_op_of_the_pipeline():
     )
 
 
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+OTHERS = {
+    "a linear layer with a forward of its own": (Twice(32, 32), "refused", "Twice, whose forward is neither that of nn.Linear"),
+    "a product of its own": (Table(), "refused", "Table, whose forward is neither that of nn.Linear nor torch.addmm"),
+    "other matrices": (nn.Bilinear(4, 4, 4), "refused", "Bilinear, whose own weight no linear layer holds"),
+    "a table": (nn.EmbeddingBag(4, 4), "kept", "an embedding, which multiplies nothing"),
+    "half a norm": (nn.LayerNorm(32, bias=False), "kept", "LayerNorm, seen as neither LayerNorm with weight and bias nor"),
+    "a factor": (nn.PReLU(4), "kept", "PReLU, seen as neither LayerNorm with weight and bias nor RMSNorm"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_why_a_module_is_not_converted_is_what_keeps_it(name):
+    module, status, got = OTHERS[name]
+    report = opfuse.fuse_(nn.ModuleList([module, nn.Linear(32, 32)]), FP8)
+    assert report["0"].status == status
+    assert report["0"].got.startswith(got)
+    assert (report[""].wanted, report[""].got) == ("a forward", "none")
+
+
+def test_what_cannot_be_converted_is_kept_where_that_is_asked_for():
+    model = nn.ModuleDict({"first": Twice(32, 32), "gate": Table(), "last": nn.Linear(32, 32)})
+    assert opfuse.fuse_(model, FP8)["gate"].got == "a router, which stays in high precision"
+    report = opfuse.fuse_(model, FP8, policy={"first": None, "gate": "default"})
+    assert (report["first"].status, report["first"].got) == ("kept", "policy 'first': None")
+    assert (report["gate"].status, report["gate"].got[:24]) == ("refused", "Table, whose forward is ")
+    report = opfuse.fuse_(model, FP8, filter_fn=lambda module, path: path != "first")
+    assert (report["first"].status, report["first"].got) == ("kept", "filter_fn said no")
+
+
 def test_fusing_again_starts_anew():
     model = Model()
     first = opfuse.fuse_(model, FP8)

@@ -45,9 +45,8 @@ def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
 class Line:
     """The text of the function, and the values of its constants.
 
-    given, results: numbers of the inputs and results. addressed: the base of each tensor whose address is read, by number. rooms:
-    bytes of the blocks that a call allocates; the first ``zeroed`` bytes of the slab are set to 0. inside: numbers of tensors
-    that lie in a block and so have no variable.
+    given, results: numbers of the inputs and results. addressed: the base of each tensor whose address is read, by number. slab:
+    its bytes, of which the first ``zeroed`` are set to 0. inside: numbers of tensors that lie there and so have no variable.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Line:
         device: torch.device | None,
         addressed: Mapping[int, int],
         inside: Collection[int],
-        rooms: Mapping[int, int],
+        slab: int,
         zeroed: int,
     ) -> None:
         self._constants: dict[str, Any] = {}
@@ -69,7 +68,7 @@ class Line:
         self._empty = empty_on(device) if device is not None else None
         last, kept = last_reads(steps), {*inside, *results}
         self._start(given, last, kept)
-        self._make_rooms(rooms, zeroed)
+        self._make_slab(slab, zeroed)
         defined = set(given)
         for i, step in enumerate(steps):
             made = [n for n in getattr(step, "results", ()) if n not in defined]
@@ -112,15 +111,14 @@ class Line:
         if self._addressed:
             self._say("at, move, arguments, products = frame.at, frame.move, frame.arguments, frame.products")
         self._moved(given)
-        self._let_go([number for number in given if number not in last and number not in kept and number >= 0])
+        self._let_go([number for number in given if number not in last and number not in kept])
 
-    def _make_rooms(self, rooms: Mapping[int, int], zeroed: int) -> None:
-        for block, size in rooms.items():
-            if size:
-                self._room(_name(block), (size,), torch.uint8)
-                self._moved([block])
-                if block == SLAB and zeroed:
-                    self._zero("address" if block in self._addressed else "slab.data_ptr()", zeroed)
+    def _make_slab(self, size: int, zeroed: int) -> None:
+        if size:
+            self._room(_name(SLAB), (size,), torch.uint8)
+            self._moved([SLAB])
+            if zeroed:
+                self._zero("address" if SLAB in self._addressed else "slab.data_ptr()", zeroed)
 
     def _moved(self, numbers: Collection[int]) -> None:
         """Compare the addresses of tensors that were just made with those that the frame has."""
@@ -203,10 +201,8 @@ class Line:
         return repr(value) if kind in _LITERALS else self._new_constant(value)
 
 
-SLAB, KEPT = -1, -2
-"""Numbers of the block of tensors that only this program's kernels read, and of the block that one program leaves to another."""
-
-_BLOCKS = {SLAB: "slab", KEPT: "kept"}
+SLAB = -1
+"""The number of the block of small tensors that only this program's kernels read."""
 
 MAKES_ROOM = (_aten.empty.memory_format, _aten.zeros.default)
 """Ops that allocate a tensor, uninitialised or zero."""
@@ -226,7 +222,7 @@ _USUAL = {"dtype", "device", "layout", "pin_memory"}
 
 
 def _name(number: int) -> str:
-    return _BLOCKS.get(number) or f"t{number}"
+    return "slab" if number == SLAB else f"t{number}"
 
 
 def _targets(numbers: Sequence[int]) -> str:

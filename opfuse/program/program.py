@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,9 @@ from opfuse.kernels.engine import launch as launching
 from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.joining import joined_launches
-from opfuse.program.line import KEPT, MAKES_ROOM, SLAB, Line
-from opfuse.program.rooms import shared_rooms
-from opfuse.program.slab import Slab, slab_of
+from opfuse.program.line import MAKES_ROOM, SLAB, Line
+from opfuse.program.rooms import first_free, numbers_of, shared_rooms, with_rooms
+from opfuse.program.slab import slab_of
 from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
 
@@ -32,7 +32,7 @@ at the same size.
 class Recording:
     """The steps of a run. given, results: numbers of the tensors that come in and go out. device: where launches run.
 
-    sizes: bytes of the memory of small tensors on that device, by number.
+    sizes: bytes of the memory of small tensors on that device, by number. parameters: of those that come in.
     """
 
     steps: tuple[Step, ...]
@@ -40,6 +40,7 @@ class Recording:
     results: tuple[int, ...]
     device: int | None
     sizes: Mapping[int, int]
+    parameters: frozenset[int]
 
     @classmethod
     def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
@@ -51,8 +52,34 @@ class Recording:
         every = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device))}
         sizes = {i: size for i, size in every.items() if size <= SMALL}
         large = {i: size for i, size in every.items() if size > SMALL}
-        steps = shared_rooms(steps, MAKES_ROOM[0], large, sizes, results)
-        return cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes)
+        parameters = frozenset(i for i, t in enumerate(tape.given) if isinstance(t, torch.nn.Parameter))
+        made = cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes, parameters)
+        return replace(made, steps=tuple(shared_rooms(steps, MAKES_ROOM[0], large, made.lasting, results)))
+
+    @property
+    def lasting(self) -> set[int]:
+        """Numbers of tensors whose memory stays to the end: in a slab, of a parameter, which its module holds, or going out."""
+        return {*self.sizes, *self.parameters, *self.results}
+
+    def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Recording:
+        """The same with tensors that come in, or go out, in one of bytes for each of ``groups``, in the place of the first.
+
+        sizes: bytes of the tensors, of which kernels alone read the addresses.
+        """
+        rooms = dict(enumerate(groups, first_free((*numbers_of(self.steps), *self.given, *self.results))))
+        inside = {number: room for room, group in rooms.items() for number in group}
+
+        def moved(numbers: Sequence[int]) -> Iterator[int]:
+            left = set(rooms)
+            for number in numbers:
+                if number not in inside:
+                    yield number
+                elif inside[number] in left:
+                    left.remove(inside[number])
+                    yield inside[number]
+
+        steps = with_rooms(self.steps, rooms, sizes)
+        return replace(self, steps=tuple(steps), given=tuple(moved(self.given)), results=tuple(moved(self.results)))
 
     def read_as_tensors(self) -> set[int]:
         """Numbers of the tensors of which torch reads more than the address."""
@@ -64,58 +91,53 @@ class Program:
 
     Small tensors that only kernels read lie in one slab; others are tensors of their own: large ones, those that torch reads, and
     results. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text:
-    the function that runs it, as Python. block_bytes: bytes of the blocks that a call allocates; none is held between calls.
+    the function that runs it, as Python. Nothing that a call allocates is held between calls.
     """
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
-        self._make(Recording.of(tape, results), NO_BLOCK, NO_BLOCK)
+        self._make(Recording.of(tape, results))
 
-    def _make(self, recording: Recording, comes: Slab, goes: Slab) -> None:
-        """comes, goes: small tensors that come in, or are returned, in one block, which is the last input, or result."""
+    def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Program:
+        """The same program with tensors that come in, or go out, in one for each of ``groups``: :meth:`Recording.in_rooms`."""
+        program = Program.__new__(Program)
+        program._make(self.recording.in_rooms(groups, sizes))
+        return program
+
+    def _make(self, recording: Recording) -> None:
         self.recording = recording
         self._launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
         self._products = [step for step in recording.steps if isinstance(step, ProductStep)]
         self._device = recording.device
         workspace = max((step.workspace for step in self._products), default=0)
         empty, zeros = MAKES_ROOM
-        own = {number: size for number, size in recording.sizes.items() if number not in goes.offsets}
-        zeroed = slab_of(recording.steps, own, zeros, recording.results, reuses=False)
-        slab = slab_of(recording.steps, own, empty, recording.results, reserved=zeroed.size + workspace)
+        zeroed = slab_of(recording.steps, recording.sizes, zeros, recording.results, reuses=False)
+        slab = slab_of(recording.steps, recording.sizes, empty, recording.results, reserved=zeroed.size + workspace)
         self.slab = slab._replace(offsets={**zeroed.offsets, **slab.offsets})
-        kept = comes if comes.size else goes
-        places = {SLAB: (SLAB, 0), **_in_block(SLAB, self.slab), **_in_block(KEPT, kept)}
+        places = {SLAB: 0, **self.slab.offsets}
         bases: dict[int, int] = {}
         self._readers = self._read(bases, places, workspace=zeroed.size)
         line = Line(
             recording.steps,
-            _with_block(recording.given, comes),
-            _with_block(recording.results, goes),
+            recording.given,
+            recording.results,
             device=None if self._device is None else torch.device("cuda", self._device),
             addressed=bases,
             inside=places.keys(),
-            rooms={SLAB: self.slab.size, KEPT: goes.size},
+            slab=self.slab.size,
             zeroed=zeroed.size,
         )
-        self.block_bytes = self.slab.size + goes.size
         self.text, self._run = line.text, line.function()
         self._frames = [self._new_frame()]
 
-    def with_blocks(self, *, comes: Slab | None = None, goes: Slab | None = None) -> Program:
-        """The same program with small inputs, or results, in one block, which is the last input, or result."""
-        program = Program.__new__(Program)
-        program._make(self.recording, comes or NO_BLOCK, goes or NO_BLOCK)
-        return program
-
-    def _read(self, bases: dict[int, int], places: Mapping[int, tuple[int, int]], *, workspace: int) -> dict[int, Readers]:
-        """The readers of each address, by base. Bases are numbered here: tensors, and blocks for the tensors in them."""
+    def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
+        """The readers of each address, by base. Bases are numbered here: tensors, and the slab for those in it, by ``places``."""
         readers: dict[int, Readers] = {}
 
         def base_of(place: Place) -> tuple[int, int]:
-            owner, offset = places.get(place.number, (place.number, 0))
-            base = bases.setdefault(owner, len(bases))
+            base = bases.setdefault(SLAB if place.number in places else place.number, len(bases))
             readers.setdefault(base, Readers([], []))
-            return base, offset + place.offset
+            return base, places.get(place.number, 0) + place.offset
 
         for index, launch in enumerate(self._launches):
             for hole in launch.holes:
@@ -130,6 +152,11 @@ class Program:
 
     def _new_frame(self) -> Frame:
         return Frame([step.parameter for step in self._launches], [step.form for step in self._products], self._readers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self.slab.size
 
     @property
     def host_bytes(self) -> int:
@@ -152,19 +179,6 @@ class Program:
         results = self._run(given, frame, 0 if device is None else torch._C._cuda_getCurrentRawStream(device))
         self._frames.append(frame)
         return results
-
-
-NO_BLOCK = Slab(0, {})
-
-
-def _in_block(block: int, slab: Slab) -> dict[int, tuple[int, int]]:
-    """Block and offset of each tensor in a block, by number."""
-    return {number: (block, offset) for number, offset in slab.offsets.items()}
-
-
-def _with_block(numbers: Sequence[int], block: Slab) -> list[int]:
-    """The numbers that are not in the block, and the block's own if it holds any."""
-    return [*(number for number in numbers if number not in block.offsets), *([KEPT] if block.size else [])]
 
 
 def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:

@@ -6,7 +6,7 @@ allocation and a comparison of addresses each, and in a slab it would be there f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,24 +16,28 @@ from opfuse.program.steps import CallStep, LaunchStep, OpStep, Place, ProductSte
 
 
 def shared_rooms(
-    steps: Sequence[Step], made_by: object, large: Mapping[int, int], small: Collection[int], results: Collection[int]
+    steps: Sequence[Step], made_by: object, large: Mapping[int, int], lasting: Collection[int], results: Collection[int]
 ) -> list[Step]:
     """The steps, with one tensor of bytes for those that the op ``made_by`` makes, that are last read by one step, and between
     whose making no memory is let go: so at no step more is alive than without.
 
-    large: bytes of the tensors that may be joined. small: those that lie in a slab, which lets go of nothing. results: tensors
+    large: bytes of the tensors that may be joined. lasting: those whose memory nobody lets go of before the end. results: tensors
     that outlive the program.
     """
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
     last = last_reads(steps)
     own = {n: last[n] for n in large if n in last and n not in as_tensors and n not in results}
-    return with_rooms(steps, made_together(steps, made_by, own, small, results), large)
+    groups = made_together(steps, made_by, own, lasting)
+    return with_rooms(steps, dict(enumerate(groups, first_free(numbers_of(steps)))), large)
 
 
 def made_together(
-    steps: Sequence[Step], made_by: object, ends: Mapping[int, object], small: Collection[int], results: Collection[int]
+    steps: Sequence[Step], made_by: object, ends: Mapping[int, object], lasting: Collection[int]
 ) -> list[list[int]]:
-    """Of the tensors in ``ends`` those that end alike, and between whose making no memory is let go."""
+    """Of the tensors in ``ends`` those that end alike, and between whose making no memory is freed.
+
+    lasting: tensors whose memory nobody frees before the end.
+    """
     last = last_reads(steps)
     groups, open_ = list[list[int]](), dict[object, list[int]]()
     for i, step in enumerate(steps):
@@ -42,15 +46,15 @@ def made_together(
             if ends[number] not in open_:
                 groups.append(open_.setdefault(ends[number], []))
             open_[ends[number]].append(number)
-        if any(last.get(n, i) == i and n not in results and n not in small for n in (*step.reads(), *made)):
+        if any(last.get(n, i) == i and n not in lasting for n in (*step.reads(), *made)):
             open_.clear()
     return [group for group in groups if len(group) > 1]
 
 
-def with_rooms(steps: Sequence[Step], groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> list[Step]:
-    """The steps, with one tensor of bytes for each of ``groups``, made where the first of them is."""
+def with_rooms(steps: Sequence[Step], rooms: Mapping[int, Sequence[int]], sizes: Mapping[int, int]) -> list[Step]:
+    """The steps, with one tensor of bytes for those of each of ``rooms``, under its number, made where the first of them is."""
     places, bytes_of = dict[int, Place](), dict[int, int]()
-    for block, group in enumerate(groups, _first_free(steps)):
+    for block, group in rooms.items():
         offset = 0
         for number in group:
             places[number] = Place(block, offset)
@@ -67,9 +71,15 @@ def with_rooms(steps: Sequence[Step], groups: Sequence[Sequence[int]], sizes: Ma
     return found
 
 
-def _first_free(steps: Sequence[Step]) -> int:
-    """A number from which on tensors have none."""
-    numbers = (n for step in steps for n in (*step.reads(), *(step.results if isinstance(step, (OpStep, CallStep)) else ())))
+def numbers_of(steps: Sequence[Step]) -> Iterator[int]:
+    """Those of all tensors that the steps read or make."""
+    for step in steps:
+        yield from step.reads()
+        yield from step.results if isinstance(step, (OpStep, CallStep)) else ()
+
+
+def first_free(numbers: Iterable[int]) -> int:
+    """A number behind all of these."""
     return max(numbers, default=-1) + 1
 
 

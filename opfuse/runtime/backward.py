@@ -63,11 +63,9 @@ class BackwardPass:
         self.programs.note(look, made)
         return result
 
-    def repeated(
-        self, backward: RecordedBackward, grad_outputs: GradOutputs, saved: list[torch.Tensor], *block: torch.Tensor
-    ) -> Result:
+    def repeated(self, backward: RecordedBackward, grad_outputs: GradOutputs, saved: list[torch.Tensor]) -> Result:
         """By a program, which alone holds what came, and lets each go when it is read."""
-        handed = [*given([*grad_outputs.values(), *saved]), *block]
+        handed = given([*grad_outputs.values(), *saved])
         saved.clear()
         grad_outputs.clear()
         with without_autocast(self.plan.key.env.device):

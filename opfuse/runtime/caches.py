@@ -14,7 +14,7 @@ from opfuse.runtime.recorded import RecordedBackward, RecordedValues
 class CacheInfo(NamedTuple):
     """Plans alive, calls that found one, calls that did not, and why the last one did not.
 
-    programs: recordings alive. block_bytes: the most device memory that a call of one allocates in blocks; none is held between
+    programs: recordings alive. block_bytes: the most device memory that a call of one has for small tensors; none is held between
     calls. host_bytes: bytes of their parameters and texts. A pipeline keeps at most 64 plans, a segment of a plan programs for 32
     looks of its inputs, and each of these programs for 8 looks of gradients; the least recently used, or made, is dropped.
     """

@@ -234,12 +234,11 @@ class Repeater:
         recorded, saved, packed_look = self._recorded, list(tensors), None
         backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward)
         if (packing := self._packing) is not None:
-            block = saved.pop()
             packed_look = backward.look(grad_outputs, saved)
             found = packing.backward.get(packed_look)
             if isinstance(found, RecordedBackward):
-                return backward.repeated(found, grad_outputs, saved, block)
-            saved, packed_look = list(packing.unpacked([*saved, block])), packed_look if found is None else None
+                return backward.repeated(found, grad_outputs, saved)
+            saved, packed_look = [*packing.unpacked(saved)], packed_look if found is None else None
         look = backward.look(grad_outputs, saved)
         found = recorded.backward.get(look)
         if isinstance(found, RecordedBackward):
@@ -247,7 +246,7 @@ class Repeater:
         return backward.run(grad_outputs, saved, look, found)
 
     def _pack(self, backward: RecordedBackward, grad_outputs: GradOutputs, look: tuple[Any, ...] | None) -> None:
-        """Have later calls save in one block what ``backward`` reads by address. look: of all but a block that came."""
+        """Have later calls save together what ``backward`` reads by address. look: of what came, where it was saved so."""
         recorded, grads = self._recorded, sum(grad is not None for grad in grad_outputs.values())
         if look is None:
             recorded.pack(backward, grads)

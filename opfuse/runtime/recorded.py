@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from opfuse.core.context import Value
 from opfuse.program.line import MAKES_ROOM, plain_room
 from opfuse.program.program import Program
-from opfuse.program.slab import ALIGNMENT, Slab
+from opfuse.program.rooms import made_together
+from opfuse.program.slab import aligned, last_reads
 from opfuse.program.steps import OpStep, Step
 from opfuse.program.tape import Tape, Unrecordable
 from opfuse.runtime.run import Runner
@@ -156,72 +158,91 @@ class Recorded(RecordedValues):
 
 @dataclass(eq=False)
 class Packing:
-    """Small saved tensors that only kernels read, in one block of memory: one allocation, and one tensor for autograd to carry.
+    """Saved tensors that only kernels read, in few blocks of memory: few allocations, and few tensors for autograd to carry.
 
-    forward: the program that returns the other tensors, then the block. offsets: bytes from the start of the block, by position
-    among the saved tensors. rooms: shapes and dtypes, likewise. count: of all saved tensors. size: bytes of the block. backward:
-    recorded backward passes that take the block as their last tensor, by the look of the others.
+    One block has all small tensors. The others have large ones that one step of the backward pass reads last, as planes of
+    experts' weights, and between whose making no memory is freed: so at no step of either pass more is alive than without.
+
+    forward: the program that returns the blocks, each in the place of its first tensor. groups: of each block the positions of
+    its tensors among the saved ones. rooms: their shapes and dtypes, by position. count: of all saved tensors. backward: recorded
+    backward passes that take the blocks, by the look of what comes in.
     """
 
     forward: Program
-    offsets: dict[int, int]
-    rooms: dict[int, tuple[Sequence[int], torch.dtype]]
+    groups: Sequence[Sequence[int]]
+    rooms: Mapping[int, SavedRoom]
     count: int
-    size: int
     backward: Programs = field(default_factory=lambda: Programs(BACKWARD_LOOKS))
 
     @classmethod
     def of(cls, recorded: Recorded, backward: Program, grads: int) -> Packing | None:
-        """A block for the saved tensors that ``backward`` reads by address only; None if there are fewer than two."""
+        """Blocks for the saved tensors that ``backward`` reads by address only; None if no two of them share one."""
         recording = recorded.program.recording
         saved = recording.results[recorded.results :]
         device = None if recording.device is None else torch.device("cuda", recording.device)
-        made = dict(_rooms(recording.steps, device))
-        for number in recording.read_as_tensors():
-            made.pop(number, None)
-        packed = [
-            position
+        made, as_tensors = dict(_rooms(recording.steps, device)), recording.read_as_tensors()
+        positions = {
+            number: position
             for position, number in enumerate(saved)
-            if number in made and number in recording.sizes and recording.results.count(number) == 1
+            if number in made and number not in as_tensors and recording.results.count(number) == 1
             if _is_by_address(backward, grads + position)
-        ]
-        if len(packed) < 2:
+        }
+        last = last_reads(backward.recording.steps)
+        large = {number: last.get(grads + at) for number, at in positions.items() if number not in recording.sizes}
+        together = made_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
+        small = [number for number in positions if number not in large]
+        groups = [group for group in (small, *together) if len(group) > 1]
+        if not groups:
             return None
-        offsets, size = dict[int, int](), 0
-        for position in packed:
-            offsets[position] = size
-            size += -(-recording.sizes[saved[position]] // ALIGNMENT) * ALIGNMENT
-        goes = Slab(size, {saved[position]: offset for position, offset in offsets.items()})
-        rooms = {position: made[saved[position]] for position in packed}
-        return cls(recorded.program.with_blocks(goes=goes), offsets, rooms, len(saved), size)
+        forward = recorded.program.in_rooms(groups, {number: made[number].nbytes for number in positions})
+        rooms = {position: made[number] for number, position in positions.items()}
+        return cls(forward, [[positions[number] for number in group] for group in groups], rooms, len(saved))
 
     def of_backward(self, backward: RecordedBackward, grads: int) -> Any:
-        """The recorded pass, taking the block; REFUSED if it reads a tensor of the block other than by its address."""
-        comes = Slab(self.size, {grads + position: offset for position, offset in self.offsets.items()})
-        if not all(_is_by_address(backward.program, number) for number in comes.offsets):
+        """The recorded pass, taking the blocks; REFUSED if it reads a tensor of theirs other than by its address."""
+        groups = [[grads + position for position in group] for group in self.groups]
+        if not all(_is_by_address(backward.program, number) for group in groups for number in group):
             return REFUSED
-        return RecordedBackward(backward.program.with_blocks(comes=comes), backward.present)
+        sizes = {grads + position: room.nbytes for position, room in self.rooms.items()}
+        return RecordedBackward(backward.program.in_rooms(groups, sizes), backward.present)
 
     def unpacked(self, saved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """All saved tensors, in order; those in the block are copied into memory of their own."""
-        *others, block = saved
-        rest = iter(others)
+        """All saved tensors, in order; those in blocks are copied into memory of their own."""
+        there, apart = iter(saved), dict[int, torch.Tensor]()
+        groups = {position: group for group in self.groups for position in group}
         for position in range(self.count):
-            if position not in self.offsets:
-                yield next(rest)
-                continue
-            shape, dtype = self.rooms[position]
-            room = torch.empty(shape, dtype=dtype, device=block.device)
-            start = self.offsets[position]
-            room.view(-1).view(torch.uint8).copy_(block[start : start + room.nbytes])
-            yield room
+            if position in groups and position not in apart:
+                apart |= self._apart(groups[position], next(there))
+            yield apart.pop(position) if position in groups else next(there)
+
+    def _apart(self, group: Sequence[int], block: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Position and copy of each tensor of a block."""
+        start = 0
+        for position in group:
+            room = self.rooms[position]
+            made = torch.empty(room.shape, dtype=room.dtype, device=block.device)
+            made.view(-1).view(torch.uint8).copy_(block[start : start + room.nbytes])
+            yield position, made
+            start += aligned(room.nbytes)
 
 
-def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple[int, tuple[Sequence[int], torch.dtype]]]:
+class SavedRoom(NamedTuple):
+    """The memory of a contiguous tensor."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple[int, SavedRoom]]:
     """Number, shape and dtype of each tensor that a step allocates without values."""
     for step in steps:
         if isinstance(step, OpStep) and step.op is MAKES_ROOM[0] and (room := plain_room(step, device)) is not None:
-            yield step.results[0], room
+            yield step.results[0], SavedRoom(*room)
 
 
 def _is_by_address(program: Program, number: int) -> bool:

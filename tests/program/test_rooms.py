@@ -21,9 +21,9 @@ pytestmark = pytest.mark.cpu
 SIZE = 3 * ALIGNMENT
 
 
-def joined(steps: Sequence[Step], results: Sequence[int] = (), small: Sequence[int] = ()) -> list[Step]:
-    large = {n: SIZE for step in steps if isinstance(step, OpStep) for n in step.results if n not in small}
-    return shared_rooms(steps, EMPTY, large, small, results)
+def joined(steps: Sequence[Step], results: Sequence[int] = (), lasting: Sequence[int] = ()) -> list[Step]:
+    large = {n: SIZE for step in steps if isinstance(step, OpStep) for n in step.results if n not in lasting}
+    return shared_rooms(steps, EMPTY, large, {*lasting, *results}, results)
 
 
 def rooms(steps: Sequence[Step]) -> list[int]:
@@ -46,6 +46,7 @@ def test_what_one_step_reads_last_is_one_room():
     ("between", "last", "wanted"),
     [
         ([reading(8)], (0, 1), [0, 0]),  # what came in is let go of
+        ([reading(6)], (0, 1), [2 * SIZE]),  # which is held by others
         ([room(5), reading(5)], (0, 1), [0, 0, 0]),  # so is what lay between
         ([room(7), reading(7)], (0, 1), [2 * SIZE, 0]),  # which lets go of nothing in a slab
         ([OpStep(torch.ops.aten.add.Tensor, (Ref(0), 1), {}, (6,), single=True), reading(6)], (0, 1), [0, 0]),  # torch reads it
@@ -56,7 +57,7 @@ def test_what_one_step_reads_last_is_one_room():
 def test_what_has_another_life_has_memory_of_its_own(between, last, wanted):
     second = last[-1] if last != (0,) else 1
     steps = [room(0), *between, room(second), reading(*last), reading(second)][: None if last == (0,) else -1]
-    assert rooms(joined(steps, results=[3], small=[7])) == wanted
+    assert rooms(joined(steps, results=[3], lasting=[6, 7])) == wanted
 
 
 def alive(steps: Sequence[Step], sizes: dict[int, int], results: Sequence[int]) -> list[int]:

@@ -1,5 +1,7 @@
 """Memory of training: every pipeline, recipe and override: ``python -m benchmarks.memory [--tokens M] [--hidden H] [--ffn F]``.
 
+And decoder layers under every ``keep``, where what all of them save outweighs what one of them holds for a while.
+
 Prints the bytes kept for the backward pass, counted through autograd's hooks by distinct storage and without inputs and
 parameters, beside what the formats say they must be, and as a part of bf16. On a GPU also the peak of a forward and backward
 pass above what was allocated before, beside the peak of torch's own modules in bf16.
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.models import LARGE, PIPELINES, SMALL, Sizes, active, settings
+from benchmarks.models import LARGE, PIPELINES, SMALL, Sizes, active, decoder, settings
 from opfuse import recipes
 from opfuse.recipes.recipe import Recipe
 
@@ -159,8 +161,7 @@ class Row:
     @property
     def name(self) -> str:
         """Pipeline, recipe, override or what is kept."""
-        kept = None if self.keep is None else f"keep={self.keep}"
-        return ", ".join(filter(None, (self.pipeline, self.kind, self.override, kept)))
+        return named(self.pipeline, self.kind, self.override, self.keep)
 
     @property
     def most(self) -> int | None:
@@ -168,8 +169,29 @@ class Row:
         return MOST[self.pipeline] if self.keep == "quantized" else None
 
 
+class Stack(NamedTuple):
+    """Bytes of decoder layers. peak: on a GPU."""
+
+    name: str
+    keep: str | None
+    saved: int
+    peak: int | None
+
+
 MOST = {"A": 60, "B": 65}
 """Percent of what bf16 saves, under ``keep="quantized"``."""
+
+LAYERS, NATIVE = 4, ("fp8_current", "fp8_block")
+"""Of the decoder, and the recipes that it is measured under."""
+
+MOST_OF_LAYERS = {"recompute": 80, "quantized": 70}
+"""Percent of the peak of torch's layers in bf16, by ``keep``."""
+
+
+def named(pipeline: str, kind: str, override: str | None, keep: str | None) -> str:
+    """What is measured, as figures are called."""
+    kept = None if keep is None else f"keep={keep}"
+    return ", ".join(filter(None, (pipeline, kind, override, kept)))
 
 
 def saved_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
@@ -220,6 +242,20 @@ def measure(sizes: Sizes, device: str) -> Iterator[Row]:
             yield Row(name, kind, override, saved, want, saved / plain, peak, limit, keep)
 
 
+def stacks(sizes: Sizes, device: str, count: int = LAYERS) -> Iterator[Stack]:
+    """Decoder layers of torch in bf16 first, then of opfuse."""
+    torch.manual_seed(0)
+    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    kept = [setting for setting in kept_settings() if setting[0] in NATIVE and setting[1] is None]
+    for fused, runs in ((False, [("torch", None, None, None)]), (True, kept)):
+        with torch.device(device):
+            model = decoder(sizes, count, fused=fused).bfloat16()
+        for kind, override, keep, recipe in runs:
+            saved = saved_bytes(model, x, recipe)
+            peak = peak_bytes(model, x, recipe) if device == "cuda" else None
+            yield Stack(named(f"decoder of {count} layers", kind, override, keep), keep, saved, peak)
+
+
 def kept_settings() -> Iterator[tuple[str, str | None, str | None, Recipe | None]]:
     """(kind, override, keep, recipe): every recipe under every override, and without one under every ``keep``."""
     for kind, override, recipe in settings():
@@ -239,6 +275,14 @@ def records(sizes: Sizes | None = None, device: str | None = None) -> Iterator[d
         yield _record(f"{name}, saved", 100 * row.of_bf16, "% of bf16", row.most)
         if row.peak is not None and row.limit is not None:
             yield _record(f"{name}, peak", row.peak / MIB, "MiB", row.limit / MIB)
+    plain, *others = stacks(sizes, device)
+    for stack in (plain, *others):
+        name = f"{stack.name}, {sizes.tokens} tokens, {sizes.hidden}-{sizes.ffn}"
+        yield _record(f"{name}, saved", stack.saved / MIB, "MiB", None)
+        yield _record(f"{name}, saved", 100 * stack.saved / plain.saved, "% of bf16", None)
+        if stack.peak is not None and plain.peak is not None:
+            yield _record(f"{name}, peak", stack.peak / MIB, "MiB", None)
+            yield _record(f"{name}, peak", 100 * stack.peak / plain.peak, "% of bf16", MOST_OF_LAYERS.get(stack.keep or ""))
 
 
 def _record(name: str, value: float, unit: str, limit: float | None) -> dict[str, Any]:
@@ -261,6 +305,8 @@ def main() -> None:
             figures.append(f"{row.peak / MIB:10.1f} {row.limit / MIB:10.1f}{'' if row.peak <= row.limit else '  NOT MET'}")
         mark = "" if row.saved == row.formula else "  NOT THE FORMULA"
         print(f"{row.name:36s} {' '.join(figures)}{mark}", flush=True)
+    for name, _, saved, peak in stacks(sizes, device):
+        print(f"{name:42s} {saved / MIB:10.3f} MiB saved{'' if peak is None else f', peak {peak / MIB:.1f}'}", flush=True)
 
 
 if __name__ == "__main__":

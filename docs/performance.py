@@ -183,8 +183,10 @@ def memory(record: Mapping[str, Any]) -> str:
     rows = []
     for setting in settings:
         saved, peak = figures[f"{setting}, saved"], figures.get(f"{setting}, peak", {})
-        rows.append((setting, shown(saved["MiB"]), shown(saved["% of bf16"]), shown(peak.get("MiB"))))
-    return prose.MEMORY + table(("pipeline, recipe, override", "saved, MiB (formula)", "% of bf16", "peak, MiB (at most)"), rows)
+        cells = [shown(each.get(unit)) for each in (saved, peak) for unit in ("MiB", "% of bf16")]
+        rows.append((setting, *cells))
+    head = ("saved, MiB (formula)", "% of bf16 (at most)", "peak, MiB (at most)", "% of bf16 (at most)")
+    return prose.MEMORY + table(("pipeline, recipe, override", *head), rows)
 
 
 def problems(record: Mapping[str, Any], script: str) -> str:

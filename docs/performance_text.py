@@ -133,8 +133,10 @@ torch's fused one.
 """
 
 MEMORY = """\
-*saved* is what autograd keeps for the backward pass, in parentheses what the formats require, also relative to torch's own
-modules in bf16. *peak* is that of one forward and backward pass.
+*saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
+and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In
+the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
+they save decides.
 
 """
 

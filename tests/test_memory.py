@@ -11,6 +11,7 @@ import torch
 import opfuse
 from benchmarks import memory
 from benchmarks.memory import MIB, PIPELINES, Sizes
+from docs import performance
 
 SIZES = Sizes(96, 160, 288)
 """Fills neither blocks of 128 nor tiles of scales."""
@@ -23,6 +24,22 @@ COUNT = len(PIPELINES) * (14 + 2 * 5)
 @pytest.fixture(scope="module")
 def rows() -> list[memory.Row]:
     return list(memory.measure(SIZES, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def stacks() -> list[memory.Stack]:
+    return list(memory.stacks(SIZES._replace(hidden=128), "cpu", 2))
+
+
+@pytest.mark.row("B35")
+def test_b35_layers_save_less_the_more_is_made_anew(stacks: list[memory.Stack]) -> None:
+    """Each layer as much as the first, whose input is the caller's; torch's layers in bf16 most."""
+    plain, *others = stacks
+    for whole, recomputed, quantized in zip(*[iter(others)] * 3, strict=True):
+        assert [whole.keep, recomputed.keep, quantized.keep] == [None, "recompute", "quantized"]
+        assert plain.saved > whole.saved > recomputed.saved > quantized.saved
+        read = SIZES.tokens * 2 * SIZES.ffn  # the input of each activation, in one byte for two
+        assert recomputed.saved - quantized.saved == pytest.approx(2 * read, rel=0.01)
 
 
 @pytest.mark.row("B31", "B35")
@@ -42,20 +59,32 @@ def test_b31_the_inspector_counts_the_same() -> None:
             assert opfuse.saved(model, x).totals.own == memory.saved_bytes(model, x, recipe)
 
 
-def test_records_have_a_limit_that_is_met(rows: list[memory.Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_have_a_limit_that_is_met(
+    rows: list[memory.Row], stacks: list[memory.Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = [stack._replace(peak=stack.saved + MIB) for stack in stacks]
     monkeypatch.setattr(memory, "measure", lambda sizes, device: iter(rows))
+    monkeypatch.setattr(memory, "stacks", lambda sizes, device: iter(measured))
     records = list(memory.records(SIZES, "cpu"))
-    saved = [record for record in records if record["unit"] == "MiB"]
     assert all(record.keys() == {"name", "value", "unit", "limit", "met"} for record in records)
+    assert len({(record["name"], record["unit"]) for record in records}) == len(records)
+    saved = [record for record in records if record["unit"] == "MiB" and "decoder" not in record["name"]]
     assert all(record["met"] for record in saved)
     assert saved[0]["value"] * MIB == 2 * 2 * SIZES.tokens * SIZES.ffn
-    assert len({(record["name"], record["unit"]) for record in records}) == len(records)
+    peaks = [record for record in records if record["name"].endswith("peak") and record["unit"] == "% of bf16"]
+    assert [record["limit"] for record in peaks] == [None] + [None, *memory.MOST_OF_LAYERS.values()] * 2
+    page = performance.memory({"results": [{**record, "script": "memory"} for record in records]})
+    assert f"{peaks[-1]['value']:.1f} ({memory.MOST_OF_LAYERS['quantized']:.1f})" in page.splitlines()[-1].replace("*", "")
 
 
 def test_the_table_marks_what_is_not_the_formula(
-    rows: list[memory.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: list[memory.Row],
+    stacks: list[memory.Stack],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(memory, "measure", lambda sizes, device: iter(rows))
+    monkeypatch.setattr(memory, "stacks", lambda sizes, device: iter(stacks))
     monkeypatch.setattr(sys, "argv", ["memory.py", *(f"--{name}={value}" for name, value in SIZES._asdict().items())])
     memory.main()
     right = capsys.readouterr().out
@@ -63,4 +92,5 @@ def test_the_table_marks_what_is_not_the_formula(
     memory.main()
     wrong = capsys.readouterr().out
     assert "NOT" not in right
+    assert all(stack.name in right for stack in stacks)
     assert wrong.count("NOT THE FORMULA") == COUNT

@@ -2,7 +2,7 @@
 
 A in small, where the host decides, and four decoder layers at 2048 tokens, called and replayed as a CUDA graph. Models take
 turns, so that ratios are of one state of the machine. "weights kept" is the same inside of :func:`opfuse.kept_weights`, as in
-serving or between two steps of an optimizer.
+serving or between two steps of an optimizer, for calls that keep them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import copy_context
 from typing import Any
 
@@ -23,7 +23,7 @@ import opfuse
 from benchmarks.models import LARGE, Sizes, active, decoder, settings
 from benchmarks.timing import Call, host_time, wall_time
 from opfuse import ops
-from opfuse.recipes.recipe import Recipe
+from opfuse.recipes import DelayedScaling, Recipe
 
 EAGER, COMPILED, KEPT = "eager bf16", "torch.compile bf16", "weights kept"
 SMALL = 256
@@ -60,21 +60,33 @@ def host_calls(model: nn.Module, recipe: Recipe | None, x: torch.Tensor) -> Call
     return {"infer": torch.no_grad()(forward), "forward": forward, "forward + backward": training}
 
 
-def with_kept_weights(model: nn.Module, calls: Calls) -> Calls:
-    """The same calls inside of a scope of their own that stays open."""
-    inside, scope = copy_context(), opfuse.kept_weights(model)
-    inside.run(scope.__enter__)
+class Kept:
+    """A call inside of a scope of its own that stays open as long as the call is here."""
 
-    def kept(call: Call) -> Call:
-        return lambda: scope and inside.run(call)  # which must be here as long as the call
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self._call, self._inside, self._scope = call, copy_context(), opfuse.kept_weights(model)
+        self.weights = self._inside.run(self._scope.__enter__)
 
-    return {what: kept(call) for what, call in calls.items()}
+    def __call__(self) -> object:
+        return self._inside.run(self._call)
+
+
+def with_kept_weights(model: nn.Module, recipe: Recipe, calls: Calls, inference: Collection[str]) -> Calls:
+    """Those of the calls that keep casts of weights, each in a scope of its own; ``inference`` names those that do not train.
+
+    Under delayed scaling the scales of weights move after each region that trains, so a call of it casts anew.
+    """
+    keeping = inference if isinstance(recipe, DelayedScaling) else calls
+    return {what: Kept(model, call) for what, call in calls.items() if what in keeping}
 
 
 def of_recipes(model: nn.Module, x: torch.Tensor) -> dict[str, Calls]:
     """The calls of a model under every recipe without an override, and with kept weights under the native ones."""
-    made = {kind: host_calls(model, recipe, x) for kind, override, recipe in settings() if override is None}
-    return {**made, **{f"{kind} {KEPT}": with_kept_weights(model, made[kind]) for kind in MOST_WALL}}
+    given = {kind: recipe for kind, override, recipe in settings() if override is None}
+    made = {kind: host_calls(model, recipe, x) for kind, recipe in given.items()}
+    native = {kind: recipe for kind, recipe in given.items() if kind in MOST_WALL and recipe is not None}
+    kept = {f"{kind} {KEPT}": with_kept_weights(model, recipe, made[kind], {"infer"}) for kind, recipe in native.items()}
+    return {**made, **kept}
 
 
 def in_turns(models: Mapping[str, Calls], timer: Callable[[Call], float], rounds: int) -> dict[tuple[str, str], list[float]]:
@@ -156,7 +168,7 @@ def decoder_records(
     eager, fused = (decoder(sizes, layers, fused=mine).to(device, torch.bfloat16) for mine in (False, True))
     every = {EAGER: host_calls(eager, None, x), **of_recipes(fused, x)}
     wanted = (EAGER, "none", *MOST_WALL, *(f"{kind} {KEPT}" for kind in MOST_WALL))
-    steps = {name: every[name]["forward + backward"] for name in wanted}
+    steps = {name: every[name]["forward + backward"] for name in wanted if "forward + backward" in every[name]}
     label = f"host, decoder of {layers} layers {sizes.tokens}x{sizes.hidden}"
     wall = in_turns({name: {"step, wall": step} for name, step in steps.items()}, lambda call: wall_time(call) / 1e3, rounds)
     yield from compared(label, wall, "ms", {"step, wall": MOST_WALL})

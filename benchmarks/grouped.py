@@ -111,7 +111,7 @@ def calls(variant: Variant, problem: Problem, device: str) -> dict[str, Call]:
         return torch.autograd.grad(forward(leaf), (leaf, *op.parameters()), dy)
 
     made: dict[str, Call] = {"forward": torch.no_grad()(lambda: forward(x)), "forward + backward": both}
-    return with_kept_weights(op, made) if variant.kept else made
+    return with_kept_weights(op, variant.recipe, made, {"forward"}) if variant.kept and variant.recipe else made
 
 
 def measure(

@@ -92,11 +92,13 @@ def pipelines(record: Mapping[str, Any]) -> str:
     for name, units in of_script(record, "pipelines").items():
         setting, what = name.rsplit(", ", 1)
         found.setdefault(setting, {})[what] = units
+    units = {"ms": "ms", "x products": "x products (at most)", "ms of wall time": "wall, ms"}
+    kinds = ("forward", "training")
     rows = [
-        (setting, *(shown(each[what][unit], 2) for what in ("forward", "training") for unit in ("ms", "x products")))
+        (setting, *(shown(each[what][unit], 2) if unit in each.get(what, {}) else "" for what in kinds for unit in units))
         for setting, each in found.items()
     ]
-    head = ("pipeline, recipe, override", "forward, ms", "x products (at most)", "training, ms", "x products (at most)")
+    head = ("pipeline, recipe, override", *(f"{what}, {told}" for what in kinds for told in units.values()))
     return f"{prose.PIPELINES}{table(head, rows)}\n\n{beside_products(record)}\n\n{least_of_b(record)}"
 
 

@@ -61,9 +61,10 @@ other.
 """
 
 PIPELINES = """\
-`x products`: the time of the pipeline, relative to its matrix products alone; both take turns in one process. Forward
+`x products`: the GPU's time for the pipeline, relative to its matrix products alone; both take turns in one process. Forward
 products are in the recipe's format, backward products too, or in bf16 under an override. *forward* is inference; *training*
-is one forward and backward pass.
+is one forward and backward pass; *wall* is what a user waits for one. A training step under `delayed` moves the scales of the
+weights, so it keeps none of their casts.
 
 """
 

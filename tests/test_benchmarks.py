@@ -33,10 +33,11 @@ from benchmarks import (
     training,
 )
 from docs import performance, tables
+from opfuse import ops
 from opfuse.config import Config, load
 from opfuse.errors import UnsupportedError
 from opfuse.kernels.catalogue import CASES
-from opfuse.recipes import Recipe, Support
+from opfuse.recipes import Recipe, Support, recipe_of
 from opfuse.train import Comparison, compare
 
 SHAPE = (256, 512)
@@ -153,7 +154,7 @@ def test_two_calls_are_compared_within_rounds_of_either_order(monkeypatch: pytes
     assert found.ratio == pytest.approx((0.25 + 1.0) / 2)
 
 
-def test_pairs_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call once a round; a round in which the clocks were low does not show."""
     order: list[str] = []
     rounds = 7
@@ -166,9 +167,26 @@ def test_pairs_are_timed_in_turns_and_told_by_their_medians(monkeypatch: pytest.
         return timing.Timing(took, 0.0, 2 * took)
 
     monkeypatch.setattr(pipelines, "device_time", timed)
-    a, b, c, d = (functools.partial(order.append, name) for name in "abcd")
-    assert pipelines.in_turns((a, b), (c, d)) == [pipelines.Times(1.0, 2.0), pipelines.Times(3.0, 4.0)]
+    calls = {name: functools.partial(order.append, name) for name in "abcd"}
+    assert pipelines.in_turns(calls) == {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     assert "".join(order) == "abcd" * rounds
+
+
+@pytest.mark.parametrize("kind", calls.MOST_WALL)
+def test_what_is_measured_with_kept_weights_keeps_them(kind: str) -> None:
+    """Every call finds the casts of the one before, in whatever order inference and training take turns."""
+    model = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32)).to(torch.bfloat16)
+    x = torch.randn(32, 32, dtype=torch.bfloat16).requires_grad_()
+    recipe = recipe_of(kind, {})
+    plain = calls.host_calls(model, recipe, x)
+    kept = calls.with_kept_weights(model, recipe, plain, {"infer"})
+    assert set(kept) == ({"infer"} if kind == "delayed" else set(plain))
+    for each in (*kept.values(), *plain.values(), *kept.values(), *kept.values()):
+        each()
+    for each in kept.values():
+        assert isinstance(each, calls.Kept)
+        served = [entry.served for entries in each.weights._entries.values() for entry in entries]
+        assert served == [True, True]
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 //
 // Names       f(x, ...) is y; f_backward(dy, x, ...) is the gradient of x; f_backward_a and f_backward_b are those of the two
 //             inputs of a gated unit. A fused chain and an op alone call the same functions.
-// Rounding    to nearest even in fp32. What holds no exponential (relu, srelu, the clamps) is equal to the definition bit for bit.
-//             A sigmoid of z is off by at most (|z| + 5) 2^-23 of its value, and on the device 0 where it is below 2^-126; the normal
-//             distribution at x by (x^2 + 5) 2^-23.
+// Rounding    to nearest even in fp32. Ops without an exponential (relu, srelu, the clamps) equal their definition bit for bit. The
+//             relative error of a sigmoid of z is at most (|z| + 5) 2^-23, and on the device it is 0 below 2^-126; that of the normal
+//             distribution at x is at most (x^2 + 5) 2^-23.
 // Non-finite  selections let NaN through; inf * 0 is NaN, as in x * sigmoid(x) at minus infinity.
 // Compiled    without ftz, without implicit fma, as common.cuh, which comes first; a host needs <math.h> as well.
 // Defined by  opfuse/numerics/activations.py.

@@ -1,8 +1,8 @@
-// amax_groups: raises an fp32 number of each group of rows to the largest magnitude in it, as an integer maximum, so that inf and NaN
+// amax_groups: raises an fp32 number for each group of rows to the largest magnitude in the group, as integers, so that inf and NaN
 // propagate.
 //
 // x              [rows, columns] of IN, contiguous
-// tiles          those of row_groups.cu; blocks of tiles without rows do nothing
+// tiles          the tiles of 128 rows of row_groups.cu; blocks of tiles without rows do nothing
 // amax           fp32 [groups], not negative
 // Grid           one block of 256 threads for each tile of rows x 256 columns, of which a warp has 16 rows
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes

@@ -1,10 +1,10 @@
-// amax_lines: raises fp32 numbers to the largest magnitudes of the rows and of the columns of a matrix, from one read of it, as integer
-// maxima, so that inf and NaN propagate.
+// amax_lines: raises fp32 numbers to the largest magnitudes of the rows and columns of a matrix, from one read of it; as integers, so
+// that inf and NaN propagate.
 //
 // x              [rows, columns] of IN, contiguous
 // rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
 // Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
-// GROUPED        rows come in groups, by the tiles of row_groups.cu: columnwise is [groups, columns], the columns of each
+// GROUPED        rows come in groups, in the tiles of row_groups.cu; columnwise is [groups, columns], the amaxes of each group's columns
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, line_amaxes; GROUPED: opfuse/numerics/group_casts.py, group_line_amaxes.
@@ -26,7 +26,7 @@ struct Parameters {
 constexpr int THREADS = 256, WARPS = THREADS / 32, CHUNK = 16, TILE_ROWS = WARPS * CHUNK, TILE_COLUMNS = 32 * 8;
 constexpr int STEP = 16 / sizeof(IN);  // rows whose loads are under way together
 
-// The largest of a row's eights, in the lane that is to raise it.
+// The largest magnitude of a row's eights; the lane that raises the row's amax gets it.
 template <int N>
 OPFUSE_FN void take_rows(const Eight<IN> (&v)[N], int first, u32& mine) {
 #pragma unroll

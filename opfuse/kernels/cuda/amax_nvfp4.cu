@@ -1,9 +1,9 @@
-// amax_nvfp4: the first levels of planes of which the columnwise one is rotated, from one read of a matrix: raises fp32 numbers to
-// the largest magnitudes, as integer maxima, so that inf and NaN propagate.
+// amax_nvfp4: the global amaxes of NVFP4 planes of which the columnwise one is rotated, from one read of a matrix: raises fp32 numbers
+// to the largest magnitudes, as integers, so that inf and NaN propagate.
 //
 // x              [rows, columns] of bf16, contiguous; rows % 16 == 0
-// rowwise        fp32, not negative, or null: that of the matrix
-// columnwise     fp32, not negative: that of its columns after their rotation, which rounds to bf16; the rows in SIGNS are negated
+// rowwise        fp32, not negative: the amax of the matrix; or null
+// columnwise     fp32, not negative: the amax of its rotated columns, rounded to bf16; rows whose bit in SIGNS is set are negated first
 // Grid           one block of 256 threads for each 128 rows x 64 columns
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 4 bytes, and columns % 2 == 0; without it, anything goes
@@ -26,7 +26,7 @@ OPFUSE_FN u32 load_two(const bf16* x, long long count) {
     return (count > 0 ? u32(x[0].bits) : 0) | (count > 1 ? u32(x[1].bits) << 16 : 0);
 }
 
-// The bits of the largest magnitude of a column's 16 values after rotation. Rounding keeps their order: one is rounded for all.
+// The bits of the largest magnitude of 16 rotated values of a column. Rounding keeps order, so only the largest is rounded.
 OPFUSE_FN u32 largest_rotated(const u32 (&v)[CHUNK], int side) {
     float of[CHUNK];
 #pragma unroll

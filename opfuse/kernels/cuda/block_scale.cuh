@@ -1,6 +1,6 @@
-// block_scale: planes of FP8 codes with an fp32 scale for each block, and the scale of a block.
+// block_scale: the fields that say where planes of FP8 codes with an fp32 scale for each block lie, and how such scales are stored.
 //
-// Blocks         what the host packs; its fields are described in cast_block.cu
+// Blocks         packed by the host; cast_block.cu describes its fields
 // Compiled       after common.cuh, with OUT
 #pragma once
 
@@ -21,7 +21,7 @@ OPFUSE_FN Scale scale_of(const Blocks& p, u32 bits) {
     return {scale, block_decode_scale(scale, amax, p.pow2)};
 }
 
-// Scale `at` of a row of scales, of which `used` hold something.
+// Stores scale `at` of a row of `pitch` scales: `value` if it is one of the first `used`, else 0.
 OPFUSE_FN void store_scale(float* scales, long long at, long long used, long long pitch, float value) {
     if (at < pitch) scales[at] = at < used ? value : 0.0f;
 }

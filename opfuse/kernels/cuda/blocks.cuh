@@ -1,8 +1,8 @@
 // blocks: FP8 codes and fp32 scales of a tile that a block of threads holds: 1 x 128 and 128 x 1 blocks, or 128 x 128.
 //
-// Values         OWN_ROWS rows of eight neighbours a thread; where there is nothing, 0 or what the tile has elsewhere
-// Blocks         what the host packs; its fields are described in cast_block.cu
-// APART          whether rows behind the last are another group's, whose scales it stores
+// Values         of a thread: OWN_ROWS rows of eight neighbours; outside of the matrix they are 0 or repeat others of the tile
+// Blocks         packed by the host; cast_block.cu describes its fields
+// APART          whether rows behind the tile's last one belong to another group, which stores their scales
 // Compiled       after tile.cuh for a tile of 128 x 128 and 256 or more threads, with IN, OUT, SQUARE, ROWWISE, COLUMNWISE and ALIGNED
 #pragma once
 #include "block_scale.cuh"
@@ -57,7 +57,8 @@ OPFUSE_FN void cast_square(const Blocks& p, const Tile& tile, const Values& v, u
 
 static_assert(WARPS_ACROSS == 2, "two warps share a row of a block");
 
-// Encode scales of the thread's rows. Two warps wait for each other; of the eight lanes that share rows, each finds the scale of one.
+// Encode scales of the thread's rows. A row lies in two warps, which wait for each other. Eight lanes share eight rows, and each computes
+// the scale of one.
 OPFUSE_FN void scales_along(const Blocks& p, const Tile& tile, const Values& v, float (&scale)[OWN_ROWS]) {
     __shared__ u32 amax[WARPS_ACROSS][BLOCK];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = own_row(tile, lane % OWN_ROWS);
@@ -74,8 +75,8 @@ OPFUSE_FN void scales_along(const Blocks& p, const Tile& tile, const Values& v, 
     for (int i = 0; i < OWN_ROWS; ++i) scale[i] = __shfl_sync(~0u, own.encode, (lane & 24) + i);
 }
 
-// Encode scales of the thread's columns, from what each warp has left of its rows before a barrier. Of the four lanes that share
-// columns, each finds the scales of two.
+// Encode scales of the thread's columns, from the amaxes that each warp stored before a barrier. Four lanes share eight columns, and
+// each computes the scales of two.
 OPFUSE_FN void scales_down(const Blocks& p, const Tile& tile, const u32 (&amax)[WARPS_DOWN][BLOCK], float (&scale)[8]) {
     int lane = threadIdx.x % 32, mine = tile.across * 8 + lane / 8 * 2;
     Scale own[2];
@@ -101,7 +102,7 @@ OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u3
 #pragma unroll
             for (int j = 0; j < 8; ++j) column_amax[threadIdx.x / 32 / WARPS_ACROSS][tile.across * 8 + j] = down.bits(j);
     }
-    if (p.rowwise) {  // known when it is compiled, but as a condition it keeps the codes of both planes from being live at once
+    if (p.rowwise) {  // always so if there is the plane; as a condition it keeps the codes of both planes from taking registers at once
         float scale[OWN_ROWS];
         scales_along(p, tile, v, scale);
         RowCodes rows = rowwise_codes(p, tile);
@@ -121,7 +122,7 @@ OPFUSE_FN void cast_lines(const Blocks& p, const Tile& tile, const Values& v, u3
     }
 }
 
-// The codes and scales of a tile; those of columns stay in shared memory.
+// Casts a tile: stores its codes and scales, but leaves the codes of columns in shared memory.
 OPFUSE_FN void cast_tile(const Blocks& p, const Tile& tile, const Values& v, u32* shared) {
     if constexpr (SQUARE)
         cast_square(p, tile, v, shared);

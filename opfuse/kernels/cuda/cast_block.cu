@@ -7,10 +7,10 @@
 //                column_scale [blocks, columns]
 // SQUARE = 1     blocks are 128 x 128, and the planes hold the same bytes; row_scale is [row blocks, column blocks], column_scale its
 //                transpose
-// Scales         what codes are multiplied by: the inverse of that of scale_from_amax with eps and inf_value, rounded down to a power
-//                of two if pow2. Rows of scales are row_pitch and column_pitch long, at most 3 more than are used; the rest becomes 0
+// Scales         decode scales: the inverses of those of scale_from_amax with eps and inf_value, rounded down to powers of two if pow2.
+//                Rows of scales are row_pitch and column_pitch long, up to 3 longer than needed; the rest becomes 0
 // Non-finite     a block that holds one is cast under the scale 1, and its stored scale is NaN
-// Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks of scales are parts
+// Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks with one scale are smaller
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if there is columnwise; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_block.

@@ -1,11 +1,11 @@
-// cast_block_groups: as cast_block.cu with SQUARE = 0, of a matrix whose groups of rows are cast apart, all in one launch.
+// cast_block_groups: the cast of cast_block.cu with SQUARE = 0, for groups of rows, each cast as a matrix of its own, in one launch.
 //
-// tiles          the tiles of 128 rows of row_groups.cu: [group, first row, end of the group, 0]; those behind the last are zeros
-// x, rowwise     as there; codes and scales of rows do not know groups
-// index          where INDEXED, the row of x that each row of the matrix is, inside of x; x has rows in any number
-// columnwise     [columns, 128 * down] codes, each group from a tile on; zeros behind its rows, and in tiles behind the last
-// column_scale   [down, columns], as there
-// down           tiles of rows that there is room for
+// tiles          tiles of 128 rows, from row_groups.cu: [group, first row, end of the group, 0]; zeros behind the last tile
+// x, rowwise     as in cast_block.cu; rowwise codes and scales do not depend on groups
+// index          if INDEXED: for each row of the matrix, the number of a row of x; x then has any number of rows
+// columnwise     [columns, 128 * down] codes; a group begins on a tile, with zeros behind its rows, and in tiles behind the last one
+// column_scale   [down, columns], as in cast_block.cu
+// down           for how many tiles of rows there is memory
 // Grid           a block of 256 threads for each 128 columns of a tile of rows
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0
 // Defined by     opfuse/numerics/casts.py, cast_block_groups.

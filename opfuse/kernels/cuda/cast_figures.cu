@@ -1,13 +1,13 @@
-// cast_figures: one read of a tensor and of what a cast made of it: its amax, what was lost, and how many elements had which fate.
+// cast_figures: compares a tensor with what a cast made of it, and reads each once: the amax, the error, and counts of elements.
 //
 // x           [size] of IN, contiguous
 // q           fp32 [size]: decoded codes
-// scale       fp32 decode scale: [size]; one of all if ONE_SCALE
+// scale       fp32 decode scales: [size], or one for all elements if ONE_SCALE
 // ALIGNED     each of these starts on 16 bytes
 // amax        fp32, 0 at first
 // parts       fp64 [blocks, 2]: each block's sums of x^2 and of (x - q)^2, where both are finite
-// counts      u64 [4 + 256], 0 at first: elements not finite; finite and not 0; those of them that are 0 in q; those beyond reach
-//             times their scale; then elements by the biased exponent of their scale
+// counts      u64 [4 + 256], 0 at first: nonfinite elements; finite ones that are not 0; of these, those that are 0 in q, and those
+//             larger than reach * scale; then elements by the biased exponent of their scale
 // Arithmetic  x - q and scale * reach in fp32; squares and sums in fp64, in an order that is fixed. Counts are integers
 // Grid        one block of 256 threads for each 16384 elements
 // Defined by  opfuse/numerics/figures.py.
@@ -27,7 +27,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 constexpr int THREADS = 256, PACKS = 16384 / (8 * THREADS), FATES = 4, EXPONENTS = 256;
 
-// Sums of the block's threads, in the order of a tree, to thread 0.
+// The sum of the block's threads, added as a tree; thread 0 has it.
 OPFUSE_FN double block_sum(double sum, double* of_warp) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);

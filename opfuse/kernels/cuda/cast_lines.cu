@@ -1,15 +1,15 @@
-// cast_lines: FP8 codes of a matrix with an fp32 scale for each row, for each column or for both, whose amaxes are known, from one
-// read of it.
+// cast_lines: FP8 codes of a matrix with an fp32 scale for each row, for each column or for both, from known amaxes and one read of
+// the matrix.
 //
 // x              [rows, columns] of IN, contiguous
 // row            codes of OUT [rows, columns] under the scales of rows, if ROWWISE; amax and scale [rows]
 // column         codes [columns, rows] under the scales of columns, if COLUMNWISE; amax and scale [columns]
-// scale          what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two if POW2
+// scale          decode scales: the inverses of those of scale_from_amax with eps, rounded down to powers of two if POW2
 // Non-finite     a line that holds one is cast under the scale 1, and its stored scale is NaN
-// Grid           a block of 512 threads for each 256 x 64 tile, the last one first: what found the amaxes has just read it
-// GROUPED        rows come in groups, by the tables of row_groups.cu: column has codes [columns, 128 * down], each group from a tile of 128
-//                rows on, with zeros behind its rows and in tiles behind the last; amax and scale [groups, columns], of which those of a
-//                group without rows are left. A block has 256 threads and a tile of 128 x 64
+// Grid           a block of 512 threads for each 256 x 64 tile, the last tile first: the kernel that found the amaxes has just read it
+// GROUPED        rows come in groups, in the tables of row_groups.cu. column has codes [columns, 128 * down]; a group begins on a tile of
+//                128 rows, with zeros behind its rows, and in tiles behind the last one. amax and scale are [groups, columns]; scales
+//                of a group without rows are not written. A block has 256 threads and a tile of 128 x 64
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE and not GROUPED; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_lines; GROUPED: opfuse/numerics/group_casts.py, cast_lines_groups.
@@ -37,7 +37,7 @@ struct Parameters {
 };
 #include "joined.cuh"
 
-// What line i is multiplied by, of `count` lines; the blocks that are told to store what its codes are.
+// The encode scale of line i of `count` lines; blocks with `stores` store its decode scale.
 OPFUSE_FN float encode_scale(const Lines& lines, long long i, long long count, float eps, bool stores) {
     if (i >= count) return 1.0f;
     float amax = lines.amax[i], scale = block_scale<OUT>(amax, eps, LARGEST_FLOAT, POW2);

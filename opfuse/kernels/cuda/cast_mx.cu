@@ -4,8 +4,8 @@
 // planes         their codes and scales, as in mx_tile.cuh
 // SQUARE         one scale for each 32 x 32 values, repeated in its lines
 // Non-finite     a block that holds one has the code 255, and NaN for each value
-// Grid           cast_rows: a block of 256 threads for each 8192 elements, columns % 32 == 0, not SQUARE;
-//                cast_tile: one of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS, stored by rows if ROWWISE, by columns if COLUMNWISE
+// Grid           cast_rows, for columns % 32 == 0 and not SQUARE: a block of 256 threads for each 8192 elements;
+//                cast_tile: a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS; ROWWISE and COLUMNWISE say which planes it stores
 // JOINED         as joined.cuh has it
 // RESIDENT       blocks of cast_tile that share a multiprocessor
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0; without it, anything goes
@@ -20,14 +20,15 @@ struct Parameters {
 
 constexpr int BLOCK = MX_BLOCK, THREADS = 256, PACKS = 4;
 
-// Warps of 32 x 64 in a tile. Swizzled scales are stored as whole tiles of theirs; compact ones like long rows better.
+// A tile has DOWN x ACROSS warps of 32 x 64 values. Swizzled scales are stored as whole tiles of scales; compact ones are stored
+// faster in long rows.
 constexpr int DOWN = SWIZZLED ? 4 : 1, ACROSS = SWIZZLED ? 2 : 4;
 constexpr int TILE_ROWS = 32 * DOWN, TILE_COLUMNS = 64 * ACROSS, TILE_THREADS = 32 * DOWN * ACROSS;
 static_assert(!SWIZZLED || (TILE_ROWS == 128 && TILE_COLUMNS == 128), "the scales of a tile are one tile of scales");
 
 // ------------------------------------------------------------------------------------------------------------------------ rows
 
-// Four neighbouring lanes have a block; a warp has eight blocks in each of its packs.
+// Four neighbouring lanes share a block of 32 values; a warp has eight blocks in each of its packs.
 #if ENTRY_cast_rows
 extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_constant__ Launched launched) {
     Own own = own_part(launched);
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cast_rows(const __grid_con
 
 // ----------------------------------------------------------------------------------------------------------------------- tiles
 
-// What a thread of a tile has: rows 4 (lane / 8) + 0 ... 3 of its warp's 32, and these plus 16, of eight neighbouring columns.
+// The values of a thread of a tile: of eight neighbouring columns, rows 4 (lane / 8) + 0 ... 3 of the warp's 32, and the same + 16.
 struct Piece {
     int row, column;              // the first, in the tile
     long long tile_row, tile_column;
@@ -81,7 +82,7 @@ OPFUSE_FN Piece piece_of(u32 block, long long columns) {
             (long long)(block / tiles_across) * TILE_ROWS, (long long)(block % tiles_across) * TILE_COLUMNS};
 }
 
-// The codes of the blocks that the thread's values are in, of its rows or of its columns.
+// The codes of the scales of a thread's values, for its rows or for its columns.
 struct Codes {
     u32 of[8];
 };

@@ -2,11 +2,11 @@
 //
 // x              [rows, columns] of IN, contiguous
 // rowwise        codes [rows, columns / 2], or null; columnwise codes [columns, rows / 2], or null
-// scales         of lines by blocks, each padded to whole tiles of 128 x 4, which the host has set to 0; a row has `quads` fours.
+// scales         [lines, blocks], padded to whole tiles of 128 x 4, which the host has set to 0; a row of scales has `quads` fours.
 //                Compact: row by row; swizzled: see swizzle.cuh
-// amax           fp32, the first level of a plane: of all lines, or one for each if per_line
-// encode_max     what the largest scale of a block is to become
-// ROUNDING       of values: see nvfp4.cuh; the random bytes of STOCHASTIC are those of *seed
+// amax           fp32, the global amax of a plane: one for all lines or, if per_line, one for each
+// encode_max     to which the largest scale of a block is mapped
+// ROUNDING       how values are rounded: see nvfp4.cuh; STOCHASTIC takes random bytes from *seed
 // ROTATED        columns are rotated, 16 rows at a time, by the Hadamard matrix with the rows in SIGNS negated; IN is bf16
 // Non-finite     a block that holds one has a NaN scale, and the code of 6 for each value
 // Grid           cast_rows: blocks of 256 threads, a warp for each ROWS x 512 elements, for rowwise alone;
@@ -28,7 +28,7 @@ struct Parameters {
 
 constexpr int ROWS = 4;  // of a warp in cast_rows; a divisor of 32
 
-// Blocks that share a multiprocessor: as many as leave enough registers to each.
+// How many blocks share a multiprocessor, with enough registers for each.
 template <class T>
 constexpr int RESIDENT = CHOOSES ? 1 : 2;
 template <>
@@ -60,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT<IN>) cast_rows(co
 
 // ----------------------------------------------------------------------------------------------------------------------- tiles
 
-// A tile has eight chunks of 16 rows of 256 bytes, one chunk to a warp. They lie in shared memory one after the other, so far
-// apart that eight chunks of a column meet each bank once.
+// A tile has eight chunks of 16 rows of 256 bytes, one for each warp. In shared memory chunks begin so far apart that one column of
+// all eight meets each bank once.
 constexpr int CHUNKS = TILE_ROWS / BLOCK, ROW_WORDS = 64, CHUNK_WORDS = BLOCK * ROW_WORDS + 2 * sizeof(IN);
 constexpr int TILE_COLUMNS = 4 * ROW_WORDS / sizeof(IN), ACROSS = TILE_COLUMNS / BLOCK, STEP = 32 / ACROSS, ITEMS = BLOCK / STEP;
 constexpr int PAIRS = TILE_COLUMNS / 64;  // of columns, to a thread
 
-// Values of a row, as the block `across` of it.
+// Stores 16 values of a row as its block number `across`.
 OPFUSE_FN void store_shared(u32* row, int across, const Sixteen& v) {
     constexpr int WORDS = Eight<IN>::WORDS;
 #pragma unroll
@@ -76,7 +76,7 @@ OPFUSE_FN void store_shared(u32* row, int across, const Sixteen& v) {
     }
 }
 
-// Two columns of a chunk.
+// The values of two neighbouring columns of a chunk.
 struct Columns {
     static constexpr int WORDS = sizeof(IN) / 2;
     u32 word[BLOCK][WORDS];
@@ -97,7 +97,7 @@ OPFUSE_FN Columns load_columns(const u32* chunk, int pair) {
     return c;
 }
 
-// The bf16 values times the Hadamard matrix and 1 / 4: in fp32, by stages of distance 1, 2, 4 and 8, rounded once.
+// Column `side`, rotated: bf16 values times the Hadamard matrix and 1 / 4, in fp32, by stages of distance 1, 2, 4 and 8, rounded once.
 OPFUSE_FN Sixteen rotated(const Columns& c, int side) {
     float v[BLOCK];
 #pragma unroll

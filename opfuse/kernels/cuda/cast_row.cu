@@ -1,8 +1,7 @@
-// cast_row: FP8 codes of a matrix with an fp32 scale for each row, from one read of it where rows are held.
+// cast_row: FP8 codes of a matrix with an fp32 scale for each row, from one read of it if rows fit in registers.
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT
-// scale          [rows], what codes are multiplied by: the inverse of that of scale_from_amax with eps, rounded down to a power of two
-//                if POW2
+// scale          [rows], decode scales: the inverses of those of scale_from_amax with eps, rounded down to powers of two if POW2
 // Non-finite     a row that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // JOINED         as joined.cuh has it

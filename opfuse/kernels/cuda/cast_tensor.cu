@@ -3,7 +3,7 @@
 // x              [rows, columns] of IN, contiguous
 // rowwise        [rows, columns] codes of OUT; cast_tile stores them if ROWWISE
 // columnwise     [columns, rows] codes, the same bytes
-// scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
+// scale          one for all values; RECORD as in tensor_scale.cuh
 // Grid           cast_rows: a block of 256 threads for each 4096 elements; cast_tile: one of 512 for each 256 x 64 tile
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and for cast_tile columns % 8 == 0 and rows % 16 == 0; without it, anything goes

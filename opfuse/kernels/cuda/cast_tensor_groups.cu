@@ -1,11 +1,12 @@
-// cast_tensor_groups: FP8 codes of a matrix whose groups of rows are cast apart, each under one scale, from one read of it.
+// cast_tensor_groups: FP8 codes of groups of rows, each group under a scale of its own, from one read of the matrix.
 //
 // x              [rows, columns] of IN, contiguous
 // tiles          the tiles of 128 rows of row_groups.cu
 // rowwise        [rows, columns] codes of OUT, if ROWWISE
-// columnwise     [columns, 128 * down] codes, if COLUMNWISE, each group from a tile on; zeros behind its rows, and in tiles behind the last
-// groups         the scale of each of `count`, at most 256, given or that of an amax, as RECORD says in tensor_scale.cuh
-// down           tiles of rows that there is room for
+// columnwise     [columns, 128 * down] codes, if COLUMNWISE; a group begins on a tile, with zeros behind its rows, and in tiles behind the
+//                last one
+// groups         the scales of `count` groups, at most 256; RECORD as in tensor_scale.cuh
+// down           for how many tiles of rows there is memory
 // Grid           a block of 256 threads for each 64 columns of a tile of rows
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0
 // Defined by     opfuse/numerics/group_casts.py, cast_current_groups and cast_recording_groups.

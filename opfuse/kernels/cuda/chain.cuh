@@ -1,8 +1,8 @@
-// chain: what the generated code of a chain of elementwise ops is written in: packs of neighbouring values, halves of columns.
+// chain: the functions that the generated code of a chain of elementwise ops calls: packs of neighbouring values, halves of columns.
 //
-// ALIGNED = 1    packs start on 16 bytes (8 for bytes) and are whole: rows, and the groups of columns that alternate, are multiples of
-//                eight elements. A thread whose pack is not there computes on one that is, and stores nothing
-// ALIGNED = 0    anything goes: elements are moved one by one, and 0 stands for what is not there
+// ALIGNED = 1    packs start on 16 bytes (8 for bytes) and are whole: rows, and the alternating groups of columns, are multiples of eight
+//                elements. A thread whose pack lies outside of the matrix computes on another one, and stores nothing
+// ALIGNED = 0    any size and address: elements are moved one by one, and missing ones are 0
 // Rounding       to nearest even, 16-bit floats to inf; a pair takes one conversion
 // Compiled       after common.cuh, with the definition ALIGNED
 #pragma once
@@ -22,7 +22,7 @@ constexpr bool SAME = false;
 template <class T>
 constexpr bool SAME<T, T> = true;
 
-// The pack in another type.
+// The pack, converted to another type.
 template <class T, class S, int N>
 OPFUSE_FN Pack<T, N> rounded(const Pack<S, N>& v) {
     if constexpr (SAME<T, S>)
@@ -31,7 +31,7 @@ OPFUSE_FN Pack<T, N> rounded(const Pack<S, N>& v) {
         return pack_of<T, N>([&](int i) { return value(v, i); });
 }
 
-// a + b, rounded to T. One fma of packed halves rounds as the fp32 sum that is then rounded: fp32 has more than twice their digits.
+// a + b, rounded to T. An fma of packed 16-bit floats has the bits of the fp32 sum rounded to them: fp32 has more than twice the digits.
 template <class T, int N>
 OPFUSE_FN Pack<T, N> sum_of(const Pack<T, N>& a, const Pack<T, N>& b) {
     if constexpr (sizeof(T) == 4) {
@@ -51,16 +51,16 @@ OPFUSE_FN Pack<T, N> sum_of(const Pack<T, N>& a, const Pack<T, N>& b) {
 
 // ---------------------------------------------------------------------------------------------------------------------- places
 
-// A pack of eight columns of results, in row `row` + `down`: `row` and `column` are the same for many packs of a thread, so that
-// wide arithmetic is done once. `count` of its elements are there, none if it is not positive.
+// A pack of eight columns of results, in row `row` + `down`. Many packs of a thread share `row` and `column`, so that their 64-bit
+// arithmetic is done once. The first `count` elements are in the matrix; none, if that is not positive.
 struct Place {
     long long row, column;
     u32 down;
     int count;
 };
 
-// How a matrix of results is cut into tiles: of `groups` times 2^log_across packs of columns, by as many rows as the other threads
-// are, `steps` times. n / tiles_across is n multiplier >> shift.
+// How a matrix of results is cut into tiles. A tile is `groups` times 2^log_across packs wide; the block's other threads are below each
+// other, and each has `steps` rows. n / tiles_across is computed as n multiplier >> shift.
 struct Cut {
     long long rows, columns;
     u32 log_across, groups, tiles_across, multiplier, shift, steps;
@@ -71,9 +71,9 @@ struct Thread {
     int lane;               // the thread's pack in its group
     long long first;        // the first column of its group
     long long row, column;  // of its first pack
-    int rows, columns;      // from these on, the rows and columns that are there
+    int rows, columns;      // how many rows and columns of the matrix there are from `row` and `column` on
 
-    // The pack that lies so many rows below the first.
+    // The pack that lies `down` rows below the first.
     OPFUSE_FN Place place(u32 down) const {
         if constexpr (ALIGNED)
             return {row, column, smaller(down, rows > 0 ? rows - 1 : 0), int(down) < rows ? columns : 0};
@@ -94,15 +94,15 @@ OPFUSE_FN u32 tile_of(const Cut& cut, u32 block) { return u32(u64(block) * cut.m
 
 constexpr int THREADS = 256;
 
-// A thread of a block whose rows are `lines` times `steps`, interleaved.
+// The thread's place in its block, which has `lines` times `steps` rows, interleaved.
 OPFUSE_FN Thread this_thread(const Cut& cut, int lines) {
     u32 tile = tile_of(cut, blockIdx.x), tile_column = blockIdx.x - tile * cut.tiles_across;
     int lane = threadIdx.x & ((1 << cut.log_across) - 1), line = threadIdx.x >> cut.log_across;
     return thread_at(cut, tile, tile_column, (long long)tile * (cut.steps * lines) + line, (long long)tile_column << cut.log_across + 3, lane);
 }
 
-// The column that half 0 or 1 of a gated unit has for column `column` of its `columns` results: behind one another if GROUP is 0,
-// else alternating in groups of GROUP columns.
+// The column of half 0 or 1 of a gated unit's input that belongs to `column` of its `columns` results. GROUP 0: one half lies behind
+// the other; else they alternate in groups of GROUP columns.
 template <int GROUP>
 OPFUSE_FN long long half_column(long long column, int half, long long columns) {
     if constexpr (GROUP == 0)
@@ -127,8 +127,8 @@ OPFUSE_FN T* pack_at(T* x, long long width, Columns column_of, const Place& at) 
     return found(x + (at.row * width + column_of(at.column))) + u64(at.down) * u32(width);
 }
 
-// The pack at a place of a matrix of `width` columns; column_of takes columns of results to its columns. Inputs are never written
-// while a chain runs, which the read-only loads say: they may be moved ahead of stores.
+// The pack at a place of a matrix of `width` columns; column_of maps columns of results to its columns. Nothing writes to inputs while a
+// chain runs; read-only loads say so, and the compiler may move them ahead of stores.
 template <class T, class Columns>
 OPFUSE_FN Pack<T, 8> load(const T* x, long long width, Columns column_of, const Place& at) {
     Pack<T, 8> v = {};
@@ -153,7 +153,7 @@ OPFUSE_FN Pack<T, 8> load(const T* x, long long width, Columns column_of, const 
     return v;
 }
 
-// The number of a place's row in a vector of them; 0 where there is none.
+// A vector's number for the row of a place; 0 if the row is not in the matrix.
 template <class T>
 OPFUSE_FN float load_of_row(const T* x, const Place& at) { return ALIGNED || at.count > 0 ? value(x[at.row + at.down]) : 0.0f; }
 
@@ -173,7 +173,7 @@ OPFUSE_FN void store(T* x, long long width, Columns column_of, const Place& at, 
     }
 }
 
-// The values of a result for the functions of casts: nothing that is not there, whatever an op makes of that.
+// A result for the functions of casts. Without ALIGNED, elements outside of the matrix become 0, whatever the ops computed there.
 template <class T>
 OPFUSE_FN Eight<T> eight_of(const Eight<T>& v, int count) {
     if constexpr (ALIGNED)

@@ -2,11 +2,11 @@
 //
 // Chain          generated: tensors and constants of the ops, load_inputs, run_chain, store_results, store_row_sum,
 //                store_column_sum, and result: STRANDS packs, whose columns are those of result_column
-// CAST           what else becomes of the result, as encode.cuh has it; how, says the header of the cast
-// Grid           a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS of what the chain's result, or dy, is. With several strands,
-//                columns are multiples of TILE_COLUMNS, and so are groups of halves
-// RESIDENT       blocks that share a multiprocessor; AHEAD: rows of inputs that a thread loads before it needs them, a divisor of
-//                those that it has
+// CAST           what else is done with the result: see encode.cuh; the header of each cast says how
+// Grid           a block of TILE_THREADS for each TILE_ROWS x TILE_COLUMNS of the chain's result, or of dy. With several strands, columns
+//                are multiples of TILE_COLUMNS, and so are groups of halves
+// RESIDENT       blocks that share a multiprocessor; AHEAD: how many rows of inputs a thread loads before it needs them, a divisor of
+//                the number of its rows
 // Defined by     opfuse/kernels/chains/cast.py and, for sums alone, opfuse/numerics/chain.py, backward_chain
 #include "tile.cuh"
 #include "chain.cuh"
@@ -15,14 +15,13 @@
 using IN = IO;
 using Values = Eight<IN>[OWN_ROWS];
 
-// Where codes of the thread's rows go, in a matrix of `width` columns.
+// Where the codes of the thread's rows are stored, in a plane of `width` columns.
 OPFUSE_FN RowCodes codes_of_rows(u8* plane, long long width, const Thread& at) {
     return codes_of_rows(plane, width, at.row, at.column, at.rows, at.columns);
 }
 
-// What a cast is: the order of tiles (own_block), what a thread holds, and what it does with each row
-// of a strand (take), before a barrier with all of them (prepare, leave) and after it (store_prepared, finish). TOGETHER: a barrier
-// serves all strands.
+// A cast consists of the order of tiles (own_block), what a thread holds, and what it does with each row of a strand (take), with all
+// rows before a barrier (prepare, leave), and after it (store_prepared, finish). TOGETHER: one barrier serves all strands.
 #if CAST == TENSOR
 #include "encode_tensor.cuh"
 #elif CAST == BLOCKS

@@ -2,8 +2,8 @@
 //
 // Rounding    to nearest even, on the bits; 8- and 4-bit elements saturate, 16-bit floats overflow to inf. The sign of zero is
 //             kept. NaN becomes the canonical code, without a sign. E8M0 codes of a decode scale are rounded up.
-// Non-finite  amax is a maximum of magnitude bits as integers, so inf and NaN propagate; a block that holds one gets a NaN
-//             scale, so that it shows in what is decoded.
+// Non-finite  amax is the integer maximum of the bits of magnitudes, so inf and NaN propagate. A block that holds one gets a NaN
+//             scale, so that it shows in the decoded values.
 // Compiled    without ftz, without implicit fma, with correctly rounded division: -fmad=false -prec-div=true, on a host
 //             -ffp-contract=off. No header is included: NVRTC has none, and a host needs none.
 // Defined by  opfuse/numerics/scalars.py, scales.py and philox.py; equal to them bit for bit, every bf16 and fp16 value included.
@@ -204,8 +204,9 @@ OPFUSE_FN u32 e8m0_from_amax(float amax) {
     return is_finite(amax) ? encode_e8m0(amax * RECIPROCAL) : E8M0_NAN;
 }
 
-// The same of a block of values of T, from the bits of its amax, with the bias 0x1fffff; with 0 the exponent of amax less that of the
-// largest code, at least 0. Every bf16 and fp16 amax obeys the integer rule; an fp32 one whose scale is subnormal may not.
+// The code of a block of values of T, from the bits of its amax. bias 0x1fffff: rounded up, as by e8m0_from_amax; bias 0: the exponent
+// of amax less that of the largest code, at least 0. The integer rule holds for every bf16 and fp16 amax, but not for an fp32 one whose
+// scale is subnormal.
 template <class E, class T>
 OPFUSE_FN u32 e8m0_of_block(u32 amax, u32 bias) {
     static_assert(E::MAX == 448.0f || E::MAX == 57344.0f, "maximum 1.75 * 2^n");
@@ -225,8 +226,8 @@ OPFUSE_FN float scale_from_amax(float amax, float largest, float eps, float inf_
     return is_finite(scale) ? scale : inf_value;
 }
 
-// pow2_floor of that without a division: the exponent of a quotient is the difference of the exponents, less one where the divisor
-// has the larger mantissa. largest >= 4, so that no quotient is subnormal.
+// pow2_floor(scale_from_amax(...)) without a division: the exponent of a quotient is the difference of the exponents, less one if the
+// divisor has the larger mantissa. largest >= 4, so that no quotient is subnormal.
 OPFUSE_FN float pow2_scale_from_amax(float amax, float largest, float eps, float inf_value) {
     u32 safe = bits_of(amax < eps ? eps : amax);
     u32 exponent = 127 + (bits_of(largest) >> 23) - ((safe + (~bits_of(largest) & 0x7fffff)) >> 23);
@@ -234,16 +235,16 @@ OPFUSE_FN float pow2_scale_from_amax(float amax, float largest, float eps, float
     return float_of(safe - 1 >= INF_BITS - 1 ? bits_of(1.0f) : scale);  // 0 wraps around
 }
 
-// 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it.
+// 1 / scale; NaN if amax is not finite, which the encode scale, then 1, must not hide.
 OPFUSE_FN float decode_scale(float scale, float amax) { return is_finite(amax) ? 1.0f / scale : float_of(NAN_BITS); }
 
-// What the values of a block become codes of E by: scale_from_amax, rounded down to a power of two if `pow2`.
+// The encode scale of a block, by which values are multiplied: that of scale_from_amax, rounded down to a power of two if `pow2`.
 template <class E>
 OPFUSE_FN float block_scale(float amax, float eps, float inf_value, u32 pow2) {
     return pow2 ? pow2_scale_from_amax(amax, E::MAX, eps, inf_value) : scale_from_amax(amax, E::MAX, eps, inf_value);
 }
 
-// What the codes of a block with that scale, a finite one, are multiplied by: decode_scale, without a division for a power of two.
+// The decode scale of a block with a finite encode scale: decode_scale(scale, amax), without a division for a power of two.
 OPFUSE_FN float block_decode_scale(float scale, float amax, u32 pow2) {
     if (!pow2) return decode_scale(scale, amax);
     u32 inverse = larger((254u << 23) - bits_of(scale), 0x00400000);  // that of 2^127 is subnormal
@@ -276,7 +277,7 @@ struct Words4 {
     u32 word[4];
 };
 
-// The whole product; of the plain expression the compiler makes a 64-bit one, with an addition of 0 at every use.
+// All 64 bits of a product. From the plain expression the compiler makes a 64-bit product, and adds a 0 at every use.
 OPFUSE_FN u64 wide_product(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__)
     u64 product;

@@ -1,9 +1,9 @@
-// delayed: one update of delayed scaling of many tensors, in place: the scale for the next casts, and the history moved by a slot.
+// delayed: the update of delayed scaling for many tensors, in place: finds the scale for the next casts, and moves the history by a slot.
 //
 // history     fp32 [length]: slot 0 the amax since the last update, the others those of earlier steps, the latest last
 // scale       fp32, what casts multiply by; kept where amax is 0
-// left_out    int32, how many amaxes were not finite: such entries of the history count as 0, one in slot 0 is counted here
-// Grid        one block of 256 threads for each state; only the fields of as many are there
+// left_out    int32, raised by 1 if slot 0 is not finite; nonfinite entries of the history count as 0
+// Grid        one block of 256 threads for each state; the host packs only as many states
 // Defined by  opfuse/numerics/delayed.py, delayed_update.
 #include "common.cuh"
 
@@ -25,7 +25,7 @@ constexpr int THREADS = 256, SLOTS = 4;
 
 OPFUSE_FN float finite(float x) { return is_finite(x) ? x : 0.0f; }
 
-// The bits of a finite amax, which order as positive numbers; 0 for what is no amax.
+// The bits of a finite amax, which as integers order as amaxes do; 0 for a negative number or NaN.
 OPFUSE_FN u32 amax_bits(float x) { return x > 0.0f ? bits_of(x) : 0; }
 
 OPFUSE_FN float new_scale(const State& s, float amax) {
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delayed_update(const __gri
             int from = first + k * THREADS + threadIdx.x + 1;
             next[k] = from < s.length ? finite(s.history[from]) : newest;
         }
-        __syncthreads();  // a slot is read before it is written; those of the next turn lie behind all that this one writes
+        __syncthreads();  // each slot is read before it is written; the next turn reads slots behind all that this one writes
 #pragma unroll
         for (int k = 0; k < SLOTS; ++k) {
             int to = first + k * THREADS + threadIdx.x;

@@ -1,17 +1,18 @@
-// dequantize: the FP8 codes and scales of one plane back to a matrix, whatever the plane's format, orientation and scale layout.
+// dequantize: a matrix from the FP8 codes and scales of one plane, of any format, usage and scale layout.
 //
 // data           ELEMENT codes; [rows, columns] for dequantize_rows, [columns, rows] for dequantize_tile
-// scale          SCALE values, padded to any width: entry (r, c), of rows r 2^row_shift ... and columns c 2^column_shift ..., lies
-//                at r row_stride + c column_stride, or, if tiles_across is not 0, as in swizzle.cuh: lines are the side whose shift is 0
-// ACROSS         for dequantize_rows: each column has scales of its own, one for each 32 rows, where without it a group of columns
-//                shares one in each row
+// scale          SCALE values, padded to any width. The scale of element (row, column) is number (row >> row_shift) * row_stride +
+//                (column >> column_shift) * column_stride or, if tiles_across is not 0, lies as in swizzle.cuh, where the side whose
+//                shift is 0 counts lines
+// ACROSS         for dequantize_rows: each column has scales of its own, one for each 32 rows; without it, the columns of a group
+//                share one scale in each row
 // out            [rows, columns] of OUT, on 16 bytes
 // Arithmetic     fp32 code * scale, then one conversion, where overflow gives inf
 // Grid           dequantize_rows: blocks of 256 threads, a warp for each ROWS x 512 bytes of out; dequantize_tile: a block of 256
 //                for each 128 x 128 tile
 // JOINED         as joined.cuh has it
-// ALIGNED        each group of codes whose values fill 16 bytes is one load: `data` is on 8 bytes, and so is every line but the
-//                first; columns fill whole groups, except in a single row
+// ALIGNED        the codes of values that fill 16 bytes are one load: `data` is on 8 bytes, columns fill whole groups of such codes,
+//                except in a single row, and so each line begins with a group
 // Defined by     opfuse/numerics/dequantize.py.
 #include "vectors.cuh"
 #include "swizzle.cuh"
@@ -29,7 +30,7 @@ struct Parameters {
 constexpr bool E8M0 = sizeof(SCALE) == 1;
 constexpr int THREADS = 256, TILE = 128, GROUP = 16 / sizeof(OUT);
 
-// N neighbouring codes, on an address of as many bytes.
+// N neighbouring codes, at an address that is a multiple of N.
 template <int N>
 struct alignas(N) Codes {
     u32 word[N / 4];
@@ -55,7 +56,7 @@ template <class T>
 OPFUSE_FN u32 word_of(const float* value, int k, T) { return round_two<T>(value[2 * k], value[2 * k + 1]); }
 OPFUSE_FN u32 word_of(const float* value, int k, float) { return bits_of(value[k]); }
 
-// Scales are read in two steps, the loads of all before any is decoded: a thread waits once.
+// Scales are read in two steps: a thread loads all before it decodes any, so it waits once.
 OPFUSE_FN SCALE stored_scale(const Parameters& p, long long row, long long column) {
     if (row >= p.rows || column >= p.columns) return SCALE{};
     long long r = row >> p.row_shift, c = column >> p.column_shift;
@@ -125,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_rows(const __gr
 }
 #endif
 
-// What each of a group of codes is multiplied by.
+// The scales of a group of codes.
 struct alignas(16) Factors {
     float of[GROUP];
 };
 
-// Where the codes of lines 4 quad ... at a position lie in shared memory, in words: neither four neighbouring positions' writing
-// nor reading along lines meets a bank twice.
+// The word of shared memory that has the codes of lines 4 quad ... 4 quad + 3 at a position. Neither writing four neighbouring
+// positions nor reading along lines meets a bank twice.
 OPFUSE_FN int tile_slot(int position, int quad) { return position * (TILE / 4) + (quad ^ (position / 8 * 2)); }
 
 #if ENTRY_dequantize_tile

@@ -1,10 +1,10 @@
-// dequantize_nvfp4: the E2M1 codes, E4M3 scales and fp32 amax of one plane back to a matrix.
+// dequantize_nvfp4: a matrix from the E2M1 codes, E4M3 scales and global amax of one plane.
 //
-// plane          see nvfp4_plane.cuh; without an amax the level is 1. Its lines are rows of out for decode_rows, columns for decode_columns
+// plane          see nvfp4_plane.cuh; without an amax, amax * unit is 1. Lines are rows of out for decode_rows, columns for decode_columns
 // out            [rows, columns] of OUT, on 16 bytes
 // Arithmetic     fp32 (code * scale) * (amax * unit), then one conversion, where overflow gives inf
-// ROTATED        in between, 16 values of a column at a time are turned back: by the Hadamard matrix and 1 / 4, rows in SIGNS negated;
-//                rows % 16 == 0
+// ROTATED        before the conversion, each 16 values of a column are rotated back: times the Hadamard matrix and 1 / 4, then negated in
+//                the rows whose bit in SIGNS is set; rows % 16 == 0
 // Grid           decode_rows: blocks of 256 threads, a warp for each ROWS x 256 elements; decode_columns: a block of 256 for each
 //                128 rows x 256 bytes
 // JOINED         as joined.cuh has it
@@ -29,7 +29,7 @@ struct Parameters {
 };
 #include "joined.cuh"
 
-// Where codes and scales lie, in whose places nothing is stored here.
+// The plane, as the functions that find the places of codes and scales take it.
 OPFUSE_FN Plane plane_of(const Parameters& p) {
     return {const_cast<u8*>(p.plane.codes), const_cast<u8*>(p.plane.scales), p.plane.amax, p.plane.quads};
 }
@@ -39,8 +39,8 @@ static_assert(32 % ROWS == 0, "scales of a thread's rows lie at one distance");
 
 // ---------------------------------------------------------------------------------------------------------------------- values
 
-// Codes are read as fp16: their three bits below the sign, at the bottom of its exponent, are the value 2^-14 times. Products with
-// scales 128 times larger are exact there, and come to 2^-7 times what they should: the level makes up for that.
+// Codes are read as fp16: with the three bits below the sign at the bottom of the exponent, the number is 2^-14 times the code's value.
+// Products with scales 128 times too large are exact in fp16, and 2^-7 times too small; the level is 128 times too large in turn.
 constexpr float SCALE_UP = 128.0f, LEVEL_UP = 128.0f;
 
 // A scale twice, as fp16.
@@ -71,7 +71,7 @@ OPFUSE_FN void decode_eight(u32 codes, u32 scale, float level, float* value) {
 
 // ------------------------------------------------------------------------------------------------------------------------ rows
 
-// Eight codes, of which `count` are there.
+// The first `count` of eight codes.
 OPFUSE_FN u32 load_codes(const u8* codes, long long count) {
     if constexpr (ALIGNED) return count > 0 ? *reinterpret_cast<const u32*>(codes) : 0;
     u32 word = 0;
@@ -129,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_c
 
 // --------------------------------------------------------------------------------------------------------------------- columns
 
-// A tile has eight chunks of 16 rows of 256 bytes, in shared memory one after the other, so far apart that eight chunks of a column
-// meet each bank once. A thread decodes 16 rows of two columns, neighbouring lanes chunks below each other.
+// A tile has eight chunks of 16 rows of 256 bytes. In shared memory chunks begin so far apart that one column of all eight meets each
+// bank once. A thread decodes 16 rows of two columns; neighbouring lanes have chunks below each other.
 constexpr int CHUNKS = 8, TILE_ROWS = CHUNKS * BLOCK, ROW_WORDS = 64, CHUNK_WORDS = BLOCK * ROW_WORDS + 2 * sizeof(OUT);
 constexpr int TILE_COLUMNS = 4 * ROW_WORDS / sizeof(OUT), PAIRS = TILE_COLUMNS * CHUNKS / 2 / THREADS, WORDS = sizeof(OUT) / 2;
 
@@ -139,7 +139,7 @@ struct Line {
     u32 scale;
 };
 
-// Two neighbours of a row.
+// Two neighbouring values of a row.
 template <class T>
 OPFUSE_FN void store_two(u32* to, float left, float right) {
     *to = round_two<T>(left, right);
@@ -170,7 +170,7 @@ OPFUSE_FN void decode_line(const Line& line, float level, float (&value)[BLOCK])
     }
 }
 
-// Blocks that share a multiprocessor: one more hides what turning back takes, where the registers suffice.
+// How many blocks share a multiprocessor: one more hides the time of rotating back, if there are registers for it.
 template <class T>
 constexpr int RESIDENT = 4;
 #if __CUDA_ARCH__ < 1200

@@ -1,4 +1,4 @@
-// e2m1: E2M1 codes of many values in arithmetic of fp32, for hardware that converts to 4 bits in software.
+// e2m1: E2M1 codes of many values by fp32 arithmetic, for hardware without a conversion to 4 bits.
 //
 // The codes of 0 ... 2, 2 ... 4 and 4 ... 6 are steps of 1/2, 1 and 2, so a code is the sum of three clamped values, each
 // rounded to an integer. Next to 2^23 an fp32 addition rounds to integers, to nearest even like the code: where the second and
@@ -26,7 +26,7 @@ OPFUSE_FN float clamped(float x) {
 #endif
 }
 
-// x 2^-126, cut: from bit 22 on, the bits of the result are the E2M1 code of 0 <= x < 8, rounded down.
+// x 2^-126, rounded down: from bit 22 on, its bits are the E2M1 code of 0 <= x < 8, rounded down.
 OPFUSE_FN u32 cut_e2m1(float x) {
 #if defined(__CUDA_ARCH__)
     return bits_of(__fmul_rz(x, power_of_two<-126>()));
@@ -43,7 +43,7 @@ OPFUSE_FN float add_e2m1(float sum, float magnitude) {
     return sum + clamped(multiply_add(magnitude, 0.5f, -2.0f));
 }
 
-// The codes of magnitude(0) ... magnitude(3) in four bits each, the first in the lowest; what is above bit 15 means nothing.
+// The codes of magnitude(0) ... magnitude(3), four bits each, the first in the lowest bits. Bits above the 16th are arbitrary.
 template <class Magnitude>
 OPFUSE_FN u32 four_e2m1(Magnitude magnitude) {
     constexpr float UNIT = 8388608.0f;  // 2^23
@@ -63,7 +63,7 @@ OPFUSE_FN float random_share(u32 word, int i) {
     return float_of(bits) - 64.0f;
 }
 
-// The code of a magnitude raised by that share of twice the step there, then cut to the grid.
+// The code of a magnitude, raised by `share` of twice the step between codes there, then rounded down.
 OPFUSE_FN u32 e2m1_stochastic(float magnitude, float share) {
     float x = magnitude < E2M1::MAX ? magnitude : E2M1::MAX;
     float twice_step = float_of(bits_of(x < 1.0f ? 1.0f : x) & INF_BITS);

@@ -1,6 +1,6 @@
-// encode: what else becomes of a chain's result, and what a kernel is given for it.
+// encode: what a kernel does with the result of a chain beside storing it, and the fields that it takes for that.
 //
-// CAST           NOTHING; AMAX: *amax is raised to its largest magnitude, null for NOTHING; or codes as TENSOR, BLOCKS or MX
+// CAST           NOTHING (amax is null); AMAX: *amax is raised to the largest magnitude; TENSOR, BLOCKS and MX: the result is cast
 // Compiled       after vectors.cuh, with what the header of the cast asks for
 #pragma once
 #define NOTHING 0

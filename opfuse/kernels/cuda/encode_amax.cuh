@@ -1,4 +1,4 @@
-// encode_amax: nothing becomes of tiles that are stored as they are, but CAST == AMAX finds the largest magnitude.
+// encode_amax: for tiles that are not cast: does nothing or, if CAST == AMAX, finds the largest magnitude.
 //
 // Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN
 #pragma once

@@ -21,7 +21,7 @@ OPFUSE_FN Running begin(const Encode&) { return {}; }
 OPFUSE_FN void take(const Encode&, const Tile&, const Thread&, int i, const Eight<IN>& v, Held& held, u8*, Running&) { held.v[i] = v; }
 
 OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread&, const Held& held, u8* shared) {
-    if (p.rows > 0)  // always; but behind a condition no part of a cast is moved among the rows of the chain, which need the registers
+    if (p.rows > 0)  // always so; the condition keeps the compiler from moving parts of a cast among the rows of the chain, which need the registers
         cast_tile(p, tile, held.v, reinterpret_cast<u32*>(shared));
 }
 

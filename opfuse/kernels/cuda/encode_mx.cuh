@@ -1,6 +1,6 @@
 // encode_mx: FP8 codes of tiles with an E8M0 scale for each 32 values of a row, of a column or both, in the planes of mx_tile.cuh.
 //
-// Warps       that hold 16 rows tell their column maxima to the warps that hold the other 16 of a block
+// Warps       with 16 rows exchange the maxima of columns with the warps that have the other 16 rows of a block of scales
 // Compiled    after chain.cuh, tile.cuh and encode.cuh, with IN, OUT and ALIGNED
 #pragma once
 
@@ -21,7 +21,7 @@ OPFUSE_FN u32 own_block() { return blockIdx.x; }
 
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 
-// The largest magnitudes of columns in the 32 rows that a warp has, or has half of. All lanes of a column get them.
+// The largest magnitudes of columns in a block of 32 rows, of which a warp has all or half. All lanes of a column get them.
 OPFUSE_FN Maxima<IN, 8> maxima_of_blocks(const Values& v, u32* exchange) {
     Maxima<IN, 8> down = maxima_down(v);
     down.across(8), down.across(16);
@@ -48,7 +48,8 @@ OPFUSE_FN Maxima<IN, 8> maxima_of_blocks(const Values& v, u32* exchange) {
     return down;
 }
 
-// Codes of eight columns, of which at.columns are there, by lanes 0 ... 7 of the warps that have a block's first rows.
+// Stores the scales' codes of eight columns, of which at.columns are in the matrix; lanes 0 ... 7 of the warps with a block's first
+// rows do it.
 OPFUSE_FN void store_columns_there(const Encode& p, const Tile& tile, const Thread& at, const u32 (&code)[8], u8* column_codes) {
     if (threadIdx.x % 32 >= 8 || tile.group % 8 != 0) return;
     u32 mine[8];
@@ -64,7 +65,7 @@ OPFUSE_FN void prepare(const Encode& p, const Tile& tile, const Thread& at, cons
     const Values& v = held.v;
     u32* exchange = reinterpret_cast<u32*>(shared);
     u8 *row_codes = shared + EXCHANGE, *column_codes = row_codes + ROW_CODES;
-    // What the conditions say is known when it is compiled; they keep the codes of both planes from being live at once.
+    // The conditions always hold if there is the plane; they keep the codes of both planes from taking registers at once.
     if (p.columnwise) {
         Maxima<IN, 8> down = maxima_of_blocks(v, exchange);
         u32 code[8];

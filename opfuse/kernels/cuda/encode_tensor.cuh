@@ -1,19 +1,19 @@
-// encode_tensor: FP8 codes of tiles under one scale, by rows, by columns or both; the amax of all values if the scale is given.
+// encode_tensor: FP8 codes of tiles under one scale, by rows, by columns or both; records the amax if the scale is given.
 //
 // rowwise        [rows, columns] codes of OUT, if ROWWISE; columnwise: those of the transpose, if COLUMNWISE
-// scale          given, or that of an amax, as RECORD says in tensor_scale.cuh
+// scale          one for all values; RECORD as in tensor_scale.cuh
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
 // Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN, OUT and ALIGNED
 #pragma once
 
-// What a thread knows of all that it casts.
+// What a thread remembers of the values that it has cast so far.
 struct Running {
     float scale;
     u32 best;
 };
 
-// Rows of one strand whose non-finite values are looked for at once, and four rows of codes, which are transposed together. Values of
-// several strands, or beside sums, would take too many registers.
+// How many rows of a strand are searched for nonfinite values at once; four are also transposed at once. With several strands, or beside
+// sums, values of four rows would take too many registers.
 constexpr int LOOKED_AT = STRANDS > 1 || ROW_SUMS > 0 ? 1 : 4;
 
 struct Held {
@@ -24,7 +24,7 @@ struct Held {
 constexpr bool TOGETHER = true;
 constexpr int STRAND_BYTES = TILE_ROWS * TILE_COLUMNS, AMAX_AT = STRANDS * STRAND_BYTES, SHARED_BYTES = AMAX_AT + TILE_THREADS / 8;
 
-// Whether a running maximum is that of a value that is not finite.
+// Whether a nonfinite value is in a running maximum.
 OPFUSE_FN bool holds_nonfinite(u32 best) {
     if constexpr (sizeof(IN) == 4)
         return best >= INF_BITS;

@@ -1,4 +1,4 @@
-// hadamard: 16 values of a thread times the Hadamard matrix, and the signs of the rotation.
+// hadamard: multiplies 16 values of a thread by the Hadamard matrix; the signs of the rotation.
 //
 // Defined by opfuse/numerics/hadamard.py: in fp32, by stages of distance 1, 2, 4 and 8, each (a, b) -> (a + b, a - b).
 #pragma once
@@ -15,5 +15,5 @@ OPFUSE_FN void hadamard(float (&v)[16]) {
             }
 }
 
-// Element i times its sign, of which a set bit of SIGNS is the negative one.
+// Element i times its sign, which is negative if bit i of SIGNS is set.
 OPFUSE_FN float with_sign(float x, int i) { return SIGNS >> i & 1 ? -x : x; }

@@ -1,10 +1,10 @@
-// halves: the order in which numbers are added up that a normalisation has of each row, or of each column.
+// halves: the order in which a normalisation adds up the numbers of a row or of a column.
 //
-// Order      the second half is added to the first until one is left, so that it depends on how many there are and on nothing else
+// Order      the second half is added to the first until one number is left, so the order depends only on how many there are
 #pragma once
 #include "common.cuh"
 
-constexpr int BLOCKS = 256;  // at most, whose sums of columns are added up
+constexpr int BLOCKS = 256;  // at most so many blocks have sums of columns
 
 template <int N>
 OPFUSE_FN float by_halves(const float (&v)[N]) {

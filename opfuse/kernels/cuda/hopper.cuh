@@ -1,11 +1,11 @@
-// hopper: what sm_90a alone has, under names: barriers that count bytes, copies of windows by the copy engine, products of the matrix
-// unit of four warps.
+// hopper: functions for instructions of sm_90a: barriers that count bytes, copies of windows by the copy engine (TMA), and products on
+// the matrix unit, by four warps together.
 //
-// Window      a box of rows anywhere in memory, of which a part counts: what lies past the part's end is read as 0, and not written.
-//             The engine clips boxes at the end of the one array that a map describes. So the map of a pitch describes a box alone, from
-//             which two more dimensions reach every 16 bytes of memory, and a part is the end of the box: a map knows no address, no
-//             shape and no group, and is made once for a pitch. The host has it from kernels/engine/windows.py.
-// Swizzle     rows of 128 bytes lie in shared memory with their pieces of 16 bytes in another order, piece ^ (row & 7), on 1024 bytes
+// Window      a box of rows anywhere in memory, of which only a part counts: past the part's end, 0 is read and nothing is written. The
+//             engine clips boxes at the end of the array that its map describes. So a map describes one box, with rows of a given pitch;
+//             two more dimensions move that box over all of memory in steps of 16 bytes; and the part that counts is put at the end
+//             of the box. Such a map depends on no address, shape or group. kernels/engine/windows.py makes one for each pitch
+// Swizzle     rows of 128 bytes in shared memory, at multiples of 1024, have piece i of 16 bytes in place i ^ (row & 7)
 // Compiled    for sm_90a; elsewhere the file is empty, and HOPPER is 0
 #pragma once
 #include "common.cuh"
@@ -32,7 +32,7 @@ DEVICE_FN void init_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// To be called by the thread that made barriers, before others use them.
+// Makes new barriers known to other threads and to the engine; for the thread that made them.
 DEVICE_FN void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -44,7 +44,7 @@ DEVICE_FN void expect_bytes(u32 barrier, u32 bytes) {
 
 DEVICE_FN void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
-// Until the phase of this parity is over.
+// Waits until the phase of this parity is over.
 DEVICE_FN void wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
@@ -52,16 +52,16 @@ DEVICE_FN void wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Of so many threads, by number: one half waits for the other, which does not wait.
+// A meeting of so many threads, by its number: `meet` waits until all have called one of the two, `signal` does not wait.
 DEVICE_FN void meet(u32 number, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 DEVICE_FN void signal(u32 number, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 // ------------------------------------------------------------------------------------------------------------------- windows
 
-constexpr u64 WINDOW_BASE = 256;  // where every map begins
-constexpr int NEAR_BITS = 34;     // bytes that the third dimension reaches, in steps of 16; the fourth has the rest
+constexpr u64 WINDOW_BASE = 256;  // the address at which every map begins
+constexpr int NEAR_BITS = 34;     // the third dimension reaches 2^34 bytes, in steps of 16; the fourth the rest
 
-// The part of a box of WIDE x HIGH elements that begins at `at`: so many elements of so many rows, `pitch` bytes apart.
+// The part of a box of WIDE x HIGH elements that begins at `at`: elements of a number of rows, which are `pitch` bytes apart.
 struct Window {
     u32 x, y, near, far;
 };
@@ -80,7 +80,7 @@ DEVICE_FN void load_window(u32 to, const Map* map, const Window& w, u32 barrier)
         : "memory");
 }
 
-// ADDS: fp32 values are added to those in memory.
+// Stores a window. ADDS: fp32 values are added to those in memory.
 template <bool ADDS = false>
 DEVICE_FN void store_window(const Map* map, const Window& w, u32 from) {
     if constexpr (ADDS)
@@ -93,7 +93,7 @@ DEVICE_FN void store_window(const Map* map, const Window& w, u32 from) {
                      : "memory");
 }
 
-// Neighbouring bytes, a multiple of 16 on 16.
+// Copies neighbouring bytes; address and number are multiples of 16.
 DEVICE_FN void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                  "r"(barrier)
@@ -102,20 +102,20 @@ DEVICE_FN void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
 
 DEVICE_FN void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most N of the groups that this thread committed still read shared memory; of the second, are not written.
+// The first waits until at most N groups of stores of this thread still read shared memory, the second until all are written.
 template <int N>
 DEVICE_FN void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 DEVICE_FN void wait_stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Of threads that wrote shared memory which the copy engine reads next, before they meet.
+// For threads that wrote shared memory which the copy engine reads next; they call it before they meet.
 DEVICE_FN void show_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --------------------------------------------------------------------------------------------------------------- matrix unit
 
-// Rows of 128 bytes in shared memory, swizzled: the low half of the operand that begins there, of which the high half is the same for
-// all. 32 bytes further along the rows are 2 more, 64 rows 512.
+// The low half of the matrix unit's descriptor of an operand, swizzled rows of 128 bytes in shared memory; the high half is the same for
+// all operands. Adding 2 moves 32 bytes along the rows, adding 512 moves 64 rows.
 DEVICE_FN u32 operand_at(u32 address) { return 0x10000 | (address & 0x3ffff) >> 4; }
 
 constexpr u32 ALONG_32 = 2, DOWN_64 = 512;
@@ -124,13 +124,13 @@ constexpr u64 OPERAND_HIGH = 0x40000040ull << 32;
 DEVICE_FN void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE_FN void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most N committed groups run. Who reads sums next says so, with `sums_are_ready`.
+// Waits until at most N committed groups of products run. Call `sums_are_ready` before sums are read.
 template <int N>
 DEVICE_FN void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Nothing that reads these registers may be moved above.
+// Keeps the compiler from moving reads of these registers above this place.
 template <int N>
 DEVICE_FN void sums_are_ready(float (&sums)[N]) {
 #pragma unroll
@@ -144,8 +144,9 @@ DEVICE_FN void sums_are_ready(float (&sums)[N]) {
 #define NAME_OF_(element) ELEMENT_##element
 #define NAME_OF(element) NAME_OF_(element)
 
-// 64 lines of the left times 128 of the right over 32 elements, added to what d holds if `more`. Thread i of the four warps has lines
-// (i / 32) * 16 + i % 32 / 4 and 8 below it, columns 8 j + i % 4 * 2 and its right neighbour: d[4 j], d[4 j + 1] above, the other two below.
+// The product of 64 lines of the left and 128 of the right over 32 elements; added to d if `more`. Thread i of the four warps has line
+// l = (i / 32) * 16 + i % 32 / 4 and line l + 8, of which d has columns c = 8 j + i % 4 * 2 and c + 1: d[4 j] and d[4 j + 1] of line l,
+// d[4 j + 2] and d[4 j + 3] of line l + 8.
 DEVICE_FN void multiply_64x128x32(float (&d)[64], u32 left, u32 right, bool more) {
     asm volatile(
         "{\n.reg .pred more;\nsetp.ne.b32 more, %66, 0;\n"
@@ -170,12 +171,12 @@ DEVICE_FN void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Four matrices of 8 x 8 16-bit elements, of which thread i gives pieces and the address of the row i % 8 of matrix i / 8.
+// Stores four matrices of 8 x 8 16-bit elements. Thread i gives a word of each, and the address of row i % 8 of matrix i / 8.
 DEVICE_FN void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// The same of the transposed matrices, of which thread i gives pieces of columns.
+// Stores the transposes of four such matrices.
 DEVICE_FN void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

@@ -1,7 +1,8 @@
-// joined: one launch of a kernel, or JOINED launches of it as one: their parameters one after another, and the first block of each.
+// joined: runs up to JOINED launches of a kernel as one launch. Without JOINED, a launch is what it is elsewhere.
 //
-// JOINED         if it is there, so many launches at most are one: each has the blocks from its `first` on, up to the next one's
-// Launched       what the kernel takes: Parameters, or with JOINED so many of them; parts that are not there begin behind all blocks
+// Launched       the kernel's parameter: Parameters or, with JOINED, `parts`, one for each launch, and `first`, the number of each
+//                launch's first block. A launch has the blocks up to the next one's first; places without a launch begin behind all
+//                blocks
 // Compiled       after the struct Parameters of the source
 #pragma once
 
@@ -20,7 +21,7 @@ struct Own {
     u32 block;
 };
 
-// The parameters of a block of the grid, and which block of theirs it is.
+// The parameters of the launch that a block of the grid belongs to, and the block's number in that launch.
 OPFUSE_FN Own own_part(const Launched& launched, u32 block = blockIdx.x) {
 #ifdef JOINED
     u32 part = 0;

@@ -1,10 +1,10 @@
-// mx_tile: planes of FP8 codes and E8M0 scales, and the way of a tile's scales to where they belong, in every kernel that holds tiles.
+// mx_tile: planes of FP8 codes and E8M0 scales, and how kernels that cast tiles store the scales of a tile.
 //
 // rowwise, columnwise    [rows, columns] codes of OUT, neither transposed, if ROWWISE and if COLUMNWISE
-// row_scale              a code for each 32 values of a row; column_scale: of a column. By lines (rows, or columns) and blocks of them,
-//                        in arrays as in mx.cuh, which the host has set to 0
+// row_scale              a code for each 32 values of a row; column_scale: for each 32 values of a column. In arrays as in mx.cuh, which
+//                        the host has set to 0
 // bias                   0x1fffff: the least scale under which nothing saturates; 0: the exponent of amax less that of the largest code
-// Tiles                  of TILE_ROWS x TILE_COLUMNS; SWIZZLED: 128 x 128, whose scales are one tile of scales
+// Tiles                  of TILE_ROWS x TILE_COLUMNS. If SWIZZLED, these are 128 x 128, and their scales are one tile of scales
 // Compiled               with what mx.cuh needs, and with ROWWISE and COLUMNWISE
 #pragma once
 #include "mx.cuh"
@@ -15,7 +15,8 @@ struct MxPlanes {
     u32 bias, unused;
 };
 
-// Codes of eight columns from `column` on, of one block of rows; first and down: the same in the tile. To shared memory, if SWIZZLED.
+// Stores the scales' codes of eight columns from `column` on, of one block of rows; in shared memory, if SWIZZLED. first, down: column
+// and block in the tile.
 OPFUSE_FN void store_column_codes(const MxPlanes& p, const u32 (&code)[8], long long column, long long block, u8* shared, int first, int down) {
     if constexpr (SWIZZLED) {
 #pragma unroll
@@ -26,8 +27,8 @@ OPFUSE_FN void store_column_codes(const MxPlanes& p, const u32 (&code)[8], long 
     }
 }
 
-// Codes of the thread's rows, four of each step, of which row_of(step) is the first, to shared memory: in lines of WIDTH. The four
-// lanes of a block all have them; each leaves that of one row of a step, which is there if there(step) says so, else 0.
+// Stores the scales' codes of the thread's rows in shared memory, in lines of WIDTH: four rows of each step, from row_of(step) on. The
+// four lanes of a block all have these codes; each stores one row's of a step: its code if there(step), else 0.
 template <int WIDTH, int ROWS, class Row, class There>
 OPFUSE_FN void gather_row_codes(u8* shared, int block, const u32 (&code)[ROWS], Row row_of, There there) {
     int mine = threadIdx.x % 4;
@@ -39,12 +40,12 @@ OPFUSE_FN void gather_row_codes(u8* shared, int block, const u32 (&code)[ROWS], 
     }
 }
 
-// Where the scales of a tile are stored, if they are stored as one: those of its rows, and those of its columns.
+// Where the scales of a tile's rows, and those of its columns, are stored as whole tiles of scales.
 struct ScaleTiles {
     long long of_rows, of_columns;
 };
 
-// The scales that COUNT threads, of the tile of HIGH x WIDE from `row` and `column` on, left in shared memory; after a barrier.
+// Stores the scales of the HIGH x WIDE tile from `row` and `column` on, which COUNT threads left in shared memory before a barrier.
 template <int HIGH, int WIDE, int COUNT>
 OPFUSE_FN void store_scales(const MxPlanes& p, long long row, long long column, ScaleTiles at, const u8* row_codes, const u8* column_codes) {
     if constexpr (SWIZZLED) {

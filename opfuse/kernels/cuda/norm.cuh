@@ -1,4 +1,4 @@
-// norm: a row of a matrix, by the threads that share it: its sums, its statistics, its normalised values.
+// norm: the sums, statistics and normalised values of a row of a matrix, computed by the threads that share it.
 //
 // IN, WEIGHT       types of x, and of weight and bias
 // KIND             RMS_NORM, LAYER_NORM or L2_NORM; gamma is the weight, or 1 + weight if ZERO_CENTERED
@@ -18,15 +18,15 @@ struct Norm {
     const WEIGHT *weight, *bias;
     float *rstd, *mean;
     long long rows, columns;
-    float size, eps;  // columns, rounded
-    u32 packs;        // as row.cuh reads it
+    float size, eps;  // size: `columns` as a float
+    u32 packs;        // see row.cuh
 };
 
 // ------------------------------------------------------------------------------------------------------------------------ sums
 
 constexpr int power_of_two_above(int n) { return n <= 1 ? 1 : 2 * power_of_two_above((n + 1) / 2); }
 
-// What a thread has of N sums: its eights of each of its groups in turn, then eights, then groups.
+// A thread's share of N sums: it adds up its eights in turn, in each of its groups, then the eight sums of a group, then those of groups.
 template <int N, class F>
 OPFUSE_FN void own_sums(float (&own)[N], const Norm& p, F values) {
     constexpr int GROUPS = HELD < TEAMS ? HELD : TEAMS;
@@ -57,10 +57,10 @@ OPFUSE_FN void own_sums(float (&own)[N], const Norm& p, F values) {
     for (int s = 0; s < N; ++s) own[s] = by_halves(group[s]);
 }
 
-// N sums of a row: values(u, v) gives eight values of each, for eight u, 0 for what is missing. Every thread has the totals.
+// N sums of a row, which every thread gets. values(u, v) sets v to eight values of each sum, those of eight u; 0 for missing ones.
 //
-// This may hold a barrier, before which a thread does `meanwhile`, and no earlier; `slot` is 0 and 1 in turn, so that nothing is
-// overwritten while it is read.
+// If it holds a barrier, a thread does `meanwhile` right before that. `slot` must be 0 and 1 in turn, so that nothing is overwritten
+// while it is read.
 template <int N, class F, class G>
 OPFUSE_FN void row_sums(float (&total)[N], const Norm& p, int slot, F values, G meanwhile) {
     own_sums(total, p, values);
@@ -100,7 +100,7 @@ OPFUSE_FN float normal(const Eight<IN>& x, int i, const Moments& m) { return cen
 
 OPFUSE_FN float gamma(const Eight<WEIGHT>& weight, int i) { return ZERO_CENTERED ? 1.0f + value(weight, i) : value(weight, i); }
 
-// Of a sum over a row: the mean, but for an L2 norm.
+// The mean of a row from its sum; for an L2 norm the sum itself.
 OPFUSE_FN float averaged(const Norm& p, float sum) { return KIND == L2_NORM ? sum : sum / p.size; }
 
 OPFUSE_FN Moments moments(const Norm& p, const Row& at, const Eights<IN>& x) {
@@ -128,7 +128,7 @@ OPFUSE_FN Moments moments(const Norm& p, const Row& at, const Eights<IN>& x) {
     return m;
 }
 
-// Statistics for the backward pass.
+// Stores the statistics, for the backward pass.
 OPFUSE_FN void store_moments(const Norm& p, const Row& at, const Moments& m) {
     if (at.lane != 0 || !at.exists) return;
     p.rstd[at.row] = m.rstd;
@@ -140,7 +140,7 @@ OPFUSE_FN Moments load_moments(const Norm& p, const Row& at) {
     return {p.rstd[at.row], CENTERED ? p.mean[at.row] : 0.0f};
 }
 
-// Eight u of the normalised row, rounded to T, 0 for what is missing.
+// Eight u of the normalised row, rounded to T; missing values are 0.
 template <class T>
 OPFUSE_FN Eight<T> normalised(const Norm& p, const Row& at, int u, const Eight<IN>& x, const Moments& m) {
     Eight<WEIGHT> weight = {}, bias = {};

@@ -3,8 +3,8 @@
 // x, dy, extra   [rows, columns] of IN, GRAD and EXTRA, contiguous; rstd, mean: what the forward pass stored
 // dx             [rows, columns] of IO. ADD = 1: with extra added to dx as it is rounded; ADD = 2: before it is
 // parts          fp32 [blocks, SUMS, columns rounded up to eight]: sums of the rows of a block, which norm_sums.cu adds up
-// Order          block b has teams of threads b TEAMS ..., each the rows that are equal to it modulo all BLOCKS TEAMS; they are added
-//                in turn, then by halves what teams have: nothing is added atomically
+// Order          team t of block b adds the rows r with r % (BLOCKS TEAMS) == b TEAMS + t, in turn; the sums of teams are added by
+//                halves. Nothing is added atomically
 // Grid           at most BLOCKS blocks of 256 threads, with SUMS PACKS 8 KiB of shared memory
 // Defined by     opfuse/numerics/norm.py, norm_backward and norm_backward_add
 #include "norm.cuh"
@@ -23,7 +23,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 // ------------------------------------------------------------------------------------------------------- gradients of parameters
 
-// Four of the sums that a thread has, of the halves of its packs: in shared memory, or where packs are too many for it in parts.
+// Where a thread has four of its sums, those of half a pack: in shared memory or, if that has no room for its packs, in parts.
 OPFUSE_FN float4* column_sums(const Parameters& parameters, float4* shared, const Row& at, int sum, int u, int half) {
     if constexpr (PACKS)
         return shared + ((sum * PACKS + u) * 2 + half) * THREADS + threadIdx.x;
@@ -36,7 +36,7 @@ OPFUSE_FN void add_to(float4* sums, const float* v) {
     *sums = make_float4(s.x + v[0], s.y + v[1], s.z + v[2], s.w + v[3]);
 }
 
-// The sums of the teams of a block, to its part.
+// Adds the sums of a block's teams and stores them in the block's part.
 OPFUSE_FN void store_part(const Parameters& parameters, const float4* shared) {
     if constexpr (PACKS == 0) return;
     __syncthreads();
@@ -58,7 +58,7 @@ OPFUSE_FN void store_part(const Parameters& parameters, const float4* shared) {
 
 // --------------------------------------------------------------------------------------------------------- gradient of the input
 
-// What an element of dy is in the sums of its row: that of the normalised value, before gamma.
+// dy times gamma: the gradient of a normalised value.
 OPFUSE_FN float scaled(const Eight<GRAD>& dy, const Eight<WEIGHT>& weight, int i) {
     return WEIGHTED ? value(dy, i) * gamma(weight, i) : value(dy, i);
 }
@@ -70,7 +70,7 @@ OPFUSE_FN Eight<WEIGHT> load_weight(const Norm& p, const Row& at, int u) {
         return {};
 }
 
-// Sums of a row: of scaled dy times the normalised value, and of scaled dy. Adds the row to those of the thread's columns.
+// The sums of a row: of scaled dy times the normalised value, and of scaled dy. Also adds the row to the sums of the thread's columns.
 template <class G>
 OPFUSE_FN void add_row(const Parameters& parameters, const Row& at, const Moments& m, const Eights<IN>& x, const Eights<GRAD>& dy,
                        float (&along)[ROW_SUMS], int slot, float4* shared, G meanwhile) {

@@ -1,20 +1,20 @@
-// norm_cast: a normalisation of the rows of a matrix, cast to FP8 codes by rows, with its statistics, from one read of it where rows
-// are held.
+// norm_cast: a normalisation of the rows of a matrix, cast to FP8 codes by rows, with its statistics, from one read of it if rows fit in
+// registers.
 //
 // x, codes       [rows, columns] of IN, contiguous, and of OUT
-// y              [rows, columns] of IO, what is cast, which is stored as well if STORES
+// y              [rows, columns] of IO, the result that is cast; it is stored as well if STORES
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
 // CAST           Recording: one given scale, as in cast_tensor.cu with RECORD; RowScaled: as in cast_row.cu with POW2; Blocks: 1 x 128,
-//                as in cast_block.cu with pow2 = POW2; Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not, with scales that the
-//                host has set to 0 where padded
+//                as in cast_block.cu with pow2 = POW2; Microscaled: 1 x 32, as in cast_mx.cu, SWIZZLED or not; the host has set the
+//                padding of scales to 0
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/kernels/norms/cast.py, norm_then_cast
 #include "norm.cuh"
 #include "mx.cuh"
 
-// Codes of N eights of a row, each under the scale of the SHARING lanes that have a block of scales: the k-th of them finds that of
-// eight k by scale_of(k, bits of the amax), which is 0 for a k without an eight.
+// Codes of N eights of a row. SHARING lanes share the blocks of their eights: lane k of them computes the scale of the block of eight k,
+// by scale_of(k, bits of the amax), which is 0 for a k without an eight.
 template <int SHARING, int N, class F>
 OPFUSE_FN void cast_blocks(uint2 (&codes)[N], const Eight<IO> (&y)[N], F scale_of) {
     static_assert(N <= SHARING, "a lane for each scale");
@@ -36,13 +36,13 @@ OPFUSE_FN void cast_blocks(uint2 (&codes)[N], const Eight<IO> (&y)[N], F scale_o
     }
 }
 
-// Whether the block of scales of eight u, which SHARING lanes have, starts in the row.
+// Whether the block of eight u, which SHARING lanes share, starts in the row.
 template <int SHARING>
 OPFUSE_FN bool has_block(const Row& at, int u) {
     return at.exists && (WHOLE || at.column(u) / (SHARING * 8) * (SHARING * 8) < at.columns);
 }
 
-// What casts have in common: begin(amax_of_row, at) before the row is cast, and finish() after it, do nothing in most.
+// The base of casts: begin(amax_of_row, at) runs before a row is cast, finish() after it. In most they do nothing.
 struct Cast {
     template <class F>
     OPFUSE_FN void begin(F, const Row&) {}
@@ -103,7 +103,7 @@ struct RowScaled : Cast {
 
 struct Blocks : Cast {
     struct Target {
-        float* row_scale;  // [blocks, rows], rows of which are `row_pitch` long, at most 3 more than are used; the rest becomes 0
+        float* row_scale;  // [blocks, row_pitch], where row_pitch is up to 3 more than `rows`; the rest becomes 0
         long long row_pitch;
         float eps, inf_value;
     };

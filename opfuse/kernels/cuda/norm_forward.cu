@@ -1,8 +1,8 @@
-// norm_forward: a normalisation of the rows of a matrix, with its statistics, from one read of it.
+// norm_forward: normalises the rows of a matrix and stores their statistics, from one read of the matrix.
 //
 // x, y           [rows, columns] of IN and of IO, contiguous; y is stored if STORES
 // rstd, mean     fp32 [rows]; mean of a LAYER_NORM alone
-// amax           fp32, raised to the largest magnitude of y, as it would be stored, if MEASURES
+// amax           fp32, raised to the largest magnitude of y, rounded to IO, if MEASURES
 // Grid           a block of 256 threads for each 256 / TEAM rows
 // RESIDENT       blocks that share a multiprocessor
 // Defined by     opfuse/numerics/norm.py, norm_forward

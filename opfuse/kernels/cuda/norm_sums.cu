@@ -1,8 +1,8 @@
-// norm_sums: the gradients of the parameters of a normalisation, from what each block of norm_backward has of them.
+// norm_sums: the gradients of the parameters of a normalisation, from the sums of each block of norm_backward.
 //
 // parts          fp32 [blocks, sums, pitch], blocks <= BLOCKS: sums for the weight, then for the bias if there is one
 // d_weight, d_bias  [columns] of WEIGHT; d_bias null without a bias
-// Order          every eighth block by halves, then the eight sums of these by halves
+// Order          blocks b with equal b % 8 by halves, then these eight sums by halves
 // Grid           one block of 256 threads for each 32 sums
 // Defined by     opfuse/numerics/norm.py, norm_backward
 #include "halves.cuh"

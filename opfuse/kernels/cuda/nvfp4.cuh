@@ -1,11 +1,11 @@
-// nvfp4: blocks of 16 values of a line, each held by one thread: their scale, their E2M1 codes, where both are stored.
+// nvfp4: blocks of 16 values of a line, each held by one thread: their scale, their E2M1 codes, and where both are stored.
 //
-// IN, ALIGNED and ROUNDING are defined before this file. ROUNDING is what becomes of a value between two codes:
+// IN, ALIGNED and ROUNDING are defined before this file. ROUNDING says what a value between two codes becomes:
 // NEAREST        the nearest code, under the scale that maps the largest value of the block to 6
-// STOCHASTIC     the next or the previous one, by a random byte of the element's own
-// MAE, MSE       the nearest, under the scale that maps the largest value to 4 where that errs strictly less than 6
+// STOCHASTIC     the next or the previous code, by a random byte of the element's own
+// MAE, MSE       the nearest code, under the scale that maps the largest value to 4 if the block's error is then strictly less than with 6
 // Lines          rows of x in the rowwise plane, columns in the columnwise one
-// Nvfp4          what the host packs; its fields are described in cast_nvfp4.cu
+// Nvfp4          packed by the host; cast_nvfp4.cu describes its fields
 // Non-finite     a block that holds one has the scale NaN and the code of 6 for each value
 // Defined by     opfuse/numerics/casts.py, cast_nv.
 #pragma once
@@ -32,7 +32,7 @@ struct Sixteen {
     Eight<IN> half[2];
 };
 
-// Elements 0 ... 15 of what starts at x, of which `count` are there.
+// The 16 elements from x on, of which the first `count` are in the matrix; the others are 0.
 OPFUSE_FN Sixteen load_sixteen(const IN* x, long long count) {
     if constexpr (ALIGNED)
         return count > 0 ? Sixteen{load_eight(x), load_eight(x + 8)} : Sixteen{};
@@ -45,7 +45,7 @@ OPFUSE_FN u32 largest_of(const Sixteen& v) { return magnitude_bits<IN>(larger_ma
 
 OPFUSE_FN float magnitude(const Eight<IN>& v, int i) { return fabsf(value(v, i)); }
 
-// The signs of eight values as those of eight codes, element i in bit 4 i + 3.
+// The signs of eight values, as eight codes have them: that of element i in bit 4 i + 3.
 OPFUSE_FN u32 signs_of(const Eight<IN>& v) {
     u32 first, second;  // the bytes with the signs of elements 0 1 2 3, and of 4 5 6 7
     if constexpr (sizeof(IN) == 4) {
@@ -60,7 +60,7 @@ OPFUSE_FN u32 signs_of(const Eight<IN>& v) {
 
 // ---------------------------------------------------------------------------------------------------------------------- scales
 
-// The first level, and what follows from it for every block.
+// The global scale, and what follows from it for every block.
 struct Level {
     float amax, encode, sixth, decode;
 };
@@ -71,10 +71,10 @@ OPFUSE_FN Level level_of(const Nvfp4& p, const Plane& plane, long long line) {
     return {amax, encode, encode * SIXTH, 1.0f / encode};
 }
 
-// The E4M3 code of a block's scale before its conversion, E4M3_NAN where the block has a non-finite value.
+// The E4M3 code of a block's scale, given in fp32; E4M3_NAN if a value of the block is not finite.
 OPFUSE_FN u32 scale_code(u32 amax, float scale) { return amax < INF_BITS ? encode_two<E4M3>(scale, 0.0f) & 0xff : E4M3_NAN; }
 
-// What values are multiplied by; any number for a NaN scale.
+// By what values are multiplied; any number for a NaN scale.
 OPFUSE_FN float multiplier_of(u32 scale, const Level& level) { return fminf(1.0f / (decode_two<E4M3>(scale).x * level.decode), LARGEST_FLOAT); }
 
 // ----------------------------------------------------------------------------------------------------------------------- codes
@@ -123,14 +123,14 @@ struct Encoded {
     uint2 codes;  // element 0 in the lowest bits
 };
 
-// The block with its signs, whose codes so far have none.
+// Adds the signs of the values to the codes of a block.
 OPFUSE_FN Encoded with_signs(const Sixteen& v, const Encoded& block) {
     u32 first = block.codes.x | signs_of(v.half[0]), second = block.codes.y | signs_of(v.half[1]);
     bool nan = block.scale == E4M3_NAN;
     return {block.scale, make_uint2(nan ? 0x77777777 : first, nan ? 0x77777777 : second)};
 }
 
-// The block whose largest value, of the bits `amax`, becomes 6.
+// The block, under the scale that maps its largest magnitude, whose bits are `amax`, to 6.
 OPFUSE_FN Encoded map_to_six(const Sixteen& v, u32 amax, const Level& level, const Words4& random) {
     u32 scale = scale_code(amax, float_of(amax) * level.sixth);
     return with_signs(v, {scale, codes_of(v, multiplier_of(scale, level), random)});
@@ -143,7 +143,7 @@ struct Candidate {
     float error;  // summed from the first to the last value
 };
 
-// The block whose largest value becomes 6 / expand.
+// The block, under the scale that maps its largest magnitude to 6 / expand, and its error.
 OPFUSE_FN Candidate candidate(const Nvfp4& p, const Sixteen& v, u32 amax, const Level& level, float expand) {
     u32 scale = scale_code(amax, float_of(amax) / E2M1::MAX * level.encode * expand);
     Candidate c = {{scale, codes_of(v, multiplier_of(scale, level), Words4{})}, 0.0f};
@@ -168,7 +168,7 @@ OPFUSE_FN Candidates candidates(const Nvfp4& p, const Sixteen& v, u32 amax, cons
 
 // ------------------------------------------------------------------------------------------------------------- blocks of a line
 
-// A block that has its own scale, of the bits `amax`; it starts at element `first` of the plane `stream`.
+// A block with a scale of its own, from the bits of its amax; it starts at element `first` of plane `stream`, 0 rowwise, 1 columnwise.
 OPFUSE_FN Encoded encode_block(const Nvfp4& p, const Sixteen& v, const Level& level, long long first, u32 stream) {
     u32 amax = largest_of(v);
     if constexpr (CHOOSES) {
@@ -179,7 +179,7 @@ OPFUSE_FN Encoded encode_block(const Nvfp4& p, const Sixteen& v, const Level& le
     }
 }
 
-// Stores a block, of which `count` values are there, in the line `ahead` of its place.
+// Stores a block in line `ahead` from its place on; its first `count` values are in the matrix.
 OPFUSE_FN void store_block(const Place& place, int ahead, const Encoded& block, long long count) {
     place.scale[ahead * place.next_scale] = u8(block.scale);
     u8* codes = place.codes + ahead * place.next_codes;

@@ -2,9 +2,9 @@
 //
 // Lines       rows of a matrix in its rowwise plane, columns in its columnwise one
 // codes       of E2M1, two to a byte, the first in the low half; lines one after the other
-// scales      of E4M3, lines by blocks, padded to whole tiles of 128 x 4; a row has `quads` fours. Compact: row by row.
-//             swizzled: see swizzle.cuh
-// amax        fp32, of all lines, or one for each
+// scales      of E4M3, [lines, blocks], padded to whole tiles of 128 x 4; a row has `quads` fours. Compact: row by row; swizzled: see
+//             swizzle.cuh
+// amax        fp32, the global amax: one of all lines, or one for each
 // Defined by  opfuse/numerics/layouts.py.
 #pragma once
 #include "vectors.cuh"
@@ -18,7 +18,8 @@ struct Plane {
     long long quads;
 };
 
-// Of a block, and how far ahead those of the next line are: so far also for lines after it, up to a multiple of 32.
+// Where codes and scale of a block are, and how far those of the next line are from them; the same distance holds for the lines after
+// that, up to a multiple of 32.
 struct Place {
     u8 *codes, *scale;
     long long next_codes, next_scale;
@@ -30,7 +31,7 @@ OPFUSE_FN Place place_of(const Plane& plane, u32 swizzled, long long line, long 
     return {plane.codes + ((line * length + position) >> 1), scale, length >> 1, swizzled ? 16 : plane.quads * 4};
 }
 
-// The same 64 lines ahead, in the same tile of 128.
+// The place of the block 64 lines below, in the same tile of 128.
 OPFUSE_FN Place ahead_64(const Place& place, u32 swizzled) {
     return {place.codes + 64 * place.next_codes, place.scale + (swizzled ? 8 : 64 * place.next_scale), place.next_codes, place.next_scale};
 }

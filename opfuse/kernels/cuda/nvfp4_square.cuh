@@ -1,13 +1,13 @@
 // nvfp4_square: squares of 16 x 16 values under one scale, cast once and stored by rows and by columns.
 //
-// A warp has eight squares side by side, a thread four blocks of a square: rows g, g + 4, g + 8 and g + 12 of lane / 8 = g. Codes
-// for columns are transposed 8 x 8 at a time, in registers, from shared memory and to the plane.
+// A warp has eight squares side by side. A thread has four blocks of a square, its rows g, g + 4, g + 8 and g + 12, where g = lane / 8.
+// Codes for columns are read from shared memory, transposed 8 x 8 at a time in registers, and stored in the plane.
 // Compiled after nvfp4.cuh.
 #pragma once
 #include "nvfp4.cuh"
 
 constexpr int THREADS = 256, TILE_ROWS = 128, SQUARES = 8, SQUARE_TILE = SQUARES * BLOCK, SQUARE_ROWS = 4;
-// Rows of 64 bytes of codes, and two more words after each eight: no bank is met twice along rows nor across.
+// Rows of 64 bytes of codes, with two more words after each eight rows: no bank is met twice, along rows or across.
 constexpr int EIGHT_WORDS = 8 * SQUARE_TILE / 8 + 2, SQUARE_WORDS = TILE_ROWS / 8 * EIGHT_WORDS;
 
 struct Square {
@@ -86,7 +86,7 @@ OPFUSE_FN void store_transposed(const Nvfp4& p, const Square& own, const u32* co
     }
 }
 
-// The scales of the tile's columns: a thread has four squares below each other, of one column. Those past the matrix are 0.
+// Stores the scales of the tile's columns: a thread has those of four squares below each other, in one column; 0 outside of the matrix.
 OPFUSE_FN void store_repeated(const Nvfp4& p, const Square& own, const u8* scales) {
     int line = threadIdx.x % SQUARE_TILE, first = threadIdx.x / SQUARE_TILE * 4;
     long long column = own.tile_column + line, row = own.tile_row + first * BLOCK;

@@ -1,7 +1,7 @@
 // product: FP8 products of groups of lines in one launch, result = left times right transposed, on the matrix unit of sm_90a.
 //
 // result         as in product.cuh, rounded once from the sums. RESULT: bf16, fp16, or float
-// ACCUMULATE     fp32 sums are added to what the result holds, in place; under OF_SUMS what a group without rows has stays as it is
+// ACCUMULATE     fp32 sums are added to the result in place; under OF_SUMS, the result of a group without rows stays as it is
 // Defined by     opfuse/kernels/products/emulated.py, grouped_product; equal where its sums are exact
 #define TURNED 0
 #include "product.cuh"
@@ -10,7 +10,7 @@ static_assert(sizeof(Product) == PARAMETER_BYTES, "the fields that the host pack
 
 #if HOPPER
 
-// Sums times scale, rounded, to the result: 128 bytes of 64 lines at a time, by way of shared memory.
+// Stores sums times a scale, rounded, in the result: 128 bytes of 64 lines at a time, through shared memory.
 struct Rounded {
     u32 used;
 
@@ -29,7 +29,7 @@ struct Rounded {
             }
     }
 
-    // Of each eight columns pairs in both lines. Sums stay what they are, in registers of the matrix unit: what is made of them is not.
+    // Of each eight columns, a pair in both lines. The sums stay in the registers of the matrix unit; results take others.
     template <class T>
     DEVICE_FN void write(u32 room, const Consumer& own, const float* x, float scale, T) const {
         u32 pairs[8][2];

@@ -1,32 +1,33 @@
-// product: what FP8 products of groups of lines on the matrix unit of sm_90a have in common: left times right transposed, tile by tile.
+// product: the common part of FP8 products of groups of lines on the matrix unit of sm_90a: left times right transposed, tile by tile.
 //
-// left, right    lines of LEFT and RIGHT codes, along which is summed, `pitch` bytes apart; both of a group have one length. Lines begin
-//                on 16 bytes, lengths and pitches are multiples of 16
-// result         [lines of the left, columns] of RESULT for each group, `columns` the lines of the right, one number for all groups, a
-//                multiple of 16; 16 bytes aligned
-// SCALING 0      TENSORS: one scale for the left and one for the right. FAST: the unit keeps the sums; otherwise those of each 128
-//                elements are added in fp32. Their product multiplies the sums, once
+// left, right    lines of LEFT and RIGHT codes, `pitch` bytes apart; sums run along lines. Both operands of a group have lines of one
+//                length. Lines begin on 16 bytes; lengths and pitches are multiples of 16
+// result         [lines of the left, columns] of RESULT for each group, on 16 bytes. `columns`, the number of lines of the right, is the
+//                same for all groups, a multiple of 16
+// SCALING 0      TENSORS: one scale for the left and one for the right; their product multiplies the sums, once. FAST: the unit keeps the
+//                sums; otherwise the sums of each 128 elements are added in fp32
 //         1      TILES: a scale for 128 neighbours of a line of the left, [blocks, left_pitch], and for 128 x 128 codes of the right,
 //                [blocks of lines, right_pitch]
-//         2      LINES: for 128 neighbours of a line on both sides, [blocks, left_pitch] and [blocks, right_pitch]
-//                The sums of a block are added in fp32. TILES: times the product of its two scales, by one fma. LINES: times the scale of
-//                the left, rounded, and then times that of the right by one fma
-//         3      ROWS: a scale for each line, on 4 bytes. Sums as of TENSORS, FAST or not, times the scale of the right, rounded, and then
+//         2      LINES: a scale for 128 neighbours of a line on both sides, [blocks, left_pitch] and [blocks, right_pitch]
+//                Under TILES and LINES the sums of a block are scaled and added in fp32. TILES: one fma with the product of both scales.
+//                LINES: times the scale of the left, rounded, then one fma with that of the right
+//         3      ROWS: a scale for each line, on 4 bytes. Sums as under TENSORS, FAST or not, times the scale of the right, rounded, then
 //                times that of the left
-// Order          of sums is that of the library's products of the same formats, whose bits these are
-// groups         GROUPS at most; `first` is the number of a group's first tile. A map for the windows of operands: MAPS = 1 for one
+// Order          of additions: that of the library's products (cuBLASLt) of the same formats, so results have the same bits
+// groups         GROUPS at most; `first` is the number of a group's first tile. Windows of operands need a map: MAPS = 1 if all have one
 //                pitch, otherwise one for each group
-// RUNS           groups are runs of one matrix, of which the device alone knows how long they are: `table`, of row_groups.cu
-//                0: none. OF_LINES: of the lines of one left and one result, whose tiles are those from `at` on. OF_SUMS: of the sum, which
-//                begins for each group, of those from `at` on, where a tile of the table does; one without a tile has zeros for a result
-// one            1.0, which the compiler does not know
-// Grid           blocks of 3 x 128 threads, as many as multiprocessors at most; each takes every so many-th tile. The first warp loads;
-//                two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
-// FAST           a tile is 128 x 128, and the consumers take turns: one multiplies while the other stores
-// otherwise      a tile is 256 x 128, half of its lines each; the second consumer follows the first, so that one multiplies while the other
-//                adds
-// End            what becomes of the sums of a tile: `store`, called by a consumer for its 128 lines and columns, and at last `finish`. A
-//                room is what it stores by, two of each consumer. TURNED: each has 128 x 128 bytes more, and there is a stage less
+// RUNS           groups are runs of lines of one matrix, whose lengths only the device knows, from `table`, of row_groups.cu
+//                0: they are not. OF_LINES: runs of the lines of one left and one result; `at` is the place of their tiles in the table.
+//                OF_SUMS: runs along which sums are taken; `at` is the place of the groups in the table, each of which begins on a
+//                tile; a group without rows has a result of zeros
+// one            1.0, which the compiler cannot know
+// Grid           at most as many blocks as multiprocessors, of 3 x 128 threads; block b takes the tiles b, b + blocks, ... The first warp
+//                loads; two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
+// FAST           a tile is 128 x 128, and the consumers take turns by tiles: one multiplies while the other stores
+// otherwise      a tile is 256 x 128, and each consumer has half of its lines; the second follows the first, so that one multiplies while
+//                the other adds
+// End            what is done with the sums of a tile: a consumer calls `store` for its 128 lines and columns, and `finish` at last. It
+//                stores through two rooms in shared memory. TURNED: each consumer has 128 x 128 bytes more, and there is one stage less
 #pragma once
 #include "vectors.cuh"
 #include "hopper.cuh"
@@ -58,15 +59,15 @@ constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 
 #if HOPPER
 
-constexpr u32 BOX = 128;                              // of lines, of columns, and of bytes along a sum
-constexpr u32 TALL = FAST ? 1 : 2;                    // boxes of the left in a tile
+constexpr u32 BOX = 128;                              // lines, columns, and bytes along a sum
+constexpr u32 TALL = FAST ? 1 : 2;                    // how many boxes of the left a tile has
 constexpr u32 STAGES = (FAST ? 6 : 4) - TURNED;
 constexpr u32 BOX_BYTES = BOX * BOX, STAGE_BYTES = (TALL + 1) * BOX_BYTES;
-constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // of results on their way
+constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // one room for results
 constexpr u32 SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
-constexpr u32 BAND = 8;                               // tiles of lines that share columns in the cache
+constexpr u32 BAND = 8;                               // so many tiles of lines run over the same columns, which stay in the cache
 constexpr u32 AT_STORED = STAGES * STAGE_BYTES, AT_TURNED = AT_STORED + 4 * STORED_BYTES;
-constexpr u32 SLOTS = STAGES + 1;                     // of scales, which are read after the codes of their stage
+constexpr u32 SLOTS = STAGES + 1;                     // for scales, which are read after the codes of their stage
 constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + SLOTS * SCALE_BYTES;
 static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that the host asks for");
 
@@ -78,17 +79,17 @@ constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;  // numbers of meeting
 
 struct Tile {
     u32 line, column, steps;
-    u32 end, begin;  // of a run: the end of its lines, and its first block of the sum
+    u32 end, begin;  // of a run: the end of its lines, and the first block of its sums
 };
 
 DEVICE_FN u32 ceil_div(u32 n, u32 d) { return (n + d - 1) / d; }
 
 DEVICE_FN u32 left_of(u32 size, u32 from) { return size > from ? size - from : 0; }
 
-// Lines of the left up to those of no group or of another one.
+// How many lines the left has, up to the end of the group.
 DEVICE_FN u32 lines_of(const Group& g, const Tile& tile) { return RUNS == OF_LINES ? tile.end : g.lines; }
 
-// The block of the sum that a step reads.
+// The number of the block, along sums, that a step reads.
 DEVICE_FN u32 block_at(const Tile& tile, u32 step) { return RUNS == OF_SUMS ? tile.begin + step : step; }
 
 DEVICE_FN bool has_steps(const Tile& tile) { return RUNS != OF_SUMS || tile.steps > 0; }
@@ -98,7 +99,7 @@ DEVICE_FN u32 tiles_of(const Product& p) {
     return p.tiles;
 }
 
-// Tile t, of which `group` is set to the group; it was that of an earlier tile.
+// Tile t. `group` is set to its group, and held that of an earlier tile.
 DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
     if constexpr (RUNS == OF_LINES) {
         u32 across = ceil_div(p.columns, BOX), down = FAST ? p.table->x : p.table->y;
@@ -119,7 +120,7 @@ DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
     return tile;
 }
 
-// Stages in turn. `full` is over when the bytes of a stage are there, `empty` when all that read it are done.
+// The stages, in turn. Barrier `full` is over when the bytes of a stage are there, `empty` when all who read it are done.
 struct Ring {
     u32 base, stage, parity, slot;
 
@@ -151,7 +152,7 @@ DEVICE_FN void load_tiles(const Product& p, u32 base) {
         const Map* map = &p.windows[MAPS == 1 ? 0 : group];
         const u8* left = g.left + static_cast<u64>(tile.line) * g.pitch;
         const u8* right = g.right + static_cast<u64>(tile.column) * g.pitch;
-        u32 boxes = smaller(TALL, ceil_div(lines_of(g, tile) - tile.line, BOX));  // a box of which nothing is there would be read from nowhere
+        u32 boxes = smaller(TALL, ceil_div(lines_of(g, tile) - tile.line, BOX));  // no box beyond the last line: its address may be nobody's
         u32 scale_bytes = smaller(SCALE_BYTES, left_of(g.right_pitch, tile.column) * 4);
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
             u32 block = block_at(tile, k), there = g.length - block * BOX;
@@ -177,34 +178,34 @@ struct Consumer {
     u32 number, thread, warp, lane;
 };
 
-// What the unit reads, a warp waits for as one. Scales each lane reads for itself: those of the block before, whose slot the loader may
-// have next, so all arrive.
-constexpr u32 ARRIVALS = SCALING == LINES ? 32 : 1;  // of a warp
+// How many arrivals of a warp free a stage: one, since a warp waits as a whole for what the unit reads. Under LINES each lane reads scales
+// for itself, those of the block before, whose slot the loader may fill next; so all lanes arrive.
+constexpr u32 ARRIVALS = SCALING == LINES ? 32 : 1;
 
 DEVICE_FN void release(u32 empty, const Consumer& own) {
     if (own.lane < ARRIVALS) arrive(empty);
 }
 
-// 64 lines of the stage's left, the i-th of the consumer's two, by its right.
+// Multiplies 64 lines of the stage's left, box i of the consumer's two, by its right.
 DEVICE_FN void multiply_box(float (&sums)[64], u32 left, u32 right, u32 i) {
 #pragma unroll
     for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + i * DOWN_64 + k * ALONG_32, right + k * ALONG_32, k != 0);
 }
 
-// Room for 64 rows of 128 bytes, the next of the consumer's two in turn, once what was stored from it last is read.
+// The next of the consumer's two rooms for 64 rows of 128 bytes, once the engine has read what was in it.
 DEVICE_FN u32 next_room(u32 base, const Consumer& own, u32& used) {
     if (own.thread == 0) wait_stores_read<1>();
     meet(OWN + own.number, CONSUMER);
     return base + AT_STORED + (own.number * 2 + used++ % 2) * STORED_BYTES;
 }
 
-// What the consumer wrote to a room is there for the engine.
+// Makes what the consumer wrote to a room known to the engine.
 DEVICE_FN void fill_room(const Consumer& own) {
     show_to_engine();
     meet(OWN + own.number, CONSUMER);
 }
 
-// 16-bit pairs of 64 columns to a room: of each eight columns those of a thread's two lines.
+// Writes pairs of 16-bit results of 64 columns to a room: of each eight columns, those of a thread's two lines.
 DEVICE_FN void write_pairs(u32 room, const Consumer& own, const u32 (&pairs)[8][2]) {
     u32 row = own.warp * 16 + (own.lane & 15);
 #pragma unroll
@@ -214,7 +215,7 @@ DEVICE_FN void write_pairs(u32 room, const Consumer& own, const u32 (&pairs)[8][
     }
 }
 
-// The box of a room, from a column of a line on, to a matrix as wide as the result; of one thread. An empty group counts as well.
+// Stores a room in a matrix as wide as the result, from a line and column on; one thread does so. An empty group is committed as well.
 template <bool ADDS = false, class T>
 DEVICE_FN void store_room(const Product& p, const Map* map, u32 lines, T* matrix, u32 line, u32 column, u32 room) {
     constexpr u32 ACROSS = STORED_PITCH / sizeof(T);
@@ -243,7 +244,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
         float sums[2][64];
 #pragma unroll
-        for (u32 e = 0; e < 128; ++e) sums[e / 64][e % 64] = 0.0f;  // so that those before are not kept while they are stored
+        for (u32 e = 0; e < 128; ++e) sums[e / 64][e % 64] = 0.0f;  // so that the last sums take no registers once they are stored
         meet(TURN + own.number, 2 * CONSUMER);
         u32 before = 0;
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
@@ -256,7 +257,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
                 for (u32 i = 0; i < 2; ++i)
                     multiply_64x128x32(sums[i], left + i * DOWN_64 + e * ALONG_32, right + e * ALONG_32, (k | e) != 0);
             commit_products();
-            if (k > 0) {  // one stage stays with the unit
+            if (k > 0) {  // the unit still reads the newest stage
                 wait_products<1>();
                 release(before, own);
             }
@@ -270,10 +271,10 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
         if constexpr (SCALING == ROWS) scale_rows(p, g, tile, tile.line + own.warp * 16 + own.lane / 4, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);
     }
-    if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // the turn that nobody took
+    if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // for the turn that has no tile
 }
 
-// Consumers share a tile; sums of 128 elements are added in fp32, by one while the other multiplies.
+// Consumers share a tile. Sums of 128 elements are added in fp32; one consumer adds while the other multiplies.
 template <class End>
 DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, u8* shared, End& end) {
     Ring ring(base, 0);
@@ -315,7 +316,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) rows[e] = scales.of(e, own.lane, k);
                 }
-                if (i == 0 && k == 0 && own.number == 0) {  // the second begins where the first has begun, which waits for it once a tile
+                if (i == 0 && k == 0 && own.number == 0) {  // the second consumer begins after the first, which waits for it once in each tile
                     if (later) meet(STARTED, 2 * CONSUMER);
                     signal(FOLLOW, 2 * CONSUMER);
                     later = true;
@@ -339,7 +340,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
 template <class End>
 DEVICE_FN void multiply(const Product& p, End& end) {
     extern __shared__ __align__(1024) u8 shared[];
-    u32 base = shared_address(shared), role = __shfl_sync(~0u, threadIdx.x / CONSUMER, 0);  // which the compiler then knows to be one
+    u32 base = shared_address(shared), role = __shfl_sync(~0u, threadIdx.x / CONSUMER, 0);  // the same for a whole warp, as the compiler now knows
     if (threadIdx.x == 0) {
         for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
             init_barrier(ring.full(), 1);

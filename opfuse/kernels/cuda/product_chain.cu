@@ -1,12 +1,13 @@
-// product_chain: an FP8 product, a chain of elementwise ops over it, and the cast of what that makes, in one launch.
+// product_chain: an FP8 product, a chain of elementwise ops over its result, and the cast of the chain's result, in one launch.
 //
-// Product        one group, as in product.cuh. Its sums, rounded to IO, are the chain's x; `result` there is null, and its map that of
-//                matrices of the result's width and type
-// Chain          generated, forward: constants and operands of the ops, run_chain, and what fragments.py writes: packs of two neighbours.
-//                `x` is null. STORED of its values are stored: inputs of ops that are kept, and the result if it is asked for
-// CAST           what else becomes of the result, as encode.cuh has it; of BLOCKS those of 1 x 128 of its rows; MX is none of it
-// ROWWISE        codes as the result lies. TURNED: under TENSOR also those of its transpose; lines are a multiple of 16 then
-// codes          the map of rowwise codes; turned, that of columnwise ones
+// Product        one group, as in product.cuh. Its sums, rounded to IO, are the chain's x. `result` is null, and its map is for matrices of
+//                the result's width and type
+// Chain          generated, forward: constants and operands of the ops, run_chain, and what fragments.py writes, for packs of two
+//                neighbours. `x` is null. STORED of its values are stored: inputs of ops that are kept and, if asked for, the result
+// CAST           what else is done with the result: see encode.cuh. Not MX; of BLOCKS only 1 x 128, of its rows
+// ROWWISE        whether codes of the result are stored. TURNED: whether, under TENSOR, codes of its transpose are; then lines are a
+//                multiple of 16
+// codes          the map of rowwise codes; `turned`: the map of columnwise ones
 // Defined by     opfuse/kernels/products/chained.py; its bits are those of the product, and of the chain's own kernel
 #define ALIGNED 1
 #include "product.cuh"
@@ -28,10 +29,10 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 
 #if HOPPER
 
-// What a thread has of 64 lines and columns: of each eight columns two, in its line and in that 8 below.
+// A thread's values of 64 lines and columns: of each eight columns two, in its line and in the line 8 below.
 using Values = Pack<IO, 2>[8][2];
 
-// Where a thread is: its first line, what counts of both of its lines, and its first column.
+// Where a thread's values lie: its first line, which parts of its two lines count, and its first column.
 struct At {
     u32 line, there[2], column;
 };
@@ -43,14 +44,14 @@ struct Chained {
 
     DEVICE_FN u32 columns_left(const At& at, u32 j) const { return left_of(p.product.columns, at.column + j * 8); }
 
-    // The largest magnitude of what is there of a line's values, and `best`.
+    // The largest of `best` and the magnitudes of a line's values in the matrix.
     DEVICE_FN u32 larger_there(u32 best, const At& at, u32 half, const Values& v, u32 h) const {
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) best = larger_magnitudes(best, columns_left(at, half * 8 + j) ? v[j][h].word[0] & at.there[h] : 0);
         return best;
     }
 
-    // Codes: of each eight columns, two of a line in the low half, and two of that 8 below.
+    // Codes: of each eight columns, two of a line in the low half, and two of the line 8 below in the high half.
 #if CAST == TENSOR
     DEVICE_FN void encode_half(const At& at, u32 half, const Values& v, u32* codes) {
 #pragma unroll
@@ -100,8 +101,8 @@ struct Chained {
         }
     }
 
-    // Codes of a warp's 16 lines, the i-th 64, to the columns of a box of the transpose. What a thread stores is of two neighbouring
-    // lines, which it has from two others.
+    // Writes the codes of a warp's 16 lines, of 64 lines number i, to the columns of a box of the transpose. A thread stores codes of two
+    // neighbouring lines, which it gets from two other threads.
     DEVICE_FN void write_turned(u32 box, const Consumer& own, u32 i, const u32 (&codes)[16]) const {
         u32 from = own.lane / 4 % 4 * 8 + own.lane % 4, lines = own.lane < 16 ? 0x5140 : 0x7362, row = own.lane % 8;
         u32 to = box + own.lane * BOX + ((i * 4 + own.warp ^ row) << 4);
@@ -119,14 +120,14 @@ struct Chained {
 
     // ---- values
 
-    // Of half of a tile's columns: runs the chain, and stores what is to be stored of it.
+    // Runs the chain over half of a tile's columns, and stores the values that are kept.
     DEVICE_FN void chain_half(const Group& g, u32 base, const Consumer& own, const At& at, u32 first, u32 half, const Values& sums, Values& made) {
         const Chain& chain = p.end.chain;
         RowOperands<2> operands[8];
         Inputs<2> in[8][2];
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
-            u32 column = columns_left(at, half * 8 + j) ? at.column + half * 64 + j * 8 : at.column % 8;  // one that is there
+            u32 column = columns_left(at, half * 8 + j) ? at.column + half * 64 + j * 8 : at.column % 8;  // else a column that exists
             operands[j] = row_operands_at(chain, column);
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) in[j][h] = inputs_at(chain, p.product.columns, at.there[h] ? at.line + h * 8 : 0, column);
@@ -157,7 +158,7 @@ struct Chained {
             if (own.thread == 0) wait_stores_read<0>();
             meet(OWN + own.number, CONSUMER);
         }
-        Values rounded[2][2];  // before anything else, for it takes half of the registers
+        Values rounded[2][2];  // first, since rounded values take half of the registers
 #pragma unroll
         for (u32 e = 0; e < 64; ++e) {
             const float* x = &sums[e / 32][e % 32 * 2];

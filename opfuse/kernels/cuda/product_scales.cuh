@@ -1,14 +1,14 @@
-// product_scales: what scales sums, those of blocks as they are added and those of rows at the end of a tile; of product.cuh.
+// product_scales: the scaling of sums for product.cuh: sums of blocks as they are added, sums under scales of rows at the end of a tile.
 #pragma once
 #include "product.cuh"
 
-constexpr u32 AHEAD = RUNS == OF_SUMS ? 7 : 8;  // of sixteen pairs of scales, those that a thread reads once for both boxes; more spill
+constexpr u32 AHEAD = RUNS == OF_SUMS ? 7 : 8;  // how many of sixteen pairs of scales a thread reads once for both boxes; more would spill
 
-// One of a thread's four lines, two of each 64, from `line` on; the last one where it is not there.
+// Line e of a thread's four lines, two of each 64, from `line` on; the last line, if there is no such line.
 DEVICE_FN u32 line_of(const Group& g, const Tile& tile, u32 line, u32 e) { return smaller(line + e % 2 * 8 + e / 2 * 64, lines_of(g, tile) - 1); }
 
-// ROWS: sums times the scale of their column, rounded, and then times that of their line. Scales are read as memory that changes is: where
-// they may be read sooner, the compiler does so before this consumer has let the other one multiply.
+// ROWS: sums times the scale of their column, rounded, then times that of their line. Scales are read as if their memory could change;
+// otherwise the compiler reads them sooner, before this consumer has let the other one multiply.
 DEVICE_FN void scale_rows(const Product& p, const Group& g, const Tile& tile, u32 line, u32 column, float (&sums)[2][64]) {
     float rows[4];
 #pragma unroll
@@ -25,9 +25,9 @@ DEVICE_FN void scale_rows(const Product& p, const Group& g, const Tile& tile, u3
     }
 }
 
-// What scales the sums of a thread's lines, two of each 64, times the scale of the tile of the right if there is one. The four threads
-// that share lines have every fourth block each, and read four blocks ahead. What was read is multiplied, by one if by nothing else:
-// registers that are only copied would be waited for at once.
+// The scales of a thread's lines, two of each 64, times the scale of the right's tile, if there is one. Four threads share lines; each
+// reads the scales of every fourth block, four blocks ahead. Every scale that was read is multiplied, if need be by `one`: the thread
+// would wait at once for a load whose result it only copies.
 struct LeftScales {
     float now[4], next[4], right;
 
@@ -47,7 +47,7 @@ struct LeftScales {
     DEVICE_FN float of(u32 e, u32 lane, u32 block) const { return __shfl_sync(~0u, now[e], lane / 4 * 4 + block % 4); }
 };
 
-// Adds the sums of a block, scaled; `upper` and `lower` are the scales of a thread's two lines, `columns` those of its columns.
+// Adds a block's sums, scaled. `upper` and `lower` are the scales of the thread's two lines, `columns` those of its columns.
 DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], float upper, float lower, const float2 (&ahead)[AHEAD], const float2* columns) {
 #pragma unroll
     for (u32 j = 0; j < 16; ++j) {

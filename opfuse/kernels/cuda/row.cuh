@@ -1,10 +1,11 @@
-// row: a row of a matrix, by the threads that share it.
+// row: how a row of a matrix is distributed over the threads that share it.
 //
 // TEAM             threads that share a row, a power of two from a warp to the block of 256
-// PACKS            eights of columns that each of them has; 0: any number, loaded anew whenever they are read
-// WHOLE            no eight is missing in a row
-// ALIGNED = 1      every eight starts where a vector can, and is whole or missing; = 0: anything goes, elements are moved one by one
-// P                a kernel's fields, of which `rows` and `columns` are read, and `packs`, the eights of a thread, if PACKS is 0
+// PACKS            how many eights of columns each thread holds; 0: any number, loaded again whenever they are read
+// WHOLE            every thread has all of its eights
+// ALIGNED = 1      every eight starts on the bytes of a vector, and is whole or missing; = 0: any size and address, elements are moved one
+//                  by one
+// P                a kernel's fields; read are `rows`, `columns` and, if PACKS is 0, `packs`, the number of eights of a thread
 #pragma once
 #include "vectors.cuh"
 
@@ -12,7 +13,7 @@ constexpr int THREADS = 256, TEAMS = THREADS / TEAM, LANES = 32, WARPS = TEAM / 
 constexpr int HELD = PACKS > 0 ? PACKS : 1;
 static_assert(PACKS > 0 || (TEAM == THREADS && !WHOLE), "short rows are held");
 
-// The row of a thread, whose columns are missing if there is none left, and the thread's place in its team.
+// A thread's row, and its place in the team; behind the last row, all columns are missing.
 struct Row {
     long long row, columns;
     bool exists;
@@ -45,7 +46,7 @@ struct Number {
     static constexpr int VALUE = N;
 };
 
-// f(Number<N>, u) for N <= 4 eights from u on: what they read is read before anything of them is stored.
+// f(Number<N>, u) for N <= 4 eights from u on, which f reads before it stores any of them.
 template <class P, class F>
 OPFUSE_FN void in_fours(const P& p, F f) {
     if constexpr (PACKS) {
@@ -58,7 +59,7 @@ OPFUSE_FN void in_fours(const P& p, F f) {
     }
 }
 
-// Eight u of what starts at `row`, 0 for what is missing.
+// Eight u of the row that starts at `row`; missing elements are 0.
 template <class T>
 OPFUSE_FN Eight<T> load_eight(const T* row, const Row& at, int u) {
     row += at.column(u);

@@ -1,9 +1,9 @@
-// row_groups: where groups of rows lie that a matrix has one after another, for kernels that take them tile by tile.
+// row_groups: a table of where the groups of rows of a matrix lie, one group after another, for kernels that take them tile by tile.
 //
-// splits         [groups] of SPLIT: rows of each
-// table          in fours, as in opfuse/numerics/row_groups.py: header, groups, tiles of 128 rows, tiles of 256 rows
-// tiles, tall    how many of both there is room for; those behind the last become 0
-// Sizes          below 0 count as 0, and what lies behind the last row is cut off, so that no kernel leaves the matrix. If they do not
+// splits         [groups] of SPLIT: how many rows each group has
+// table          entries of four numbers, as in opfuse/numerics/row_groups.py: header, groups, tiles of 128 rows, tiles of 256 rows
+// tiles, tall    for how many tiles of 128 and of 256 rows the table has room; entries behind the last tile become 0
+// Sizes          below 0 count as 0, and rows behind the last one of the matrix are cut off, so that no kernel leaves it. If sizes do not
 //                add up to the rows, the device stops with an assertion, after the table is written
 // Grid           one block of THREADS threads; at most MOST groups
 // Defined by     opfuse/numerics/row_groups.py, row_groups, but for the assertion.
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_groups(const __grid_co
     if (own < p.groups) {
         long long given = p.splits[own];
         if (given < 0) wrong = true;
-        size[own] = given < 0 ? 0 : given < p.rows ? given : p.rows + (given > p.rows);  // one more than fit is wrong as well
+        size[own] = given < 0 ? 0 : given < p.rows ? given : p.rows + (given > p.rows);  // too large by one, so that the sum shows it
     }
     __syncthreads();
     if (own <= p.groups) {

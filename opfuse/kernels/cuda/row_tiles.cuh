@@ -1,6 +1,6 @@
-// row_tiles: groups of rows, and their tiles of 128 rows, as row_groups.cu has found them, for kernels that take tiles one by one.
+// row_tiles: the entries of the table that row_groups.cu writes, for kernels that take groups of rows tile by tile.
 //
-// RowTile        those behind the last are zeros, and have no row
+// RowTile        a tile of 128 rows: its group, its first row, and the end of the group; zeros behind the last tile
 // RowGroup       first row, end, first tile and number of tiles
 #pragma once
 

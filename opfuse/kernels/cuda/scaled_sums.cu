@@ -1,8 +1,8 @@
 // scaled_sums: fp32 sums times the two factors of their line and column, one after the other, rounded once.
 //
 // sums           [rows, columns] of fp32, contiguous
-// left, right    fp32: one number, or one for each row if LEFT_LINES, for each column if RIGHT_LINES; over left_unit and right_unit;
-//                null: 1
+// left, right    fp32 factors: one number, or one for each row if LEFT_LINES, for each column if RIGHT_LINES. They are divided by
+//                left_unit and right_unit; null: 1
 // out            [rows, columns] of OUT, contiguous; may be the sums
 // Arithmetic     fp32 (sum * a) * b, where a and b are left / left_unit and right / right_unit with their powers of two shared
 // Grid           blocks of 256 threads, a warp for each ROWS x 256 elements
@@ -21,7 +21,7 @@ struct Parameters {
 
 constexpr int THREADS = 256, ROWS = 2, EIGHT = 8;
 
-// A number as a mantissa in [1/2, 1), with its sign, and a power of two; what is 0 or not finite is its own mantissa.
+// A number as a signed mantissa of magnitude [1/2, 1) and an exponent of two; 0 and nonfinite numbers are their own mantissa.
 struct Parts {
     float mantissa;
     int power;
@@ -43,7 +43,7 @@ OPFUSE_FN float scaled(float sum, const Parts& left, const Parts& right) {
     return sum * (left.mantissa * power_of_two(half)) * (right.mantissa * power_of_two(both - half));
 }
 
-// The factor of a line, or of all.
+// The factor of a line, or the one of all lines.
 template <bool LINES>
 OPFUSE_FN Parts factor_of(const float* factors, float unit, long long line, bool is_there) {
     return parts_of(factors && is_there ? factors[LINES ? line : 0] / unit : 1.0f);

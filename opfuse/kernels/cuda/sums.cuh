@@ -1,8 +1,8 @@
-// sums: gradients of operands that are sums over rows or columns: one for each piece of the matrix, then the sum of these.
+// sums: gradients of operands that are sums over rows or columns: first of each piece of the matrix, then of all pieces.
 //
 // row_parts      fp32 [pieces of SUMMED_ROWS rows, ROW_SUMS, columns]; column_parts fp32 [groups of 64 columns, COLUMN_SUMS, rows]
-// Order          of every addition fixed, the same for every tile and cast: four rows in a thread, the four of a warp's 16 rows as
-//                a tree, 64 rows one after the other, then the pieces. Nothing is added atomically
+// Order          fixed, and the same for every tile and cast: four rows in a thread; the four threads of a warp's 16 rows, as a tree; the
+//                16s of 64 rows, one after the other; then the pieces. Nothing is added atomically
 // Grid           row_sums, column_sums: a block of 256 threads for each 32 sums
 // Compiled       after tile.cuh and the generated text of a chain; Parameters has it as `chain`
 #pragma once
@@ -10,16 +10,16 @@
 constexpr int SUMMED_ROWS = 64, OF_SIXTEENS = SIXTEENS * TILE_COLUMNS;
 static_assert(ROW_SUMS == 0 || TILE_ROWS % SUMMED_ROWS == 0, "tiles are whole pieces");
 
-// A row's part of the row sums of a thread.
+// Adds a row to a thread's row sums.
 OPFUSE_FN void add_row(float (&sum)[SOME(ROW_SUMS)][8], const float (&value)[SOME(ROW_SUMS)][8], int count) {
     if (count <= 0) return;
 #pragma unroll
     for (int k = 0; k < ROW_SUMS; ++k)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // columns that are not there have sums that nobody reads
+        for (int i = 0; i < 8; ++i) sum[k][i] += value[k][i];  // nobody reads the sums of columns outside of the matrix
 }
 
-// The row sums of a step of a warp, over its 16 rows, to of_sixteens, from where they are taken after a barrier. New sums begin.
+// Stores a warp's row sums of a step, over its 16 rows, in of_sixteens, to be read after a barrier; the thread's sums become 0.
 OPFUSE_FN void leave_row_parts(const Tile& tile, int step, float (&sum)[SOME(ROW_SUMS)][8], float* of_sixteens) {
     float* own = of_sixteens + (tile.group / 4 + step) * TILE_COLUMNS + tile.across * 8;
 #pragma unroll
@@ -37,7 +37,7 @@ OPFUSE_FN void leave_row_parts(const Tile& tile, int step, float (&sum)[SOME(ROW
     }
 }
 
-// Row sum k, of each 64 rows.
+// Stores row sum k of each 64 rows.
 OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const float* of_sixteens) {
     constexpr int PIECES = TILE_ROWS / SUMMED_ROWS;
     for (int j = threadIdx.x; j < PIECES * TILE_COLUMNS; j += TILE_THREADS) {
@@ -51,7 +51,7 @@ OPFUSE_FN void store_row_part(const Chain& p, const Thread& at, int k, const flo
     }
 }
 
-// The column sums of a row, over the lanes that share it.
+// Stores the column sums of a row, added over the lanes that share it.
 OPFUSE_FN void store_column_part(const Chain& p, const Thread& at, const float (&value)[SOME(COLUMN_SUMS)][8], const Place& place) {
 #pragma unroll
     for (int k = 0; k < COLUMN_SUMS; ++k) {

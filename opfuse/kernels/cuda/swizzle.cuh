@@ -1,4 +1,4 @@
-// swizzle: where the scale of a block of a line lies in the layout that matrix products read.
+// swizzle: where the scale of a block lies in swizzled order, which matrix products read.
 //
 // Arrays      padded to whole tiles of 128 lines x 4 blocks, tile after tile, `quads` of them side by side; in a tile, line 32 g + i
 //             and block b are at byte 16 i + 4 g + b

@@ -3,7 +3,7 @@
 // Compiled       after tensor_scale.cuh, with IN, OUT and RECORD
 #pragma once
 
-// The codes of eight values; `best` is raised to their magnitudes.
+// The codes of eight values; `best` is raised to the largest of their magnitudes.
 OPFUSE_FN uint2 cast_eight(const Eight<IN>& v, float scale, u32& best) {
     uint2 codes = encode_eight<OUT>(v, [scale](int) { return scale; });
     if constexpr (RECORD) {

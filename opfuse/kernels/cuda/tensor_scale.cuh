@@ -1,8 +1,8 @@
-// tensor_scale: the one scale of a tensor, and what its codes are multiplied by.
+// tensor_scale: the one scale of a tensor, by which values are multiplied, and its decode scale, by which codes are.
 //
 // RECORD = 1     the scale is given; a cast raises *amax to the largest magnitude, and shows a non-finite value in its code
-// RECORD = 0     the scale is that of *amax, by the rule of scale_from_amax with eps, rounded down to a power of two if pow2
-// decode_scale   fp32; NaN if the scale is that of an amax that is not finite
+// RECORD = 0     the scale is that of scale_from_amax(*amax, ...) with eps, rounded down to a power of two if pow2
+// decode_scale   fp32; NaN if RECORD = 0 and *amax is not finite
 // Compiled       after common.cuh, with OUT and RECORD
 #pragma once
 
@@ -13,14 +13,14 @@ struct TensorScale {
     u32 pow2;
 };
 
-// Planes of codes under it, null where they are not made, of a [rows, columns] matrix and of its transpose.
+// The planes of a [rows, columns] matrix: its codes and those of its transpose; null for a plane that is not made.
 struct TensorCodes {
     u8 *rowwise, *columnwise;
     TensorScale scale;
     long long rows, columns;
 };
 
-// What values are multiplied by, and what codes are.
+// The encode scale and the decode scale.
 struct Scales {
     float encode, decode;
 };
@@ -36,12 +36,12 @@ OPFUSE_FN Scales scales_of(const TensorScale& p) {
     }
 }
 
-// What values are multiplied by; the first thread of block 0 stores what codes are.
+// The encode scale; the first thread of block 0 stores the decode scale.
 OPFUSE_FN float encode_scale(const TensorScale& p, u32 block) {
     Scales scales = scales_of(p);
     if (block == 0 && threadIdx.x == 0) *p.decode_scale = scales.decode;
     return scales.encode;
 }
 
-// The block's number in the matrix. After the pass that found the amax, what it read last is still in the cache: begin there.
+// The block's number in the matrix: after a pass that found the amax, from the end, which is still in the cache.
 OPFUSE_FN u32 own_block() { return RECORD ? blockIdx.x : block_from_end(); }

@@ -1,4 +1,4 @@
-// tile: a block's piece of a matrix, read once, for kernels that store bytes as rows and as columns.
+// tile: the piece of a matrix that a block of threads reads once, to store its codes by rows and by columns.
 //
 // TILE_ROWS, TILE_COLUMNS and TILE_THREADS are constants defined before this file. A warp has TILE_STEPS pieces of 16 rows of 64
 // columns below each other, a thread 4 rows of 8 columns of each: 8 neighbouring lanes load 8 x 16 bytes of a row. The thread
@@ -14,7 +14,7 @@ constexpr int SIXTEENS = TILE_ROWS / 16;  // groups of 16 rows, whose codes are 
 
 struct Tile {
     long long row, column;  // of the tile in the matrix
-    int group, across;      // the thread's first row and first column in the tile, in fours of rows and eights of columns
+    int group, across;      // the thread's first row in the tile, in fours, and its first column, in eights
 };
 
 OPFUSE_FN Tile tile_at(u32 down, u32 across) {
@@ -34,7 +34,8 @@ OPFUSE_FN int own_row(const Tile& tile, int i) { return (tile.group + i / 4 * 4)
 // The rows of a thread, from its first one on.
 OPFUSE_FN u32 down_of(int i) { return i / 4 * 16 + i % 4; }
 
-// Where codes of a thread's rows go, which are `width` long: its first pack, and from there on how many rows and columns there are.
+// Where the codes of a thread's rows are stored, in rows of `width`: its first pack, and how many rows and columns the matrix has from
+// there on.
 struct RowCodes {
     u8* first;
     u32 width;
@@ -54,12 +55,12 @@ OPFUSE_FN RowCodes codes_of_rows(u8* plane, long long width, long long row, long
     return {found(plane + (row * width + column)), u32(width), found(columns > 0 ? rows : 0), columns};
 }
 
-// The 16 codes of rows 16 sixteen ... of a column have a slot of four words. Eight slots are a line of 32 banks, in which they are
-// exchanged: those of one column, or of SHARING columns where a column has fewer.
+// The codes of a column's rows 16 s ... 16 s + 15 are a slot of four words. Eight slots fill the 32 banks, and are exchanged among each
+// other; they are of one column, or of SHARING columns if a column has fewer.
 constexpr int SHARING = SIXTEENS >= 8 ? 1 : 8 / SIXTEENS, LINE = SIXTEENS >= 8 ? 4 * SIXTEENS : 32;
 constexpr int EIGHT_COLUMNS = 8 / SHARING * LINE;  // words
 
-// The codes of a thread's four rows of a step, to shared memory.
+// Stores the codes of a thread's four rows of a step in shared memory.
 OPFUSE_FN void transpose_into(u32* shared, const Tile& tile, const uint2 (&codes)[4], int step = 0) {
     uint4 low = transpose_bytes(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
     uint4 high = transpose_bytes(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
@@ -75,7 +76,7 @@ OPFUSE_FN void transpose_into(u32* shared, const Tile& tile, const uint2 (&codes
     for (int j = 0; j < 8; ++j) at[j % SHARING][j / SHARING * LINE] = words[j];
 }
 
-// The tile's codes to `columnwise` [columns, rows], after a barrier.
+// Stores the tile's codes in `columnwise` [columns, rows]; after a barrier.
 template <bool ALIGNED_ROWS>
 OPFUSE_FN void store_columns(u8* columnwise, const u32* shared, const Tile& tile, long long rows, long long columns) {
     constexpr int STEP = TILE_THREADS / SIXTEENS;  // from one column of a thread to its next

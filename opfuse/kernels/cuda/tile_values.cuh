@@ -1,14 +1,14 @@
-// tile_values: a tile of a matrix in memory, as the values that a block of threads casts.
+// tile_values: loads a tile of a matrix, as the values that a block of threads casts.
 //
 // Compiled       after blocks.cuh
-// INDEXED        whether row i of the matrix is row index[i] of what is read
+// INDEXED        whether row i of the matrix is row index[i] of the array that is read
 #pragma once
 
 #ifndef INDEXED
 #define INDEXED 0
 #endif
 
-// Where the matrix of p has nothing, 0.
+// Loads a thread's values; 0 outside of the matrix of p.
 OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile, const long long* index = nullptr) {
     long long column = tile.column + tile.across * 8, there = p.columns - column;
 #pragma unroll

@@ -1,7 +1,7 @@
 // vectors: eight neighbouring values at a time, as the 16 or 32 bytes of one or two loads: magnitudes, casts to FP8, stores.
 //
-// Addresses   `at` counts elements from the start of an array in 64 bits; ALIGNED says that addresses are multiples of 16 bytes
-//             (8 bytes for eight codes). Without it, and at ends, elements are moved one by one, and 0 stands for what is missing.
+// Addresses   `at` counts elements from the start of an array, in 64 bits. ALIGNED: addresses are multiples of 16 bytes (of 8 for
+//             eight codes). Without it, and at ends of arrays, elements are moved one by one, and missing ones are 0.
 // Rounding    that of common.cuh; the conversion instructions of sm_89 and newer do the same.
 // Hints       none: loads marked no_allocate, evict_first or streaming cost 7 to 10 % on Hopper.
 // Compiled    with ALIGNED
@@ -35,7 +35,7 @@ OPFUSE_FN float element(const Eight<float>& v, int i) { return float_of(v.word[i
 template <>
 OPFUSE_FN u8 element(const Eight<u8>& v, int i) { return u8(v.word[i / 4] >> i % 4 * 8); }
 
-// Whether element i of a pack is there, of which `count` are, none if that is not positive.
+// Whether element i of a pack is there, if the first `count` are; none are if that is not positive.
 template <class Count>
 OPFUSE_FN bool is_there(int i, Count count) { return ALIGNED ? count > 0 : i < count; }
 
@@ -66,14 +66,14 @@ OPFUSE_FN Eight<T> load_some(const T* x, long long count) {
     return v;
 }
 
-// 16 bytes on 16, in one instruction: of an assignment the compiler makes four where it does not see how the address is made.
+// Stores 16 bytes at a multiple of 16, in one instruction; an assignment becomes four if the compiler cannot see the alignment.
 OPFUSE_FN void store_words(void* to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
 }
 
 OPFUSE_FN int at_most(long long x, int most) { return x < most ? int(x) : most; }
 
-// A number, or a pointer to global memory, that is found once: left alone, compilers find it anew under each condition on its use.
+// A number, or a pointer to global memory, that is computed once; otherwise compilers compute it again under each condition.
 OPFUSE_FN int found(int x) {
     asm("" : "+r"(x));
     return x;
@@ -106,13 +106,13 @@ OPFUSE_FN void store_some(u8* q, uint4 codes, long long count) {
     store_some(q + 8, make_uint2(codes.z, codes.w), count - 8);
 }
 
-// The block's number, counted from the end of the grid. After a pass over the same matrix for its amax, what that pass read last
-// is still in the cache: a second one begins there.
+// The block's number, counted from the end of the grid: a cast that follows a pass for the amax begins with what that pass read
+// last, which is still in the cache.
 OPFUSE_FN u32 block_from_end() { return gridDim.x - 1 - blockIdx.x; }
 
 // ------------------------------------------------------------------------------------------------------------------ magnitudes
 
-// A running maximum of magnitudes, in the form that costs least: fp32 bits, or two 16-bit maxima in one word.
+// A running maximum of magnitudes: fp32 bits, or two 16-bit maxima in one word.
 OPFUSE_FN u32 larger_magnitude(u32 best, const Eight<float>& v) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) best = larger(best, v.word[i] & MAGNITUDE);
@@ -125,7 +125,7 @@ OPFUSE_FN u32 larger_magnitude(u32 best, const Eight<T>& v) {
     return best;
 }
 
-// The fp32 bits of such a maximum.
+// The fp32 bits of a running maximum.
 template <class T>
 OPFUSE_FN u32 magnitude_bits(u32 best) {
     return bits_of(to_fp32(T{u16(larger(best & 0xffff, best >> 16))}));
@@ -143,7 +143,7 @@ struct Maxima {
     static constexpr int WORDS = N * sizeof(T) / 4;
     u32 word[WORDS];
 
-    // Maxima over the lanes that `mask` leads to as well.
+    // Maxima of this lane and of the one whose number differs from its own in the bits of `mask`.
     OPFUSE_FN void across(int mask) {
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) word[k] = larger_of_both(word[k], __shfl_xor_sync(~0u, word[k], mask), T{});
@@ -164,7 +164,7 @@ struct Maxima {
     }
 };
 
-// Of N groups of eight neighbours.
+// The maxima of N groups of eight neighbours.
 template <class T, int N>
 OPFUSE_FN Maxima<T, N> maxima_along(const Eight<T> (&v)[N]) {
     Maxima<T, N> m;
@@ -180,7 +180,7 @@ OPFUSE_FN Maxima<T, N> maxima_along(const Eight<T> (&v)[N]) {
     return m;
 }
 
-// Of eight groups: element i of every v.
+// The maxima of eight groups: group i has element i of every v.
 template <class T, int N>
 OPFUSE_FN Maxima<T, 8> maxima_down(const Eight<T> (&v)[N]) {
     Maxima<T, 8> m = {};
@@ -192,14 +192,14 @@ OPFUSE_FN Maxima<T, 8> maxima_down(const Eight<T> (&v)[N]) {
     return m;
 }
 
-// Raises *amax to `bits`. Most threads find that a larger one is there: reading is cheaper than one more atomic on the same address.
+// Raises *amax to `bits`. It is read first, which is cheaper than an atomic, since most threads find a larger number there.
 OPFUSE_FN void raise(float* amax, u32 bits) {
     u32 known;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(known) : "l"(amax) : "memory");
     if (bits > known) atomicMax(reinterpret_cast<u32*>(amax), bits);
 }
 
-// The largest `bits` of each warp, to of_warp; after a barrier, *amax is raised to the largest of them.
+// Two steps with a barrier between them: leave_amax stores the largest `bits` of each warp, raise_left raises *amax to the largest.
 OPFUSE_FN void leave_amax(u32* of_warp, u32 bits) {
     bits = __reduce_max_sync(~0u, bits);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
@@ -293,7 +293,7 @@ OPFUSE_FN uint2 encode_eight(const Eight<T>& v, Scale scale) {
     return make_uint2(two[0] | two[1] << 16, two[2] | two[3] << 16);
 }
 
-// `codes` with those of non-finite values replaced by what shows them.
+// `codes`, but non-finite values have the codes that show them.
 template <class E, class T>
 OPFUSE_FN uint2 show_nonfinite(const Eight<T>& v, uint2 codes) {
 #pragma unroll

@@ -73,8 +73,9 @@ def grouped_rows(
     if isinstance(left, QuantizedStorage) and (runs := groups_in(left)) is not None:
         fast, rights = options.get("fast", False), cast(list[QuantizedStorage], weights)
         return gemm_of_runs(name, left, rights, runs, out_dtype=out_dtype or dtype, fast=fast).reshape(*leading, width)
-    faster = name in grouped.FASTER and out_dtype in (None, dtype) and takes_device_splits(left, weights)
-    if groups.sizes is None or faster:
+    taken = out_dtype in (None, dtype) and not options.get("invariant") and takes_device_splits(left, weights)
+    apart = not isinstance(weights, torch.Tensor)
+    if groups.sizes is None or (taken and grouped.is_faster(name, groups.sizes, cast(torch.Tensor, weights[0]), apart=apart)):
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
         return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
     there = [group for group in zip(_split(left, groups.sizes), weights, groups.sizes) if group[2]]

@@ -14,11 +14,13 @@ import torch
 import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.compiler.graph import BACKWARD
+from opfuse.kernels.products import grouped as products
 from opfuse.numerics import chain as definition
 from opfuse.recipes import QuantizerRole
 from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
+from opfuse.tensors.gemm_grouped import Groups, grouped_rows
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -132,6 +134,51 @@ def test_sums_over_the_rows_of_a_group_have_the_definition_of_all_sums(form, mon
     assert differences(found, linears(op, x, EVEN, None)) == []
     assert all("bias" in name for name in differences(found, before))
     assert differences(found, before)
+
+
+@pytest.fixture
+def one_launch(monkeypatch) -> list[str]:
+    """torch's grouped product takes tensors of the CPU as those of a GPU; what it made."""
+    made: list[str] = []
+
+    def multiply(name, *operands):
+        made.append(name)
+        return real(name, *operands)
+
+    real = products.multiply
+    monkeypatch.setattr(products, "takes", lambda *_: True)
+    monkeypatch.setattr(products, "_arch", lambda device: (9, 0))
+    monkeypatch.setattr(products, "multiply", multiply)
+    return made
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("sizes", "reach", "form", "forward"),
+    [
+        (EVEN, 1 << 33, "apart", 1),
+        (EVEN, 1 << 20, "single", 1),
+        (EVEN, 1 << 20, "apart", 0),  # with copies of the weights
+        ((128, 0, 0, 0), 1 << 20, "single", 0),  # more rows of a group
+    ],
+)
+def test_groups_of_few_rows_are_multiplied_in_one_launch(sizes, reach, form, forward, request):
+    """With the sums of each group alone; a batch-invariant product is one for each."""
+    monkeypatch, made = map(request.getfixturevalue, ("monkeypatch", "one_launch"))
+    monkeypatch.setattr(products, "FASTER", {**products.FASTER, "fprop": reach})
+    op, x = grouped(4, bias=False, **FORMS[form]), randn(128, K)
+    found = step(op, x, sizes, None)
+    assert made == [*["fprop"] * forward, "dgrad", "wgrad"]
+    monkeypatch.setattr(products, "takes", lambda *_: False)
+    alone = step(op, x, sizes, None)
+    assert found.keys() == alone.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], alone[name], rtol=2**-7, atol=1e-2)
+    weights = [weight.detach() for weight in weights_of(op)]
+    monkeypatch.setattr(products, "takes", lambda *_: True)
+    del made[:]
+    grouped_rows("fprop", x, weights, Groups(sizes), dtype=BF16, invariant=True)
+    assert made == []
 
 
 @pytest.mark.row("B24")

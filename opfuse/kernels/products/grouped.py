@@ -10,6 +10,7 @@ Operands and results are bf16, sums fp32. Nothing waits for the device, and a CU
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -23,8 +24,15 @@ SINCE = (9, 0)
 ALIGNMENT = 16
 """Bytes on which rows start."""
 
-FASTER = frozenset(("dgrad", "wgrad"))
-"""Products that are faster in one launch than group by group on an H200 (benchmarks/grouped.py); fprop is slower."""
+FASTER: Mapping[str, float] = {"fprop": 1 << 33, "dgrad": math.inf, "wgrad": math.inf}
+"""Up to how many operations of a group with rows, on average, one launch is faster than one for each group on an H200.
+
+fprop is not where a group keeps the device longer than the host takes to queue it. By benchmarks/grouped.py: with 3.2e9 for a
+group a step group by group took 3 times as long, with 6.0e10 a forward pass took as long, with more less.
+"""
+
+STACKED = 512
+"""For how many rows a product takes as long as the copy of a weight that lies alone, to those of other groups."""
 
 _STALE = (10, 0)
 """From here on the product of a group without rows is not written to the weight gradient."""
@@ -44,6 +52,14 @@ def takes(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()) ->
     widths = (*(t.shape[-1] for t in rows), *(size for w in weights for size in w.shape[-2:]))
     whole = all(width * torch.bfloat16.itemsize % ALIGNMENT == 0 for width in widths)
     return whole and _arch(operands[0].get_device()) >= SINCE
+
+
+def is_faster(name: str, sizes: Sequence[int], weight: torch.Tensor, *, apart: bool) -> bool:
+    """Whether products of groups of so many rows with a ``weight`` (N, K) for each save time in one launch. apart: each is a
+    tensor of its own.
+    """
+    rows = sum(sizes) + apart * STACKED * len(sizes)
+    return 2.0 * rows * weight.numel() <= FASTER[name] * sum(map(bool, sizes))
 
 
 def ends_of(splits: torch.Tensor, rows: int) -> torch.Tensor:

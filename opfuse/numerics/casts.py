@@ -1,8 +1,7 @@
-"""The casts: an (M, K) matrix of fp32, bf16 or fp16 to the data and scales of one or two planes.
+"""The definition of every cast: from an (M, K) matrix of fp32, bf16 or fp16 to the data and scales of one or two planes.
 
-This is the definition that every other backend is compared with. Each cast works on lines (see layouts.py), so that the
-columnwise plane is the rowwise plane of the transpose, and each comes from the original values. Arithmetic is fp32, rounded to
-nearest even. The errors are those of checks.py.
+Kernels must equal it. Each cast works on lines (see layouts.py), so the columnwise plane is the rowwise plane of the transpose;
+both come from the original values. Arithmetic is fp32, rounded to nearest even. Errors are those of checks.py.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ def cast_tensor(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout])
 
 
 def cast_delayed(x: torch.Tensor, scale: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    """As :func:`cast_tensor`, but with a scale that knows nothing of ``x``: a non-finite element stays visible.
+    """As :func:`cast_tensor`, under a scale that was not found from ``x``, so nonfinite elements must show in the codes.
 
-    It becomes NaN in E4M3, and ±inf or NaN in E5M2; finite elements saturate.
+    They become NaN in E4M3, and ±inf or NaN in E5M2; finite elements saturate.
     """
     element = layouts[0].element
     wide = x.to(torch.float32)
@@ -164,10 +163,10 @@ def cast_block_groups(
     eps: float = 0.0,
     pow2: bool = True,
 ) -> list[Encoded]:
-    """:func:`cast_block` of a matrix whose groups of rows are cast apart: 1x128 blocks, and no block has rows of two groups.
+    """:func:`cast_block` of groups of rows, each by itself: 1x128 blocks, of which none has rows of two groups.
 
-    Rowwise planes, in which groups show nowhere, are those of ``x``; columnwise ones are of the matrix in which each group begins
-    on a tile (:func:`padded`). index: int64 (rows,), which row of ``x`` each row of the matrix is; None: the matrix is ``x``.
+    Rowwise planes do not depend on groups. Columnwise planes are those of the matrix in which each group begins on a tile
+    (:func:`padded`). index: int64 (rows,), the matrix has the rows ``x[index]``; None: the matrix is ``x``.
     """
     x = x if index is None else x.index_select(0, index)
     return [
@@ -176,9 +175,9 @@ def cast_block_groups(
 
 
 def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil") -> list[Encoded]:
-    """Planes of E8M0-scaled blocks of ``rows`` x 32: 1, or 32 for tiles whose code is repeated in each of their lines.
+    """Planes of E8M0-scaled blocks of ``rows`` x 32. rows: 1, or 32; the scale of such a square is stored for each of its lines.
 
-    A block with a non-finite element has code 255, and every element of it is NaN.
+    The scale of a block with a nonfinite element is code 255, and every element of the block is NaN.
     """
     check_cast(x.shape, x.dtype, layouts, family="mx", where="cast_mx")
     check_choice(rows, MX_ROWS, where="cast_mx rows")
@@ -218,12 +217,13 @@ def cast_nv(
     seed: torch.Tensor | None = None,
     error: ErrorMode | None = None,
 ) -> list[Encoded]:
-    """Planes of two-level E4M3-scaled E2M1 blocks of ``rows`` x 16: 1, or 16 for tiles whose scale is repeated in each line.
+    """Planes of E2M1 blocks of ``rows`` x 16 with two levels of scales: E4M3 for each block, fp32 for each plane or line.
 
-    ``amaxes`` holds the global amax of each plane. ``seed`` int64 (1,) asks for stochastic rounding; ``error`` for the choice,
-    block by block, between mapping the largest value to 4 or to 6, whichever errs less. A tile cast is made once,
-    in the orientation of the matrix, and the columnwise plane is its transpose, random bits and choices included. A block with a
-    non-finite element has scale 0x7f and every element +6; a non-finite global amax leaves the first level at 1.
+    rows: 1, or 16; the scale of such a square is stored for each of its lines. Squares are cast once, as the matrix lies, and the
+    columnwise plane is the transpose, random bits and choices included. amaxes: the global amax of each plane. seed: int64 (1,),
+    for stochastic rounding. error: choose block by block whether the largest value becomes 4 or 6, whichever has the lower sum of
+    absolute (MAE) or squared (MSE) errors. A block with a nonfinite element has scale 0x7f and every element +6; a nonfinite
+    global amax leaves the first level at 1.
     """
     check_cast(x.shape, x.dtype, layouts, family="nv", where="an NVFP4 cast")
     check_nv(rows, error)

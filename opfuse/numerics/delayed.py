@@ -1,10 +1,11 @@
-"""The update of delayed scaling: many histories and scales at once.
+"""The update of delayed scaling, for many histories and scales at once.
 
-An update leaves out what is not finite: a history entry that is infinite or NaN counts as 0, and one in slot 0, the latest, is
-counted in ``left_out``. It then takes ``amax`` = the maximum of the history, or its slot 0; shifts the history
-(``new[i] = old[i+1]``, ``new[L-1] = old[0]``, slot 0 zero); and sets ``scale = (element max / amax) / 2^margin`` in fp32, in this
-order of divisions, infinite quotients becoming the largest fp32. An ``amax`` of 0 keeps the old scale. So one overflow of a loss
-costs one entry of the history, rather than freezing the scale for as long as the history is.
+1. Nonfinite entries of the history become 0; one in slot 0, the latest, is counted in ``left_out``. So an overflow of the loss
+   costs one entry, and does not freeze the scale for the length of the history.
+2. ``amax`` is the maximum of the history, or its slot 0, as the rule says.
+3. ``scale = (element max / amax) / 2^margin`` in fp32, in this order of divisions; an infinite quotient becomes the largest fp32.
+   An ``amax`` of 0 keeps the old scale.
+4. The history moves by one: ``new[i] = old[i+1]``, ``new[L-1] = old[0]``, and slot 0 is zero.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ ALGORITHMS = get_args(Algorithm)
 
 
 class UpdateRule(NamedTuple):
-    """How a scale follows from a history: the largest value of the element, powers of two to stay below it, which amax counts."""
+    """How a scale is found from a history.
+
+    fp8_max: the largest value of the element. margin: powers of two to stay below that. algorithm: which amax counts.
+    """
 
     fp8_max: float
     margin: int

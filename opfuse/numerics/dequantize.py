@@ -1,7 +1,7 @@
-"""The stored bytes of a plane back to an (M, K) matrix. All of it is said by the layout; no quantizer is needed.
+"""The definition of dequantization: from the stored bytes of a plane to an (M, K) matrix.
 
-Arithmetic is fp32, rounded to nearest even, then one conversion to the output dtype, where overflow gives inf. Data of any
-shape is read, partial blocks at the edges included, and the padding of scales may hold anything.
+The layout says all that is needed; there is no quantizer. Arithmetic is fp32, rounded to nearest even, then one conversion to
+the output dtype, where overflow gives inf. Data may have any shape, with partial blocks at the edges, and padding any values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dequantize(
 ) -> torch.Tensor:
     """The (M, K) matrix in ``dtype``, contiguous, of a plane stored in ``layout``.
 
-    amax: read by NVFP4 only, where None stands for a level of 1: what codes and block scales alone say.
+    amax: read by NVFP4 only; None: values are codes times block scales, without the first level.
     """
     q = decode(load_data(data, layout), layout.element)
     lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
@@ -29,7 +29,7 @@ def dequantize(
 
 
 StoredPlane = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Layout]
-"""Data, scale, amax, and where the bytes lie."""
+"""Data, scale, amax, and layout of a plane."""
 
 
 def dequantize_groups(planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _mx(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout:
 
 
 def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> torch.Tensor:
-    """(q * block scale) * (amax * fl32(1 / (6 E))), in this order; then turned back if the data was rotated."""
+    """(q * block scale) * (amax * fl32(1 / (6 encode_max))), in this order; then rotated back if the data was rotated."""
     values = _by_block(q, decode(load_scale(scale, layout), E4M3), layout)
     if amax is not None:
         values = values * (amax.reshape(-1, 1) * fl32(1 / (E2M1.max * layout.format.encode_max)))

@@ -1,4 +1,4 @@
-"""What a cast did to a tensor, as numbers that are added over elements: what is watched while a model trains."""
+"""Figures of what a cast did to a tensor, added over its elements: what ``opfuse.watch`` shows while a model trains."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from opfuse.numerics.scalars import bits
 
 EXPONENTS = 256
-"""Biased exponents of fp32."""
+"""How many biased exponents fp32 has."""
 
 COUNTS = ("nonfinite", "nonzero", "flushed", "saturated")
-"""What is counted, before elements by the biased exponent of their scale."""
+"""The first counts; behind them come the counts of elements by the biased exponent of their scale."""
 
 
 def cast_figures(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums, fp64 (3,): the largest finite ``|x|``, the sums of x^2 and of (x - q)^2; and counts, int64 (4 + 256,).
+    """Numbers, fp64 (3,): the largest finite ``|x|``, the sums of x^2 and of (x - q)^2; and counts, int64 (4 + 256,).
 
-    Counted are elements that are not finite, that are finite and not 0, those of them that became 0, those beyond ``reach``
-    times their scale; then all elements by the biased exponent of their scale. Sums leave out where x or q is not finite.
+    The counts: nonfinite elements; finite ones that are not 0; of these, those that became 0, and those larger than ``reach``
+    times their scale; then all elements by the biased exponent of their scale. Sums leave out nonfinite x and q.
 
     Args:
         x: fp32, bf16 or fp16 of any shape.

@@ -1,8 +1,8 @@
-"""An elementwise op from one formula: its CUDA text and its torch function, and both once more for its derivative.
+"""Makes an elementwise op of one formula: CUDA text and torch function of its value and of its gradient.
 
     MISH = formula("mish", lambda x: x * x.softplus().tanh())
 
-The function is called once, with expressions that write down what is done to them: + - * /, whole powers, and the methods of
+The function is called once, with expressions that record what is done to them: + - * /, whole powers, and the methods of
 :data:`FUNCTIONS`. Gradients are derived backwards, from dy through each step to each name, and added up in fp32. Where they
 cancel, or an exponential overflows, write value and gradient by hand, as a :class:`~opfuse.numerics.pointwise.Pointwise`.
 """
@@ -65,8 +65,9 @@ SUM, PRODUCT, ATOM = range(3)
 class Expression:
     """A value in a formula.
 
-    text: in CUDA. value: in torch, from tensors and constants by name. parts: those that it is made of, each with the
-    gradient that it gets for that of the whole. binding: how strongly the text holds together. number: if it is one.
+    text: in CUDA. value: in torch, from tensors and constants by name. parts: the expressions that it is made of, each with a
+    function from the gradient of the whole to its own. binding: of the text, SUM, PRODUCT or ATOM, which decides where
+    parentheses are needed. number: its value, if it is a number.
     """
 
     text: str
@@ -120,7 +121,7 @@ class Expression:
         return _refuse("a comparison or a branch")
 
     def _compare(self, other: Any) -> bool:
-        """An answer, as == has one for any two objects, would choose a branch once and for all."""
+        """Refuse: an answer would choose a branch once, for all values."""
         return _refuse("a comparison or a branch")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare  # type: ignore[assignment]
@@ -160,7 +161,7 @@ def _binary(
     to_left: Callable[[Expression], Expression],
     to_right: Callable[[Expression], Expression],
 ) -> Expression:
-    """That of an operation, without those that change nothing: derivatives are full of them."""
+    """The expression of ``left sign other``, simplified if it is times 1, times 0 or plus 0: derivatives are full of these."""
     right = expressed(other)
     match sign, left.number, right.number:
         case ("*", 0.0, _) | ("/", 0.0, _) | ("*", _, 1.0) | ("/", _, 1.0) | ("+" | "-", _, 0.0):
@@ -182,9 +183,9 @@ def _refuse(got: str, cure: str = "declare the op as an ops.Pointwise") -> NoRet
 def formula(
     name: str, of: Callable[..., Any], *, operands: Mapping[str, OperandKind] | None = None, constants: tuple[str, ...] = ()
 ) -> Pointwise:
-    """The op of a formula of x, or of a and b of a gated unit, and of operands and constants by name; operands have gradients.
+    """The op whose value is ``of(x)``, or ``of(a, b)`` for a gated unit; further parameters are operands and constants, by name.
 
-    SpecError for what no formula can say, and for a parameter that is not declared.
+    Operands have gradients. SpecError for what a formula cannot say, and for a parameter that is not declared.
     """
     operands = operands or {}
     inputs = tuple(n for n in inspect.signature(of).parameters if n not in operands and n not in constants)
@@ -216,7 +217,7 @@ def formula(
 
 
 def _slopes(y: Expression, dy: Expression) -> dict[Expression, Expression]:
-    """What each part of ``y`` gets for ``dy``: the sum over its places."""
+    """The gradient of each part of ``y`` for ``dy``: the sum over all places where the part stands."""
     found: dict[Expression, Expression] = {}
     todo = [(y, dy)]
     while todo:

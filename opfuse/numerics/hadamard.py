@@ -30,7 +30,7 @@ def unrotate(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
 
 
 def sign_mask(signs: tuple[int, ...]) -> int:
-    """The negative ones as set bits, the first in the lowest."""
+    """The signs as bits, the first in the lowest: 1 for a negative sign."""
     return sum(1 << i for i, sign in enumerate(signs) if sign < 0)
 
 

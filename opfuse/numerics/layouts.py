@@ -35,7 +35,7 @@ _FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 byt
 
 
 def _storage(fmt: NumberFormat) -> tuple[object, ...]:
-    """What decides where the bytes of a format lie, and what they mean."""
+    """The fields of a format that decide where its bytes lie, and what they mean."""
     return fmt.family, fmt.element, fmt.block, fmt.scale, fmt.transposed
 
 
@@ -91,7 +91,7 @@ class Layout:
 
     @functools.cached_property
     def is_known(self) -> bool:
-        """Whether bytes and scales lie as in a format of formats.py: kernels know no others, which take the torch definition."""
+        """Whether bytes and scales lie as in a format of formats.py; kernels take no others, which the torch definition casts."""
         return _storage(self.format) in _KNOWN
 
     @property
@@ -101,7 +101,7 @@ class Layout:
 
     @functools.cached_property
     def blocks(self) -> tuple[int, int]:
-        """(rows, columns) of the array of scales that differ, for lines as rows."""
+        """(rows, columns) of the array with one scale for each block, lines as rows."""
         rows, cols = self.block
         return ceil_div(self.lines[0], rows), ceil_div(self.lines[1], cols)
 

@@ -5,8 +5,8 @@ leading ones, and are fp32 (fp64 for fp64 tensors), as is all arithmetic. Result
 x); gradients of parameters are summed over the leading dimensions before they are cast to the parameter's dtype. A shape that
 does not fit is a ShapeError.
 
-Every operation is correctly rounded and every sum has one order, so that kernels give the same bits. That of a row depends on its
-length alone: the result of a row is the same in any batch.
+Every operation is correctly rounded and every sum has one order, so that kernels give the same bits. The order of a row's sums
+depends only on its length, so the result of a row is the same in any batch.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from opfuse.numerics.scales import divide, reciprocal
 
 EIGHT, LANES, GROUPS = 8, 32, 8
 CHUNK = EIGHT * LANES * GROUPS
-"""Columns after which those of a row are added to the ones before."""
+"""How many columns of a row are added up before the next ones are added to them."""
 
 THREADS, BLOCKS = LANES * GROUPS, 256
-"""Threads of a block, and blocks that add up what parameters get."""
+"""Threads of a block, and how many blocks, at most, add up gradients of parameters."""
 
 NormKind = Literal["rms_norm", "layer_norm", "l2_normalization"]
 
 
 class Statistics(NamedTuple):
-    """Of each row, fp32 (...): the reciprocal of its magnitude, and its mean where that is subtracted."""
+    """Of each row, fp32 (...). rstd: the factor that normalises it, as :class:`Norm` defines it. mean: if that is subtracted."""
 
     rstd: Tensor
     mean: Tensor | None = None
 
     def each(self, f: Callable[[Tensor], Tensor]) -> Statistics:
-        """``f`` of both."""
+        """The statistics with ``f`` applied to both tensors."""
         return Statistics(f(self.rstd), None if self.mean is None else f(self.mean))
 
 
 class NormGradients(NamedTuple):
-    """Of the input, and of the parameters in their own dtypes."""
+    """The gradients of the input, and of the parameters in the parameters' dtypes."""
 
     x: Tensor
     weight: Tensor | None
@@ -58,9 +58,10 @@ class NormGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """y = (x - mean) * rstd * gamma + bias, as far as the kind has them.
+    """y = (x - mean) * rstd * gamma + bias, as far as the kind has these terms.
 
-    kind: "rms_norm", rstd = 1 / sqrt(mean(x^2) + eps); "layer_norm", that of x - mean; "l2_normalization", the sum for the mean.
+    kind: "rms_norm", rstd = 1 / sqrt(mean(x^2) + eps); "layer_norm", the same of x - mean; "l2_normalization", with the sum in
+    place of the mean.
     weight, bias: (trailing dimensions); an L2 normalisation has none, and an RMSNorm no bias.
     zero_centered_gamma: gamma is 1 + weight.
     """

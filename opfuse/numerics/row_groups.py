@@ -1,16 +1,16 @@
-"""Groups of consecutive rows of a matrix, of which the host knows how many there are, and the device how many rows each has.
+"""Groups of consecutive rows of a matrix: the host knows how many groups there are, only the device how many rows each has.
 
-A table tells kernels where they lie, in fours of int32:
+A table of int32 tells kernels where the groups lie. Its entries have four numbers:
 
-    header     [tiles of 128 rows, tiles of 256 rows, 0, 0]
-    groups     [first row, end, first tile of 128, tiles of 128] of each
-    tiles      [group, first row, end of the group, 0] for 128 rows of one group, as many as the most that any sizes take
-    tall       the same for 256 rows
+    header     one entry: [tiles of 128 rows, tiles of 256 rows, 0, 0]
+    groups     one for each group: [first row, end, first tile of 128 rows, number of tiles of 128 rows]
+    tiles      one for each tile of 128 rows: [group, first row, end of the group, 0]; room for as many as any sizes take
+    tall       the same for tiles of 256 rows
 
-No tile has rows of two groups, so that groups cast or multiplied tile by tile are what they are alone. Tiles behind the last are
-zeros. Where a matrix is stored by columns, each group begins on a tile of 128 rows, and rows of zeros fill its last one.
+No tile has rows of two groups, so a group that is cast or multiplied tile by tile has the bits that it has alone. Entries behind
+the last tile are zeros. In a plane stored by columns, each group begins on a tile of 128 rows, and zeros fill its last tile.
 
-Whatever the sizes are, groups lie inside of the matrix: one below 0 counts as 0, and rows behind the last row are cut off.
+Groups lie inside of the matrix, whatever the sizes: a size below 0 counts as 0, and rows behind the last one are cut off.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 TILE, TALL = 128, 256
 MOST_GROUPS = 128
-"""Groups that a table is made for."""
+"""How many groups a table can have."""
 
 _FOUR = 4
 
 
 class RowGroups(NamedTuple):
-    """A ``number`` of groups of the ``rows`` of a matrix, by their table."""
+    """The ``rows`` of a matrix in a ``number`` of groups, which lie as ``table`` says."""
 
     table: torch.Tensor
     rows: int
@@ -35,21 +35,21 @@ class RowGroups(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles of 128 rows at most."""
+        """How many tiles of 128 rows there are, at most."""
         return most_tiles(self.rows, self.number, TILE)
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the matrix in which each group begins on a tile."""
+        """How many rows the matrix has in which each group begins on a tile."""
         return TILE * self.tiles
 
     def at(self, height: int) -> int:
-        """Where the tiles of so many rows begin, in fours."""
+        """The number of the entry at which the tiles of ``height`` rows begin."""
         return 1 + self.number + (self.tiles if height == TALL else 0)
 
     @property
     def entries(self) -> torch.Tensor:
-        """int32 (number, 4): what the table has of groups."""
+        """int32 (number, 4): the table's entries of groups."""
         return self.table.view(-1, _FOUR)[1 : 1 + self.number]
 
     def of_rows(self) -> torch.Tensor:
@@ -68,17 +68,17 @@ class RowGroups(NamedTuple):
 
 
 def most_tiles(rows: int, groups: int, height: int) -> int:
-    """Tiles of ``height`` rows at most, whatever the sizes of the groups: each has a last tile that is not full."""
+    """How many tiles of ``height`` rows there are at most, for any sizes of groups; each may fill its last tile in part."""
     return (rows + (height - 1) * min(groups, rows)) // height
 
 
 def table_size(rows: int, groups: int) -> int:
-    """Numbers in a table."""
+    """How many numbers a table has."""
     return _FOUR * (1 + groups + most_tiles(rows, groups, TILE) + most_tiles(rows, groups, TALL))
 
 
 def row_groups(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """int32: the table of groups of ``splits`` rows each, an integer (groups,), of a matrix of so many ``rows``."""
+    """The table, int32, of a matrix of ``rows`` rows. splits: integers (groups,), how many rows each group has."""
     table = torch.zeros(table_size(rows, len(splits)) // _FOUR, _FOUR, dtype=torch.int32, device="cpu")
     entries: dict[int, list[tuple[int, int, int, int]]] = {TILE: [], TALL: []}
     end = 0

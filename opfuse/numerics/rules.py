@@ -1,8 +1,8 @@
-"""Scale rules by name: how libraries find the scales of a block from its amax, and their casts.
+"""Scale rules by name: how other libraries find the scale of a block from its amax, and casts under these scales.
 
-The formats are the same everywhere; the last bits of a scale are not, and they decide bytes. A rule is *carried* where a cast of
-casts.py computes it under some options, so that kernels do, too. The others are computed here, in torch, on every device.
-docs/conformance.md compares each rule with the library that it is named after, byte by byte.
+The formats are the same everywhere, but the last bits of scales differ between libraries, and so do the bytes of casts. A rule is
+*carried* if a cast of casts.py computes it under some options, so that its kernel does, too. Other rules are computed here, in
+torch, on every device. docs/conformance.md compares each rule with the library that it is named after, byte by byte.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from opfuse.numerics.scales import amax, divide, reciprocal
 class Scales(NamedTuple):
     """The scales of blocks, (row blocks, column blocks).
 
-    stored: decode scales, fp32 or E8M0 codes. values: fp32 values (row blocks, rows, column blocks, columns) to those that are
-    encoded.
+    stored: decode scales, fp32 or E8M0 codes. values: maps the fp32 values of blocks (row blocks, rows, column blocks, columns)
+    to the values that are encoded.
     """
 
     stored: Tensor
@@ -37,15 +37,15 @@ class Scales(NamedTuple):
 
 
 Formula = Callable[[Tensor, Element, torch.dtype], Scales]
-"""The scales from fp32 amaxes, for an element, of values of a dtype."""
+"""From the fp32 amaxes of blocks, an element, and the dtype of the values to the scales of the blocks."""
 
 
 @dataclass(frozen=True)
 class Way:
     """A rule for the formats of one family.
 
-    carried: by whether scales are powers of two, the options under which the cast of that family computes it. An ``eps`` among
-    them is the least one. formula: what computes it otherwise. powers: which choices of powers of two it has.
+    carried: options under which the cast of that family computes it, by whether scales are powers of two; an ``eps`` there is the
+    least one. formula: what computes it otherwise. powers: whether the rule has scales that are powers of two, others, or both.
     """
 
     carried: Mapping[bool, Mapping[str, Any]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ScaleRule(NamedTuple):
 
 
 def _over(block: Tensor) -> Tensor:
-    """A number of each block, to go with the values of the block."""
+    """Numbers of blocks, in a shape that broadcasts with the values of the blocks."""
     return block[:, None, :, None]
 
 

@@ -130,7 +130,7 @@ def e8m0_multiplier(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """fp32 2^(exponent - 127) for int32 0…254, NaN for 255, from integer bits: no arithmetic that could flush a subnormal."""
+    """fp32 2^(exponent - 127) for a biased exponent, int32 0…254, NaN for 255; by bits, as arithmetic could flush a subnormal."""
     word = (exponent << 23).masked_fill_(exponent == 0, _SUBNORMAL_HALF).masked_fill_(exponent == E8M0_NAN, NAN_BITS)
     return word.view(torch.float32)
 

@@ -13,7 +13,7 @@ import torch
 
 
 class Factors(NamedTuple):
-    """fp32, of one number for all lines, or one for each; over a unit. None for both of a result: they are 1."""
+    """The two fp32 factors of a result, each one number for all lines or one for each, divided by its unit; both None: 1."""
 
     left: torch.Tensor | None
     right: torch.Tensor | None
@@ -67,5 +67,5 @@ def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """fp32 2^exponent by its bits, cut off at the normal range: two factors that are further out give 0 in any case."""
+    """fp32 2^exponent for any int32 exponent, clamped to the normal range: factors that lie beyond it give 0 or inf anyway."""
     return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)

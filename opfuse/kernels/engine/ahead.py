@@ -1,4 +1,4 @@
-"""Kernels that threads compile while their caller goes on; who needs one waits for that one alone."""
+"""Compiles kernels in threads while the caller goes on; a launch waits only for its own kernel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.engine.variants import is_joined
 
 _coming: dict[tuple[Variant, str, CubinCache], Future[bytes]] = {}
-"""What is being compiled, or waits for its turn."""
+"""Compilations that run or wait for their turn."""
 
-os.register_at_fork(after_in_child=_coming.clear)  # the threads stay behind
+os.register_at_fork(after_in_child=_coming.clear)  # a child process has none of the threads
 
 
 def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) -> None:
-    """Begin to compile those that the cache does not have, each in a thread, from when it is named.
+    """Begin to compile the variants that the cache does not have, each in a thread, as soon as the iterable yields it.
 
-    NVRTC runs without Python's lock. An interpreter that ends has them compiled first.
+    NVRTC runs without Python's lock. A process that ends waits for what it has begun.
     """
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     for variant in _missing(variants, arch, cache):
@@ -30,22 +30,22 @@ def compile_together(variants: Iterable[Variant], arch: str, cache: CubinCache) 
 
 
 def wait_for(variant: Variant, arch: str, cache: CubinCache) -> None:
-    """Return when the variant is compiled, if it is being; one that does not compile is told of when it is used."""
+    """Wait for a variant that a thread compiles. If it does not compile, its use raises the error, not this call."""
     if (made := _coming.get((variant, arch, cache))) is not None:
         made.exception()
 
 
 def in_turn(variants: Iterable[Variant]) -> list[Variant]:
-    """In the order of their texts' lengths, by which compiling takes longer: what is begun last should be done soon.
+    """The order in which to compile: long texts, which take longer, before short ones, and joined variants last.
 
-    NVRTC reads one text at a time, under a lock of its own; it optimizes several. Launches become one in programs above all, so
-    kernels for those, which few first calls wait for, come last.
+    NVRTC reads one text at a time, under a lock of its own, but optimizes several at once. Joined variants are for programs, so
+    few first calls wait for them.
     """
     return sorted(variants, key=lambda variant: (is_joined(variant), -len(assemble(variant))))
 
 
 def _missing(variants: Iterable[Variant], arch: str, cache: CubinCache) -> Iterator[Variant]:
-    """Those that the cache does not have and no thread makes."""
+    """The variants that the cache does not have and no thread compiles."""
     for variant in variants:
         if (variant, arch, cache) not in _coming and not is_compiled(variant, arch, cache):
             yield variant

@@ -66,15 +66,15 @@ def nvrtc() -> Nvrtc:
 
 @functools.cache
 def driver() -> Any:
-    """The driver. Its functions are looked up at the first call of any, which is made here."""
+    """The driver. CuPy looks its functions up at the first call of one, which is made here."""
     bound: Any = _import("cupy_backends.cuda.api.driver")
-    with _cupy_on_demand(), contextlib.suppress(RuntimeError):  # what is wrong with it is told to who wants something of it
+    with _cupy_on_demand(), contextlib.suppress(RuntimeError):  # a fault is raised by the first call that needs the driver
         bound.ctxGetCurrent()
     return bound
 
 
 class _StandIn(ModuleType):
-    """Stands in for a package, and is it as soon as anything is wanted that was not given to it."""
+    """Stands in for a package until somebody asks for an attribute that it was not given; then the package is imported."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:
@@ -84,9 +84,10 @@ class _StandIn(ModuleType):
 
 @contextlib.contextmanager
 def stand_ins(*packages: str, **given: object) -> Iterator[None]:
-    """Inside the block, modules of ``packages`` are imported without these, which stand outer before inner.
+    """Inside the block, modules of ``packages``, the outer named first, can be imported without importing these packages.
 
-    given: attributes that the modules want of them. Packages that are imported already stay, those that are not installed fail.
+    given: attributes that the modules read from their packages. Packages that are imported already stay; importing a module of
+    one that is not installed fails as ever.
     """
     made = []
     for name in packages:
@@ -104,7 +105,7 @@ def stand_ins(*packages: str, **given: object) -> Iterator[None]:
 
 
 def _cupy_on_demand() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, bindings do not import the package ``cupy`` for its log, to which they tell each function they find."""
+    """Inside the block, CuPy's bindings do not import the package ``cupy`` only to log the functions that they find."""
     return stand_ins("cupy", _environment=SimpleNamespace(_log=lambda message: None))
 
 

@@ -1,7 +1,7 @@
-"""From a .cu file to a cubin: assemble one text, compile it, keep what was made.
+"""From a .cu file to a cubin: assembles one text, compiles it, and keeps the result.
 
-The text that is compiled holds everything: the definitions, the headers and the kernel. NVRTC is called with flags of our own,
-since CuPy's own compilation always flushes subnormals, which E8M0 scales need. Compiling needs no GPU.
+The text has everything in it: definitions, headers and the kernel. NVRTC is called directly, since CuPy's compilation always
+flushes subnormals, which E8M0 scales need. Compiling needs no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opfuse.kernels.engine.ladder import rungs
 from opfuse.kernels.engine.nvrtc import NvrtcError
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-"""What every kernel is compiled for in the tests; a device of another architecture gets its own."""
+"""The architectures for which tests compile every kernel; a device of another one compiles for its own."""
 
 FLAGS = (
     "-ftz=false",
@@ -34,10 +34,8 @@ FLAGS = (
     "--ptxas-options=-v",
 )
 SINCE_13 = ("--no-cache", "--minimal")
-"""From CUDA 13 on NVRTC keeps results of its own, without their logs; what is kept is ours to decide, and logs are read.
-
-And it leaves out declarations, of textures and the runtime, that no kernel here uses: a third of what it reads of a short text.
-"""
+"""Flags from CUDA 13 on. --no-cache: NVRTC would keep results itself, without the logs, which are read here. --minimal: leaves
+out declarations of textures and the runtime that no kernel uses, a third of what NVRTC reads for a short text."""
 
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
 _ENTRY = re.compile(
@@ -48,9 +46,10 @@ _GENERATED = "generated.cuh"
 
 
 class Variant(NamedTuple):
-    """One compilation of a .cu file: the file's name, definitions ``NAME=value`` of its free names, and text written for it.
+    """What one compilation of a .cu file depends on.
 
-    The text takes the place of ``#include "generated.cuh"``.
+    source: the file's name. defines: values ``NAME=value`` of its macros. generated: the text in place of ``#include
+    "generated.cuh"``.
     """
 
     source: str
@@ -59,7 +58,7 @@ class Variant(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What one thread or block of a kernel uses: registers, spilled bytes, bytes of static shared memory."""
+    """What a kernel uses: registers and spilled bytes of a thread, bytes of static shared memory of a block."""
 
     registers: int
     spills: int
@@ -68,7 +67,7 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What NVRTC made of one text. ``entries`` has the resources of each kernel in it, by name."""
+    """The result of compiling one text. ``entries`` has the resources of each kernel in it, by name."""
 
     arch: str
     cubin: bytes
@@ -101,9 +100,9 @@ def source_text(name: str, where: str) -> str:
 
 @functools.cache
 def assemble(variant: Variant) -> str:
-    """The one text of a variant: definitions, then the file with every header in place of its first #include.
+    """The text of a variant: definitions, then the file, with each header in place of its first #include.
 
-    ``#line`` makes messages speak of the files.
+    Lines ``#line`` let messages name the files.
     """
     seen: set[str] = set()
 
@@ -139,14 +138,14 @@ def _flags() -> tuple[str, ...]:
 
 
 def architectures() -> tuple[str, ...]:
-    """What this NVRTC compiles for, with the targets of one device (a) and of a family (f); UnsupportedError without NVRTC."""
+    """Architectures that this NVRTC compiles for, also those of one device (a) or a family (f). UnsupportedError without it."""
     oldest = {"": 0, "a": 90, "f": 100}
     numbers = sorted(nvrtc().architectures())
     return tuple(f"sm_{number}{suffix}" for number in numbers for suffix, first in oldest.items() if number >= first)
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:
-    """The variant for ``arch`` on the first of its :func:`rungs` whose kernels spill nothing; else on that which spills least."""
+    """The variant for ``arch``, on the first of its :func:`rungs` on which nothing spills; else on the one that spills least."""
     tried: list[Compiled] = []
     for defines in rungs(variant.defines):
         tried.append(compile_text(assemble(variant._replace(defines=defines)), arch, variant.source))
@@ -172,7 +171,7 @@ def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resou
 
 
 def cache_key(*parts: str) -> str:
-    """The name in the cache of what is made from ``parts`` by this compiler and these flags."""
+    """The cache's key of what is made from ``parts`` by this compiler with these flags."""
     return hashlib.sha256("\0".join([*parts, *_flags(), *map(str, nvrtc().version)]).encode()).hexdigest()
 
 
@@ -195,6 +194,6 @@ def _made(variant: Variant, arch: str, cache: CubinCache, kind: str) -> bytes:
 
 
 def architecture(device: int) -> str:
-    """The target of a CUDA device, with its own instructions where it has any of its own."""
+    """The architecture to compile for on a CUDA device, such as ``"sm_90a"``; ``a``: with instructions of that device alone."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: a directory that nobody else can write or replace, files that hold what was written.
+"""Keeps compiled kernels on disk, in a directory that nobody else can write or replace, and trusts only intact files.
 
-A file is ``<key>-<sha256 of the file>.<kind>``, where the key names all that it was made from. So one rename publishes it, a
-truncated or altered file is seen at once, and processes that compile the same kernel at the same time do not disturb each other.
-What the directory cannot hold, or should not, is kept in memory for as long as the process runs.
+A file is called ``<key>-<sha256 of the file>.<kind>``; the key is a digest of all that it was made from. So a rename publishes a
+file at once, truncated and altered files are recognised, and processes that compile one kernel at the same time do not disturb
+each other. Where the directory cannot or must not be used, kernels are kept in memory while the process runs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from opfuse.errors import OpfuseWarning, describe
 
 ENVIRONMENT = "OPFUSE_CACHE_DIR"
 CUBIN, FACTS = "cubin", "json"
-"""Kinds of files: what the device loads, and what the compiler said of it."""
+"""Kinds of files: what the device loads, and the resources that the compiler reported."""
 
-_STALE = 3600.0  # seconds, for which no process writes one file
-_VERSION = "v2"  # of the directory's contents: another one starts empty
-_MOST_LINKS = 40  # on the way to a directory, as in the kernel
+_STALE = 3600.0  # seconds; no process takes so long to write a file
+_VERSION = "v2"  # of the contents: another version has another directory
+_MOST_LINKS = 40  # links on the way to a directory, as Linux allows
 
 
 @dataclass(frozen=True)
 class CubinCache:
-    """Compiled kernels by key: in ``directory`` as long as it is :func:`private`, else in ``memory``.
+    """Compiled kernels by key: in ``directory`` while it is :func:`private`, else in ``memory``.
 
-    Asked at every use, since others may get to write in a directory above. The first refusal is told, by a warning.
+    Each use checks that, since the rights of a directory above may change. The first refusal warns.
     """
 
     directory: Path
@@ -60,16 +60,16 @@ class CubinCache:
         return None
 
     def store(self, key: str, content: bytes, kind: str = CUBIN) -> None:
-        """Keep ``content`` for every process of this user that asks for ``key``; for this one where nothing can be written."""
+        """Keep ``content`` under ``key`` for all processes of this user; for this process alone, if nothing can be written."""
         if not self._publish(f"{key}-{digest(content)}.{kind}", content):
             self.memory[f"{key}.{kind}"] = content
 
     def store_source(self, key: str, source: str) -> None:
-        """Keep, for reading alone, the text that a cubin was compiled from; nowhere if the directory cannot hold it."""
+        """Keep the text that a cubin was compiled from, for people to read; nowhere if nothing can be written."""
         self._publish(f"{key}.cu", source.encode())
 
     def files(self) -> Iterator[Path]:
-        """Everything in the directory: cubins, their facts and sources, what a crash left."""
+        """All files in the directory: cubins, their facts and sources, and temporary ones that a crash left."""
         return (path for path in sorted(self.directory.iterdir()) if path.is_file() or path.is_symlink())
 
     def _is_private(self) -> bool:
@@ -79,7 +79,7 @@ class CubinCache:
         return fault is None
 
     def _publish(self, name: str, content: bytes) -> bool:
-        """Write a file; whether that was possible and allowed."""
+        """Write a file; returns whether that was possible and allowed."""
         try:
             if self._is_private():
                 make(self.directory)
@@ -91,9 +91,8 @@ class CubinCache:
         return False
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write ``content`` as a whole or not at all: readers never see a part, a crash leaves only a temporary file.
-
-        What crashes left goes at a later write.
+        """Write ``content`` as a whole or not at all: readers never see a part of it, and a crash leaves only a temporary file,
+        which a later write removes.
         """
         self._remove_stale()
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
@@ -117,7 +116,7 @@ class CubinCache:
 
 @functools.cache
 def cubin_cache(directory: Path) -> CubinCache:
-    """The one cache of this process in ``directory``, which need not be there."""
+    """This process's cache in ``directory``, which need not exist."""
     return CubinCache(directory)
 
 
@@ -148,11 +147,11 @@ class Fault(NamedTuple):
 
 
 def private(directory: Path) -> Fault | None:
-    """Why ``directory`` holds, or could come to hold, what somebody else wrote; None if it could not.
+    """Why somebody else may have written, or may come to write, what is in ``directory``; None if nobody can.
 
-    Code from such a directory must not run on the device. The directory itself, if it is there, is a directory of this user and
-    of nobody else. All on the way to it belongs to this user or to root, and is writable by its owner alone; or it is sticky, as
-    /tmp is, so that nobody renames what others have in it.
+    Code from such a directory must not run on the device. A private directory belongs to this user, with rights for nobody else,
+    or does not exist yet. All directories above belong to this user or to root, and only their owners can write to them, unless
+    they are sticky, as /tmp is, so that nobody can rename what belongs to others.
     """
     if directory.parts[:1] and directory.parts[0].startswith("~"):
         return Fault("a home directory that is not known", "set HOME")

@@ -1,4 +1,4 @@
-"""What lies in the cache of compiled kernels: what each was made from, whether it is intact, whether anything asks for it."""
+"""Lists the cache of compiled kernels: what each kernel was made from, whether its files are intact, whether it is still used."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class KeptCubin:
-    """What the cache holds under one key.
+    """The files of the cache under one key.
 
-    source: the .cu file; empty for a table of ``opfuse kernels``. entries: registers, spilled bytes and shared memory by kernel.
-    digests: of each cubin. written: seconds since the epoch. faults: what is wrong with it. current: whether its text is made of
-    the sources of this package, so that something may ask for it.
+    source: the .cu file; empty for a table of ``opfuse kernels``. entries: registers, spilled bytes and shared memory, by kernel.
+    digests: SHA-256 of each cubin. bytes: of all files. written: seconds since the epoch. faults: what is wrong. current: whether
+    its text is that of this package's sources, so that a launch may ask for it.
     """
 
     key: str
@@ -44,11 +44,11 @@ class KeptCubin:
 
     @property
     def days(self) -> float:
-        """Its age."""
+        """Its age in days."""
         return max(0.0, time.time() - self.written) / _DAY
 
     def record(self) -> dict[str, Any]:
-        """Plain values."""
+        """The same as plain values."""
         names = ("key", "source", "entries", "digests", "bytes", "written", "faults", "current")
         return {name: getattr(self, name) for name in names} | {"files": [path.name for path in self.files]}
 
@@ -84,9 +84,9 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
 
 
 def recompiled(kept: KeptCubin) -> str | None:
-    """What is wrong with a cubin beside what its text compiles to now, for any architecture; None if nothing, or without a text.
+    """What is wrong with a cubin, compared with what its text compiles to now; None if nothing is, or if there is no text.
 
-    A second or less for each compilation. UnsupportedError without NVRTC.
+    Tries one architecture after another, a second or less each. UnsupportedError without NVRTC.
     """
     texts = [path.read_text() for path in kept.files if path.suffix == ".cu"]
     if not texts or not kept.digests or kept.faults:
@@ -117,7 +117,7 @@ def _faults(key: str, contents: dict[Path, bytes]) -> Iterator[str]:
 
 
 def _sections(text: str) -> list[tuple[str, int, list[str]]]:
-    """The parts of an assembled text: the file that each is from, its first line there, and the lines."""
+    """The parts of an assembled text: for each, the file that it is from, its first line there, and its lines."""
     found: list[tuple[str, int, list[str]]] = []
     for line in text.splitlines():
         if start := _SECTION.match(line):
@@ -134,13 +134,13 @@ def _lines(name: str) -> tuple[str, ...]:
 
 
 def _stands(name: str, first: int, lines: Sequence[str]) -> bool:
-    """Whether a part of a text is what the source says today; lines that assembling takes out are empty."""
+    """Whether a part of a text is what the source says now; lines that assembling takes out are empty."""
     now = _lines(name)[first - 1 :]
     return name == GENERATED or (len(lines) <= len(now) + 1 and all(line in ("", is_) for line, is_ in zip(lines, now)))
 
 
 def prune(directory: Path, unwanted: Callable[[KeptCubin], bool]) -> list[KeptCubin]:
-    """Remove what is ``unwanted``; what was removed."""
+    """Remove what is ``unwanted``; returns what was removed."""
     gone = [kept for kept in inventory(directory) if unwanted(kept)]
     for path in (path for kept in gone for path in kept.files):
         with contextlib.suppress(OSError):

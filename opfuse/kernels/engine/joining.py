@@ -1,7 +1,7 @@
-"""Several launches of a kernel as one: a launch for each group of rows costs the host more than the groups are worth.
+"""Joins launches of a kernel: one launch for each group of rows would take the host longer than the groups take the GPU.
 
-A source that can do so has its parameters as ``joined.cuh`` has them. Each block does what it did in a launch of its own, so bits
-are the same.
+A source that can be joined reads its parameters through ``joined.cuh``. Each block of threads does what it does in a launch of
+its own, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from opfuse.kernels.engine.registry import Launcher
 from opfuse.kernels.engine.variants import parameter_bytes
 
 JOINED = 8
-"""Launches that become one at most."""
+"""How many launches become one, at most."""
 
 _CASTS = ("amax", "cast_tensor", "cast_block", "cast_mx", "amax_lines", "cast_lines", "cast_row", "amax_nvfp4", "cast_nvfp4")
 READ_WORDS: dict[str, tuple[int, ...]] = {f"{name}.cu": parameter_of(f"{name}.cu").read_words for name in _CASTS}
-"""By source that can do so: words of the parameter with addresses of what is read; at others it writes what nobody else does."""
+"""By source that can be joined: the words of its parameter that are addresses of inputs. At the other addresses a launch writes
+memory that no other launch reads or writes."""
 
 _NOBODY = 0xFFFFFFFF
 _FIRSTS = struct.Struct(f"{JOINED}I")
 
 
 def joined_variant(variant: Variant) -> Variant:
-    """What is compiled for launches of ``variant`` that are one."""
+    """The variant for joined launches of ``variant``."""
     size = parameter_bytes(variant)
     single, joined = f"PARAMETER_BYTES={size}", f"PARAMETER_BYTES={size * JOINED + _FIRSTS.size}"
     defines = (joined if define == single else define for define in variant.defines)
@@ -38,17 +39,20 @@ def joined_variant(variant: Variant) -> Variant:
 
 
 def joined_parameter(parameters: Sequence[bytes], blocks: Sequence[int]) -> bytes:
-    """The one parameter of launches with these, of one size, and of so many blocks each."""
+    """The parameter of a joined launch, from the parameters of its launches, all of one size, and their numbers of blocks."""
     return b"".join(parameters).ljust(len(parameters[0]) * JOINED, b"\0") + _FIRSTS.pack(*_firsts(blocks))
 
 
 def _firsts(blocks: Sequence[int]) -> list[int]:
-    """The first block of each launch of so many blocks."""
+    """The number of each launch's first block."""
     return [sum(blocks[:i]) for i in range(len(blocks))] + [_NOBODY] * (JOINED - len(blocks))
 
 
 def with_joined(variants: Iterable[Variant]) -> list[Variant]:
-    """Those of launches in this order, once each, and those that launches of them may become: none behind another kernel's."""
+    """The variants of launches in this order, once each, and the joined variants that neighbouring launches may need.
+
+    Launches of a kernel are joined only if no launch of a source that cannot be joined comes between them.
+    """
     found, near = dict[Variant, None](), set[Variant]()
     for each in variants:
         found[each] = None
@@ -62,7 +66,10 @@ def with_joined(variants: Iterable[Variant]) -> list[Variant]:
 
 @contextlib.contextmanager
 def together(launch: Launcher) -> Iterator[Launcher]:
-    """Launches of the block, of which none waits for another, are made at its end: one for as many of a kernel as can be one."""
+    """Yield a launcher that gathers launches and makes them at the end of the block, joined where they can be.
+
+    No launch in the block may depend on another one.
+    """
     found: dict[tuple[Variant, str, int, int, int], list[tuple[int, struct.Struct, Sequence[int | float]]]] = {}
 
     def gather(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
@@ -83,7 +90,7 @@ def together(launch: Launcher) -> Iterator[Launcher]:
 
 
 def _joined_fields(fields: Sequence[Sequence[int | float]], blocks: Sequence[int]) -> list[int | float]:
-    """As :func:`joined_parameter` packs them."""
+    """The fields that :func:`joined_parameter` packs."""
     return [*chain.from_iterable(fields), *[0] * (len(fields[0]) * (JOINED - len(fields))), *_firsts(blocks)]
 
 

@@ -1,10 +1,10 @@
-"""The ladder that a kernel goes down until its threads have registers for all that they hold.
+"""The ladder of settings that compilation tries, rung after rung, until a kernel's threads have enough registers.
 
-How many registers a chain takes is known only when it is compiled, a user's own activation above all. So what a source asks for
-by these names is where compilation begins, and not what it insists on; grids depend on neither:
+How many registers a chain takes is known only when it is compiled, above all with a user's own activation. So the values of two
+macros are only where compilation begins. No grid depends on them:
 
-RESIDENT    blocks that share a multiprocessor, and with it its registers; 0 leaves it to the compiler
-AHEAD       rows that a thread loads before it needs them: a power of two, at most 4
+RESIDENT    how many blocks share a multiprocessor, and so its registers; 0 leaves it to the compiler
+AHEAD       how many rows a thread loads before it needs them: a power of two, at most 4
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MODEST = 4  # blocks of 256 threads, of which each may have 64 registers
 
 
 def rungs(defines: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Definitions ``NAME=value`` as they are given, then others under which less may be spilled, down to one block.
+    """The definitions ``NAME=value`` as given, then others under which less may be spilled, down to one block.
 
-    Other numbers of rows AHEAD come first, fewer before more: the compiler orders all instructions anew, and as many threads stay
-    to hide what each waits for. Then fewer blocks leave a thread more registers.
+    Other values of AHEAD come first, smaller ones before larger ones: the compiler then orders instructions anew, and as many
+    threads as before hide each other's waits. Then fewer blocks leave each thread more registers.
     """
     given = dict(define.split("=", 1) for define in defines if "=" in define)
     ladders = {name: [*others(int(given[name]))] for name, others in _LADDERS.items() if name in given}
@@ -31,7 +31,7 @@ def rungs(defines: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _fewer_blocks(blocks: int) -> Iterator[int]:
-    if blocks == 0:  # for the sake of more blocks the compiler may spill
+    if blocks == 0:  # the compiler may spill to have more blocks
         yield blocks
         blocks = _MODEST
     while blocks > 0:
@@ -45,4 +45,4 @@ def _other_rows(rows: int) -> Iterator[int]:
 
 
 _LADDERS = {"RESIDENT": _fewer_blocks, "AHEAD": _other_rows}
-"""From the outer to the inner."""
+"""The values to try for each macro; those of the last change fastest."""

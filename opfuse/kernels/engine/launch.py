@@ -83,13 +83,13 @@ def load(variant: Variant, entry: str, device: int) -> int:
 
 
 def _one_after_another(variant: Variant, coming: Callable[[], Iterable[Variant]]) -> Iterator[Variant]:
-    """``variant``, then those of ``coming``: the compiler loads and begins while these are looked for."""
+    """``variant``, then those of ``coming``, so that compiling begins while the others are looked for."""
     yield variant
     yield from in_turn(coming())
 
 
 def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -> None:
-    """Warn of kernels that spill on every rung of the ladder: exotic ones, whose expressions are their user's own."""
+    """Warn of kernels that spill on every rung of the ladder, as only a user's own expressions make them."""
     got = ", ".join(f"{each.spills} bytes spilled by {entry}" for entry, each in used.items() if each.spills)
     if not got:
         return
@@ -116,21 +116,21 @@ class Launch(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told of launches."""
+    """Records the launches of a thread."""
 
     def launched(self, launch: Launch) -> None:
         """A kernel is about to be queued."""
 
     def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Call a function of the host whose tensors kernels read."""
+        """Call a function of the host, whose tensors kernels then read; a repetition has to call it again."""
 
     def refuse(self, reason: str) -> None:
-        """What runs now is no longer told by ops and launches alone."""
+        """What runs now cannot be repeated from ops and launches alone, for this reason."""
 
 
 @contextlib.contextmanager
 def listening(to: Listener) -> Iterator[None]:
-    """Inside the block, tell of what this thread launches."""
+    """Inside the block, tell ``to`` of each launch of this thread."""
     before, _parameters.listener = _parameters.listener, to
     try:
         yield
@@ -139,13 +139,13 @@ def listening(to: Listener) -> Iterator[None]:
 
 
 def listener() -> Listener | None:
-    """Who is told of what this thread launches."""
+    """The listener of this thread's launches, if any."""
     return _parameters.listener
 
 
 @contextlib.contextmanager
 def compiled_ahead(coming: Callable[[], Iterable[Variant]]) -> Iterator[None]:
-    """Inside the block, the first kernel of this thread that must be compiled has those of ``coming`` compiled beside it."""
+    """Inside the block, when this thread first has to compile a kernel, those of ``coming`` are compiled beside it."""
     before, _parameters.coming = _parameters.coming, coming
     try:
         yield
@@ -155,7 +155,7 @@ def compiled_ahead(coming: Callable[[], Iterable[Variant]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Variant]]:
-    """Inside the block, kernels of this thread are noted in place of being launched: what they would write has any values."""
+    """Inside the block, launches of this thread only note their variants in the list; results stay uninitialized."""
     before, _parameters.noted = _parameters.noted, []
     try:
         yield _parameters.noted
@@ -164,7 +164,7 @@ def noting() -> Iterator[list[Variant]]:
 
 
 def is_current(device: int) -> bool:
-    """Whether this thread would launch on ``device``, and has its context."""
+    """Whether ``device`` is the current one of this thread, and its context is bound."""
     return torch._C._cuda_getDevice() == device and driver().ctxGetCurrent() != 0
 
 
@@ -187,7 +187,7 @@ def bind(device: int) -> None:
 
 
 MOST_PARAMETERS = 32764
-"""Bytes of a kernel's parameters, from CUDA 12.1 and compute capability 7.0 on."""
+"""How many bytes of parameters a kernel can have, from CUDA 12.1 and compute capability 7.0 on."""
 
 
 class _Parameters(threading.local):

@@ -13,11 +13,11 @@ _FOLDERS = ("cu{major}/lib", "cuda_nvrtc/lib")
 
 
 class NvrtcError(RuntimeError):
-    """What the compiler says of a text that it refuses."""
+    """The compiler refused a text; the message is its own."""
 
 
 class Printout(NamedTuple):
-    """What one text was compiled to, and what the compiler said of it."""
+    """The result of compiling one text, and the compiler's log."""
 
     cubin: bytes
     ptx: str
@@ -59,7 +59,7 @@ class Nvrtc:
             self._call("DestroyProgram", ctypes.byref(program))
 
     def _told(self, what: str, program: ctypes.c_void_p) -> bytes:
-        """Text without the zero that ends it."""
+        """A text of the program, without the zero at its end."""
         return self._read(what, program).rstrip(b"\0")
 
     def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
@@ -82,12 +82,12 @@ class Nvrtc:
 
 
 def find(major: str) -> Nvrtc:
-    """The library for CUDA ``major``: that of NVIDIA's wheels, else as the system or CUDA's own search finds it; else OSError."""
+    """The library for CUDA ``major``: from NVIDIA's wheels, or as the system or CUDA's own search finds it; else OSError."""
     reason = OSError(f"no libnvrtc.so.{major}")
     for path in _places(major):
         try:
             if Path(path).is_absolute():
-                for needed in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # which the library looks for by name alone
+                for needed in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # the library looks for them by name alone
                     ctypes.CDLL(str(needed))
             return Nvrtc(ctypes.CDLL(path))
         except (OSError, AttributeError, NvrtcError) as error:  # not there, not this library, or one that cannot say its version
@@ -106,7 +106,7 @@ def _places(major: str) -> Iterator[str]:
 
 
 def _searched(major: str) -> str | None:
-    """What a search finds that knows conda, CUDA_HOME and more, and takes long to import; CuPy depends on it."""
+    """What cuda.pathfinder finds, which knows conda, CUDA_HOME and more, but takes long to import; CuPy depends on it."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 

@@ -1,8 +1,7 @@
-"""The parameter of a kernel: a struct that its source declares, filled by name.
+"""The parameter of a kernel: a struct that its source declares, and that launches fill by name.
 
-The struct stands in the .cu file, where the kernel reads it, and nowhere else: the order, the types and the alignment in which
-the host packs follow from that text. What is called ``unused`` there fills words and is given by nobody. An array is a struct
-whose fields are its elements.
+Only the .cu file declares the struct; the host reads order, types and alignment from that text and packs accordingly. A field
+called ``unused`` is filled with zeros. An array counts as a struct whose fields are its elements.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.compiling import Variant, assemble
 
 FieldValue = int | float | tuple[int | float, ...] | list[Any]
-"""Of a field: a number, the values of a struct, the elements of an array."""
+"""The value of a field: a number, the values of a struct, or the elements of an array."""
 
 _ADDRESS = "P"
 _CODES = {"long long": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
@@ -33,9 +32,10 @@ _DECLARATOR = re.compile(r"(\*?)\s*(?:const\s+)?(\w+)(?:\[(\w+)\])?")
 
 @dataclass(frozen=True, eq=False)
 class CStruct:
-    """A struct of a source: its fields in order, each with its code in ``struct`` formats, or with the struct that it is.
+    """A struct of a source.
 
-    read: names of the addresses behind which nothing is written. alignas: bytes on which it begins and ends, where it says so.
+    fields: names in order, each with its code in formats of Python's ``struct``, or with the struct that it is. read: names of
+    the addresses that a kernel only reads (``const``). alignas: bytes of which its address and size are multiples, if it says so.
     """
 
     name: str
@@ -44,14 +44,15 @@ class CStruct:
     alignas: int = 1
 
     def __call__(self, **values: FieldValue) -> tuple[int | float, ...]:
-        """Values in the order of the struct; one for a struct inside is what that was called for. KernelError for others.
+        """The values in the order of the struct. KernelError for a missing or unknown field, and for a value of another kind.
 
-        For an array a list of its elements; behind its end are zeros.
+        The value of a struct inside is the result of a call of that struct; that of an array is a list of elements, which zeros
+        fill up.
         """
         if values.keys() != self._given:
             self._refuse(f"the fields {', '.join(sorted(self._given))}", ", ".join(sorted(values)), "name each once")
         values[_UNUSED] = self._nothing
-        if self._is_flat and tuple not in map(type, plain := self._in_order(values)):  # as of most, several times a launch
+        if self._is_flat and tuple not in map(type, plain := self._in_order(values)):  # most structs, fast
             return plain
         filled: list[int | float] = []
         for name, kind in self.fields:
@@ -70,7 +71,7 @@ class CStruct:
         return given
 
     def of(self, fields: Mapping[str, int | float]) -> tuple[int | float, ...]:
-        """Its values out of those by name that several structs choose from, also for the structs inside."""
+        """The values of the struct and of the structs inside, chosen by name from ``fields``, which may have more."""
         return self(**{n: fields[n] if isinstance(kind, str) else kind.of(fields) for n, kind in self.fields if n != _UNUSED})
 
     def _refuse(self, wanted: str, got: object, cure: str) -> NoReturn:
@@ -90,7 +91,7 @@ class CStruct:
 
     @cached_property
     def _nothing(self) -> FieldValue:
-        """What fills the words that nobody gives."""
+        """The value of the field ``unused``."""
         return 0 if isinstance(dict(self.fields).get(_UNUSED, ""), str) else []
 
     @cached_property
@@ -100,23 +101,23 @@ class CStruct:
 
     @cached_property
     def _aligned(self) -> str:
-        """What ends a format on the boundary that C gives the struct's widest number."""
+        """The end of a format that pads it to the alignment of the struct's widest number, as C does."""
         widest = max((kind if isinstance(kind, str) else kind._aligned[1:] for _, kind in self.fields), key=struct.calcsize)
         return f"0{widest}"
 
     @cached_property
     def _boundary(self) -> int:
-        """Bytes on which the struct begins, where that is more than a number wants."""
+        """The largest ``alignas`` of the struct and of those inside; 1 without any."""
         return max(self.alignas, *(1 if isinstance(kind, str) else kind._boundary for _, kind in self.fields))
 
     @cached_property
     def packing(self) -> str:
-        """Its format, from one boundary to the next."""
+        """The struct's format, padded at its end."""
         *_, whole = (before for before, _, _ in self._parts(""))
         return f"{whole}{self._aligned}{_up_to(self._boundary, whole + self._aligned)}"
 
     def _parts(self, before: str) -> Iterator[tuple[str, str, str | CStruct]]:
-        """What is packed up to each field, its name and its kind; at last all of it."""
+        """For each field: the format of all before it, its name and its kind; last, the format of all fields."""
         before += self._aligned
         for name, kind in self.fields:
             before += "" if isinstance(kind, str) else _up_to(kind._boundary, before)
@@ -126,7 +127,7 @@ class CStruct:
 
     @cached_property
     def read_words(self) -> tuple[int, ...]:
-        """The words of 8 bytes, of what is packed, with the addresses behind which nothing is written."""
+        """The numbers of the 8-byte words of the packed struct that are addresses which the kernel only reads."""
         return tuple(self._read_words(""))
 
     def _read_words(self, packed: str) -> Iterator[int]:
@@ -138,7 +139,7 @@ class CStruct:
 
     @cached_property
     def layout(self) -> struct.Struct:
-        """What packs it."""
+        """The packer of the struct."""
         return struct.Struct(self.packing)
 
     def __str__(self) -> str:
@@ -150,7 +151,7 @@ def _count(kind: str | CStruct) -> int:
 
 
 def _up_to(boundary: int, packed: str) -> str:
-    """What fills a format up to a multiple of so many bytes."""
+    """The padding that fills a format up to a multiple of ``boundary`` bytes."""
     missing = -struct.calcsize(packed) % boundary
     return f"{missing}x" * bool(missing)
 
@@ -161,8 +162,8 @@ def parameter_of(
 ) -> CStruct:
     """The struct ``name`` of a source, or ``Outer::Inner``.
 
-    generated: the text in the place of generated.cuh. types, sizes: what names of types and of lengths of arrays stand for that
-    the text leaves open. KernelError for a struct that is not there, or a type or an array whose bytes are not known here.
+    generated: the text in place of generated.cuh. types, sizes: the types and the lengths of arrays that the text names but does
+    not define. KernelError if there is no such struct, or if a type or a length is not known.
     """
     text = _COMMENT.sub("", assemble(Variant(source, (), generated)))
     return _read(text, f"{source} {name}", name, {**dict(types), **sizes})
@@ -193,7 +194,7 @@ def _array(kind: str | CStruct, length: str, given: dict[str, CStruct | int], wh
 
 
 def _body(text: str, name: str, where: str) -> tuple[str, int]:
-    """What stands between the braces of a struct, and the bytes that it is aligned to by its own words."""
+    """The text between the braces of a struct, and its ``alignas``, by default 1."""
     found = re.search(rf"\bstruct (?:alignas\((\d+)\) )?{name}\b[^{{;]*{{", text)
     if found is None:
         raise KernelError(describe(where, wanted=f"a struct {name}", got="none", cure="declare it in the source, or in a header"))
@@ -206,7 +207,7 @@ def _body(text: str, name: str, where: str) -> tuple[str, int]:
 
 
 def _declared(body: str, where: str) -> Iterator[tuple[str, bool, bool, str, str]]:
-    """Type, whether that is const, whether it is an address, name and length in brackets of each field."""
+    """For each field: its type, whether that is const, whether it is an address, its name, and its length in brackets."""
     for line in filter(None, (each.strip() for each in body.split(";"))):
         declaration = _DECLARATION.fullmatch(line)
         for each in declaration[3].split(",") if declaration else ():

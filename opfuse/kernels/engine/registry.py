@@ -1,7 +1,7 @@
 """Kernels: a .cu file, a thin launch, and the torch function that defines the result.
 
-Calling a kernel launches it for a CUDA tensor and runs the definition for any other, or for all of them under
-``OPFUSE_REFERENCE=1``. The calls that the two are compared on stand in ``kernels/cases``, which nothing loads that runs a kernel.
+Calling a kernel launches it for a CUDA tensor, and runs the definition for any other tensor, and for all under
+``OPFUSE_REFERENCE=1``. The calls on which the two are compared are in ``kernels/cases``, which nothing that runs a kernel loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Launcher(Protocol):
-    """What a launch function is given to queue its kernels with."""
+    """The function with which a launch function queues its kernels."""
 
     def __call__(
         self, variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int
@@ -40,8 +40,8 @@ class Launcher(Protocol):
 class Tolerance:
     """How far a launch may be from the definition.
 
-    ulp: units in the last place of floats, 0 for equal bits. Integers are equal then; otherwise they may be 1 apart, as FP8 codes
-    of floats that differ are under one scale: a step of E4M3 is 16 units of bf16 at least, and more of other floats.
+    ulp: units in the last place of floats; 0 for equal bits. With 0, integers must be equal, too; otherwise they may be 1 apart,
+    as FP8 codes of floats that differ may be: a step of E4M3 is at least 16 units of bf16, and more of other floats.
     """
 
     ulp: int = 0
@@ -50,7 +50,7 @@ class Tolerance:
         return f"{self.ulp} ulp" if self.ulp else "bitwise"
 
     def mismatch(self, got: torch.Tensor, wanted: torch.Tensor) -> str | None:
-        """The first element that is too far off, and how many are; None if none is. NaN equals NaN."""
+        """Which element is the first that is too far off, and how many are; None if none is. NaN equals NaN."""
         if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
             return f"wants {wanted.dtype} {tuple(wanted.shape)}, got {got.dtype} {tuple(got.shape)}"
         got, wanted = got.detach().cpu(), wanted.detach().cpu()
@@ -103,11 +103,11 @@ class Kernel(Generic[P, R]):
 
     @functools.cached_property
     def _first(self) -> str:
-        """The parameter that says where a call runs."""
+        """The name of the parameter that decides where a call runs."""
         return next(iter(inspect.signature(self.reference).parameters))
 
     def launches(self, cases: Mapping[str, Case]) -> dict[tuple[Variant, str], tuple[str, ...]]:
-        """Every kernel that these cases launch, (variant, entry), with the names of these cases; needs no GPU."""
+        """By (variant, entry), the kernels that these cases launch, each with the names of its cases; needs no GPU."""
         found: dict[tuple[Variant, str], tuple[str, ...]] = {}
         for name, case in cases.items():
 
@@ -122,11 +122,11 @@ class Kernel(Generic[P, R]):
 
 
 CaseTable = Mapping[Kernel[..., Any], Mapping[str, Case]]
-"""Calls that reach every branch of a kernel and every variant that is ever compiled, by kernel and name."""
+"""Calls that reach every branch of a kernel and every variant that is ever compiled, by kernel and by the name of the case."""
 
 
 def leading(args: Sequence[Any]) -> torch.Tensor | None:
-    """The tensor that says where a call with these arguments runs: the first one, or the first of a sequence, if any."""
+    """The tensor that decides where a call runs: the first argument, or the first tensor of a sequence there; None if neither."""
     first = args[0]
     if isinstance(first, torch.Tensor):
         return first
@@ -137,12 +137,12 @@ _DENSE = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def is_dense(x: object) -> bool:
-    """Whether ``x`` is a tensor with memory of its own, whose address kernels read: not so in tracing, nor of other classes."""
+    """Whether ``x`` is a plain tensor or parameter, whose address kernels can read; other classes of tensors may have none."""
     return type(x) in _DENSE
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels run on this CUDA tensor: none if it is not dense, on an old device, or where results have no memory."""
+    """Whether kernels run on this CUDA tensor: if it is dense, its device new enough, and no tracer runs."""
     return type(x) in _DENSE and kernels_run_on(x.get_device())
 
 
@@ -157,7 +157,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 
 @functools.cache
 def _enabled(device: int) -> bool:
-    """Asked once for each device: the environment counts as it is at the first launch."""
+    """Whether the device and the environment allow kernels; the environment is read at the first launch on a device."""
     wanted = variable("OPFUSE_REFERENCE") in ("", "0") and torch.version.cuda is not None
     return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
 
@@ -175,7 +175,7 @@ def kernel(
 ) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
     """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
 
-    The calls that it is tested on stand in ``CASES`` of a module in ``kernels/cases``.
+    The calls on which it is tested are in ``CASES`` of a module in ``kernels/cases``.
 
     Args:
         source: the .cu file, in ``opfuse/kernels/cuda``.

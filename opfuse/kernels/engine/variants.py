@@ -1,4 +1,4 @@
-"""What launches have in common: C names of dtypes, alignment, variants from keywords."""
+"""What launch functions share: C names of dtypes, alignment, variants from keywords."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from opfuse.kernels.engine.compiling import Variant
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16
-"""Bytes that a thread loads or stores at once: codes of so many rows, where they lie along a column."""
+"""Bytes that a thread loads or stores at once; also the number of rows whose one-byte codes it stores along a column."""
 PACK = 8
 """Neighbouring elements that a thread handles at a time."""
 _BYTES = "PARAMETER_BYTES"
 WIDEST = 1 << 31
-"""Columns of a matrix that kernels take where rows end somewhere: offsets between rows are products of words."""
+"""Matrices of several rows must have fewer columns: kernels compute distances between rows from 32-bit numbers."""
 
 
 def on_bytes(x: torch.Tensor, multiple: int) -> bool:
@@ -35,10 +35,10 @@ def variant_of(source: str, parameters: struct.Struct, *, entry: str | None = No
 
 
 def parameter_bytes(variant: Variant) -> int:
-    """Of the parameter that a kernel of the variant takes: so many the driver reads at a launch, used or not."""
+    """The size of the parameter of the variant's kernels, in bytes; the driver reads all of them at a launch."""
     return next(int(value) for name, _, value in (define.partition("=") for define in variant.defines) if name == _BYTES)
 
 
 def is_joined(variant: Variant) -> bool:
-    """Whether it is compiled for several launches that are one."""
+    """Whether the variant is compiled to run several launches as one."""
     return any(define.startswith("JOINED=") for define in variant.defines)

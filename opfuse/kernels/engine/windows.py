@@ -16,10 +16,10 @@ from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.bindings import libcuda
 
 WORDS = 16
-"""Of 8 bytes, in a map."""
+"""How many words of 8 bytes a map has."""
 
 BLANK = (0,) * WORDS
-"""In place of a map where nothing is launched."""
+"""Stands for a map where nothing is launched."""
 
 _BASE, _NEAR_BITS, _STEP = 256, 34, 16  # as in hopper.cuh
 _FAR = 1 << 15  # so that 49 bits of addresses are reached
@@ -32,9 +32,10 @@ _KINDS = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 @functools.cache
 def window(dtype: torch.dtype, pitch: int, box: tuple[int, int]) -> tuple[int, ...]:
-    """The map of a ``box`` of (rows, elements of 128 bytes together) of ``dtype`` in rows that are ``pitch`` bytes apart.
+    """The map of a box, as 16 words of 8 bytes.
 
-    pitch: a multiple of 16 below 2^40. KernelError if the driver refuses it.
+    box: (rows, elements), where the elements of a row have 128 bytes. pitch: bytes from one row to the next, a multiple of 16
+    below 2^40. KernelError if the driver refuses it.
     """
     rows, columns = box
     near = 1 << _NEAR_BITS

@@ -19,9 +19,9 @@ from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.counting import count_backward, count_forward, quantizer_of_call
-from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import current_pass, is_trained
-from opfuse.recipes.pending import LastUse, UsesByState
+from opfuse.recipes.pending import UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -169,7 +169,7 @@ class Cast:
     @functools.cached_property
     def use(self) -> LastUse:
         """What an update needs to know of the cast, under a recipe with states."""
-        return LastUse(self.rule, self.group, self._delayed_scaling.reduce_amax, self.where)
+        return LastUse.under(self._delayed_scaling, self.rule, self.group, self.where)
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:
@@ -213,10 +213,11 @@ class _LiveTogether:
 
     def __init__(self, casts: Sequence[_Live]) -> None:
         self._casts, self._states = casts, [each.state for each in casts]
-        self._uses: dict[Callable[[UsesByState], None], dict[DelayedScalingState, LastUse]] = {}
+        uses: dict[Callable[[UsesByState], None], dict[DelayedScalingState, LastUse]] = {}
         for each in casts:
             if each.use is not None:
-                self._uses.setdefault(each.count, {})[each.state] = each.use
+                uses.setdefault(each.count, {})[each.state] = each.use
+        self._uses = tuple(uses.items())
         self._note()
 
     def _note(self) -> None:
@@ -229,6 +230,6 @@ class _LiveTogether:
             tensors = [tensor for each in self._casts for tensor in each()]
             self._note()
             return tensors
-        for count, uses in self._uses.items():
+        for count, uses in self._uses:
             count(uses)
         return known

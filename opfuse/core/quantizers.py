@@ -14,9 +14,8 @@ from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
 from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_use
 from opfuse.recipes.counting import quantizer_of_call
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, LastUse
 from opfuse.recipes.passes import is_trained
-from opfuse.recipes.pending import LastUse
 from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -110,7 +109,7 @@ class QuantizerSlotsMixin:
         if state is None or delayed is None:
             return quantizer
         made, rule = cast(Float8Quantizer, quantizer), delayed.forward_rule if mode == "forward" else delayed.backward_rule
-        use = LastUse(rule, current_amax_group(), delayed.reduce_amax, f"{self.label} {mode} quantizer {index}")
+        use = LastUse.under(delayed, rule, current_amax_group(), f"{self.label} {mode} quantizer {index}")
         return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, use)
 
     def _slots_of(self, mode: Mode, count: int) -> list[tuple[QuantizerRole, QuantizerRole]]:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.recipes.passes import compiled_autograd, in_compiled_autograd
+from opfuse.recipes.passes import compiled_autograd
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
@@ -59,7 +59,8 @@ def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
 
 def check_backward(label: str) -> None:
     """UnsupportedError where compiled autograd runs a backward pass: dynamo would follow that of an eager call for minutes."""
-    if in_compiled_autograd() or (compiled_autograd() is not None and torch.compiler.is_compiling()):
+    module = compiled_autograd()
+    if module is not None and (module.in_compiled_autograd_region or torch.compiler.is_compiling()):
         cure = "call backward() outside of it: torch.compile(model) has a backward pass in its graph without it"
         _refuse(f"backward of {label}", "a backward pass of autograd's engine", "compiled autograd", cure)
 

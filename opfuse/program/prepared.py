@@ -33,7 +33,7 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
             launch()
 
     kernel.run(prepare, *args)
-    return run
+    return launches[0] if len(launches) == 1 else run
 
 
 class _Parameter:

@@ -190,11 +190,11 @@ def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
 
 
 def _joined(steps: Sequence[Step]) -> list[Step]:
-    """``steps`` with one call in place of all calls that can be made together."""
+    """``steps`` with one call in place of all calls that can be made together, of which there may be one."""
     calls = [step for step in steps if isinstance(step, CallStep)]
     functions = [step.function for step in calls]
     found = [(call, each) for call, each in zip(calls, functions) if isinstance(each, Joining)]
-    if len(found) < 2:
+    if not found:
         return list(steps)
     (first, function), *others = found
     joined = CallStep(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import RecipeError, describe
-from opfuse.tensors.quantizers.ranks import in_distributed_run
+from opfuse.tensors.quantizers.ranks import HAS_RANKS
 
 WORDS, NAMES = 1024, 300
 _HEAD = 2 * (2 + NAMES)
@@ -34,7 +34,7 @@ _HEADS: weakref.WeakKeyDictionary[Any, _Heads] = weakref.WeakKeyDictionary()
 
 def default_group() -> dist.ProcessGroup | None:
     """torch's default group, of all processes; None before there is one."""
-    return dist.group.WORLD if in_distributed_run() else None
+    return dist.group.WORLD if HAS_RANKS else None
 
 
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.builtin import Float8CurrentScaling
@@ -38,7 +38,7 @@ class _Region:
     group: ProcessGroup | None
     outer: _Region | None
     site: Site
-    hooks: dict[Hashable, Callable[[bool], None]] = field(default_factory=dict)
+    hooks: dict[Hashable, Any] = field(default_factory=dict)
     scales: dict[Hashable, Any] = field(default_factory=dict)
     used: list[bool] = field(default_factory=list)
     """Filled by the first op that runs under a recipe in the outermost block."""
@@ -193,10 +193,10 @@ def at_outermost_exit(key: Hashable, make: Callable[[], Hook]) -> Hook:
         raise RecipeError(
             describe(str(key), wanted="an active autocast region", got=None, cure="call it inside opfuse.autocast(...)")
         )
-    hook = region.hooks.get(key)
+    hook: Hook | None = region.hooks.get(key)
     if hook is None:
         hook = region.hooks[key] = make()
-    return cast(Hook, hook)
+    return hook
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from opfuse.errors import RecipeError, UnsupportedError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
 from opfuse.recipes.builtin import DelayedScaling
-from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import in_compiled_autograd, is_recomputing
-from opfuse.recipes.pending import LastUse, Pending, UsesByState
+from opfuse.recipes.pending import Pending, UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def touch_forward(
         return
     rule = rule or recipe.forward_rule
     state.adopt(recipe, rule, where=name)
-    count_forward({state: LastUse(rule, current_amax_group(), recipe.reduce_amax, name)})
+    count_forward({state: LastUse.under(recipe, rule, current_amax_group(), name)})
 
 
 def count_forward(uses: UsesByState) -> None:
@@ -75,7 +75,7 @@ def touch_backward(
     rule = rule or recipe.backward_rule
     if torch._C._current_graph_task_id() >= 0:
         state.adopt(recipe, rule, where=name)
-    count_backward({state: LastUse(rule, group, recipe.reduce_amax, name)})
+    count_backward({state: LastUse.under(recipe, rule, group, name)})
 
 
 def count_backward(uses: UsesByState) -> None:

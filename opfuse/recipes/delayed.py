@@ -16,7 +16,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,10 @@ from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
 from opfuse.tensors.capture import check_capture
 from opfuse.tensors.quantizers import Float8Quantizer
+from opfuse.tensors.quantizers.ranks import in_distributed_run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LEAST = 2.0**-149
 """The least fp32 above 0."""
@@ -44,9 +48,10 @@ class DelayedScalingState:
     length, and :meth:`to` replace them.
 
     rule: what the scale was found under; None while it is the initial one, or where a file does not tell. look: another object
-    whenever it holds other tensors, rule or recipe than before. turn: how often counting for an update began, ended or was
-    dropped: while it stands, so does the scale, and what was counted still counts. batch: the last update of states of which
-    this was the first. agreed: whether ranks that share its amax were found to mean the same tensor, since it was made or loaded.
+    whenever it holds other tensors, rule or recipe than before. pending: the update that its amaxes count for. turn: how often
+    counting for an update began, ended or was dropped: while it stands, so does the scale, and what was counted still counts.
+    bound: the last update of states of which this was the first. agreed: whether ranks that share its amax were found to mean the
+    same tensor, since it was made or loaded.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -58,14 +63,14 @@ class DelayedScalingState:
             history = torch.zeros(length, dtype=torch.float32, device=device)
             self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
         self._told, self.turn, self.agreed = 0, 0, False
-        self._pending: weakref.ref[Any] | None = None
+        self.pending: weakref.ref[Any] | None = None
 
     def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
         """Take these in place of those before, with the quantizers over them."""
         self.scale, self.amax_history, self.left_out, self.rule = scale, amax_history, left_out, rule
         self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
         self._adopted: DelayedScaling | None = None
-        self.batch: PreparedUpdate | None = None
+        self.bound: BoundUpdate | None = None
         self.look = object()
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
@@ -77,7 +82,7 @@ class DelayedScalingState:
 
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
         self._hold(*held)
-        self._told, self.turn, self.agreed, self._pending = 0, 0, False, None
+        self._told, self.turn, self.agreed, self.pending = 0, 0, False, None
 
     @property
     def trained(self) -> bool:
@@ -148,17 +153,10 @@ class DelayedScalingState:
         self.rule = rule
         self.look = object()
 
-    def counts_for(self, pending: weakref.ref[Any] | None) -> None:
-        """From now on amaxes count for the update ``pending``; None: it is over. Those for an update that failed are dropped."""
-        if self._pending is not None:
-            self.drop_unfinished()
-        self._pending = pending
-        self.turn += 1
-
     def drop_unfinished(self) -> None:
         """Drop the amaxes of a backward pass that failed, whose update nobody holds any more."""
-        if self._pending is not None and self._pending() is None:
-            self._pending = None
+        if self.pending is not None and self.pending() is None:
+            self.pending = None
             self.turn += 1
             with torch.no_grad():
                 self.amax.zero_()
@@ -235,17 +233,33 @@ class DelayedScalingState:
             self.scale.copy_(saved.scale)
             self.amax_history.copy_(saved.amax_history)
             self.left_out.zero_()
-        self.rule, self._adopted, self._told, self._pending, self.agreed = saved.rule, None, 0, None, False
+        self.rule, self._adopted, self._told, self.pending, self.agreed = saved.rule, None, 0, None, False
         self.look = object()
 
 
-class PreparedUpdate(NamedTuple):
-    """An update that is prepared for the tensors of ``states``, valid while their ``looks`` and ``rules`` are these."""
+class LastUse(NamedTuple):
+    """How a state was last used: what its update needs.
 
-    states: list[DelayedScalingState]
+    group: the ranks that share its amax, if it is ``shared``; None is torch's default group. name: of the cast.
+    """
+
+    rule: UpdateRule
+    group: ProcessGroup | None
+    shared: bool
+    name: str
+
+    @classmethod
+    def under(cls, recipe: DelayedScaling, rule: UpdateRule, group: ProcessGroup | None, name: str) -> LastUse:
+        """A use now. Whether there are ranks is in the key of a plan, so whoever keeps it for the plan's calls may."""
+        return cls(rule, group, recipe.reduce_amax and in_distributed_run(), name)
+
+
+class BoundUpdate(NamedTuple):
+    """The update of several states as ``calls`` in order, valid while the states have these ``looks`` and were last used so."""
+
     looks: list[object]
-    rules: list[UpdateRule]
-    updates: list[Callable[[], object]]
+    uses: list[LastUse]
+    calls: list[Callable[[], object]]
 
 
 class DelayedScalingStates:

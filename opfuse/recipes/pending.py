@@ -3,84 +3,82 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from opfuse.kernels.casts.delayed import delayed_update
-from opfuse.numerics.delayed import UpdateRule
 from opfuse.program.prepared import prepared
 from opfuse.recipes.amaxes import reduce_amaxes
-from opfuse.recipes.delayed import DelayedScalingState, PreparedUpdate
-from opfuse.tensors.quantizers.ranks import in_distributed_run
+from opfuse.recipes.delayed import BoundUpdate, DelayedScalingState, LastUse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True, eq=False)
-class LastUse:
-    """How a state was last used: what its update needs."""
-
-    rule: UpdateRule
-    group: ProcessGroup | None
-    shared: bool
-    name: str
-
 
 UsesByState = Mapping[DelayedScalingState, LastUse]
 """In order of first use, each with its last."""
 
 
 class Pending:
-    """States used since the last update, in order of first use."""
+    """States used since the last update, in order of first use.
+
+    It is part of every step. So it calls nothing for a state, and repeats the last update if states and uses are the same.
+    """
 
     def __init__(self) -> None:
         self._uses: dict[DelayedScalingState, LastUse] = {}
         self._self = weakref.ref(self)
 
     def add(self, uses: UsesByState) -> None:
-        """Count these uses. One call for all casts of a pass: it is part of every step."""
+        """Count these uses: one call for all casts of a pass."""
+        known, mine = self._uses, self._self
         for state in uses:
-            if state not in self._uses:
-                state.counts_for(self._self)
-        self._uses.update(uses)
+            if state not in known:
+                if state.pending is not None:
+                    state.drop_unfinished()
+                state.pending = mine
+                state.turn += 1
+        known.update(uses)
 
     def __call__(self, completed: bool = True) -> None:
         """Update every state once, or drop what they counted. Ranks of a group must have used the same states in one order."""
         uses, self._uses = self._uses, {}
         if completed:
-            _reduce(uses)
-            _update(list(uses), [use.rule for use in uses.values()])
+            _update(uses)
         else:
             for _, states in _grouped({state: state.scale.device for state in uses}):
                 torch._foreach_zero_([state.amax for state in states])
         for state in uses:
-            state.counts_for(None)
+            if state.pending is not self._self:
+                state.drop_unfinished()
+            state.pending = None
+            state.turn += 1
 
 
-def _update(states: list[DelayedScalingState], rules: list[UpdateRule]) -> None:
+def _update(uses: UsesByState) -> None:
+    states, used = [*uses], [*uses.values()]
     if not states:
         return
-    first, looks = states[0], [state.look for state in states]
-    batch = first.batch
-    if batch is None or batch.looks != looks or batch.states != states or batch.rules != rules:
-        batch = first.batch = PreparedUpdate(states, looks, rules, [*_prepared(states, rules)])
-    for update in batch.updates:
-        update()
-    for state, rule in zip(states, rules):
-        if state.rule is not rule:
-            state.updated(rule)
+    looks = [state.look for state in states]
+    bound = states[0].bound
+    if bound is None or bound.looks != looks or bound.uses != used:
+        bound = states[0].bound = BoundUpdate(looks, used, [*_calls(uses)])
+    for call in bound.calls:
+        call()
 
 
-def _prepared(states: list[DelayedScalingState], rules: list[UpdateRule]) -> Iterator[Callable[[], object]]:
-    """The update of the states of each device."""
-    rule_of = dict(zip(states, rules))
-    for _, there in _grouped({state: state.scale.device for state in states}):
-        histories, scales, left_out = zip(*((state.amax_history, state.scale, state.left_out) for state in there))
-        yield prepared(delayed_update, histories, scales, left_out, [rule_of[state] for state in there])
+def _calls(uses: UsesByState) -> Iterator[Callable[[], object]]:
+    """What an update calls: amaxes of all ranks, a launch for each device, notes of rules, after which states look otherwise."""
+    for (group, _), states in _grouped({s: (use.group, s.scale.device) for s, use in uses.items() if use.shared}):
+        yield partial(_reduce, states, [_told(state, uses[state]) for state in states], group)
+    for _, states in _grouped({state: state.scale.device for state in uses}):
+        histories, scales, left_out = zip(*((state.amax_history, state.scale, state.left_out) for state in states))
+        yield prepared(delayed_update, histories, scales, left_out, [uses[state].rule for state in states])
+    for state, use in uses.items():
+        if state.rule is not use.rule:
+            yield partial(state.updated, use.rule)
 
 
 _LookOfStates = TypeVar("_LookOfStates", bound=Hashable)
@@ -94,16 +92,11 @@ def _grouped(keys: Mapping[DelayedScalingState, _LookOfStates]) -> Iterator[tupl
     yield from groups.items()
 
 
-def _reduce(uses: UsesByState) -> None:
-    """Slot 0 of every history becomes its maximum over the ranks of its group."""
-    if not in_distributed_run():
-        return
-    shared = {state: (use.group, state.scale.device) for state, use in uses.items() if use.shared}
-    for (group, _), states in _grouped(shared):
-        names = [_told(state, uses[state]) for state in states]
-        reduce_amaxes([state.amax for state in states], names, group, new=not all(state.agreed for state in states))
-        for state in states:
-            state.agreed = True
+def _reduce(states: Sequence[DelayedScalingState], names: Sequence[str], group: ProcessGroup | None) -> None:
+    """Slot 0 of every history becomes its maximum over the ranks of the group."""
+    reduce_amaxes([state.amax for state in states], names, group, new=not all(state.agreed for state in states))
+    for state in states:
+        state.agreed = True
 
 
 def _told(state: DelayedScalingState, use: LastUse) -> str:

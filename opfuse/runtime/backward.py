@@ -68,8 +68,7 @@ class BackwardPass:
         handed = given([*grad_outputs.values(), *saved])
         saved.clear()
         grad_outputs.clear()
-        with without_autocast(self.plan.key.env.device):
-            results = iter(backward.program(handed))
+        results = iter(without_autocast(self.plan.key.env.device, backward.program, handed))
         return [next(results) if present else None for present in backward.present]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ import torch
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.tensors.tensor import QuantizedTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_KNOWN = frozenset((*_PLAIN, QuantizedTensor, type(None)))
+
+# Mapped over tensors, since every call of a pipeline looks at all that it reads: no function of Python runs for each.
+_ADDRESS, _STRIDES, _SHOWN = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device")
+_OFFSET = (VECTOR - 1).__and__
+"""Of an address from the last multiple of VECTOR, a power of two."""
 
 
 def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -18,33 +25,35 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
 
     None for a tensor of an unknown class, and for two tensors over the same memory, since each counts its own writes.
     """
-    look: list[Any] = []
-    addresses: list[int] = []
-    seen: list[torch.Tensor] = []
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind in _PLAIN:
-            leaves = (tensor,)
-        elif kind is QuantizedTensor:
-            look.append((tensor.shape, tensor.signature))
-            leaves = tensor.held.tensors()
-        elif tensor is None:
-            look.append(None)
-            continue
-        else:
-            return None
-        for leaf in leaves:
-            address = leaf.data_ptr()
-            if address:  # a tensor without elements, as of a group without rows, lies nowhere
-                addresses.append(address)
-                seen.append(leaf)
-            look.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, address % VECTOR))
+    kinds = frozenset(map(type, tensors))
+    plain = kinds <= _PLAIN
+    if not plain and not kinds <= _KNOWN:
+        return None
+    leaves = tensors if plain else [leaf for tensor in tensors for leaf in _leaves(tensor)]
+    addresses = [*map(_ADDRESS, leaves)]
+    look: list[Any] = [*map(_SHOWN, leaves), *map(_STRIDES, leaves), *map(_OFFSET, addresses)]
+    if not plain:
+        look += [_structure(tensor) for tensor in tensors]
     if len(set(addresses)) < len(addresses):
-        first = [addresses.index(address) for address in addresses]
-        if any(seen[i] is not leaf for i, leaf in zip(first, seen)):
+        lying = [(leaf, address) for leaf, address in zip(leaves, addresses) if address]  # one without elements lies nowhere
+        places = [address for _, address in lying]
+        first = [places.index(address) for address in places]
+        if any(lying[i][0] is not leaf for i, (leaf, _) in zip(first, lying)):
             return None
-        look += first
+        return (*look, *first)
     return tuple(look)
+
+
+def _leaves(tensor: Any) -> Sequence[torch.Tensor]:
+    """What lies in memory of a plain tensor, a quantized one or None."""
+    if tensor is None:
+        return ()
+    return tensor.held.tensors() if type(tensor) is QuantizedTensor else (tensor,)
+
+
+def _structure(tensor: Any) -> Any:
+    """What a look says of a tensor beside its leaves: which there are, and what they mean."""
+    return (tensor.shape, tensor.signature) if type(tensor) is QuantizedTensor else tensor is None
 
 
 def given(tensors: Sequence[Any]) -> list[torch.Tensor]:

@@ -218,8 +218,7 @@ class Repeater:
         # Hooks of saved tensors, such as a checkpoint's, may count what is saved, or compare it with an earlier call.
         if recorded.packing is not None and saving_hooks(True) is None:
             self._packing, program = recorded.packing, recorded.packing.forward
-        with without_autocast(self.plan.key.env.device):
-            results = program(self._given)
+        results = without_autocast(self.plan.key.env.device, program, self._given)
         self._given = []
         self._saved = results[recorded.results :]
         return recorded.values(results)

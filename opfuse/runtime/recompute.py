@@ -126,10 +126,11 @@ def _search(pipeline: CalledPipeline, frame: FrameType | None) -> Callable[[Runs
 def check_once(label: str) -> None:
     """UnsupportedError for a backward pass inside the function of a checkpoint, which would count its amaxes twice.
 
-    For plans whose gradients have delayed scales. Checked once in each pass.
+    For plans whose gradients have delayed scales. Checked once in each pass, and only where a checkpoint may be: a pass has, on
+    every thread, the hooks and the mode of the code that called it.
     """
     task = _in_backward()
-    if task == _CHECKED[0]:
+    if task == _CHECKED[0] or (task >= 0 and saving_hooks(True) is None and _outside_function()):
         return
     stacks = _waiting(sys._getframe(1))
     if any(found.again is None and found.strict for frame in stacks for found in _checkpoints(frame, beyond=True)):

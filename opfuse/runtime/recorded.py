@@ -6,7 +6,6 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -85,9 +84,12 @@ def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: ra
     return None
 
 
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Turns torch.autocast off around a program: it has acted on the ops when they were recorded."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+def without_autocast(device: str, program: Program, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a program, which runs without torch.autocast: that has acted on the ops when they were recorded."""
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return program(given)
+    return program(given)
 
 
 @dataclass(eq=False)

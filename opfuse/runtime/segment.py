@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ class _SegmentFunction(torch.autograd.Function):
     def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = _published(runner.forward(tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
-        inputs = {id(t) for t in tensors}
         for value, tensor in runner.dirty:
-            if id(tensor) in inputs:
+            if any(tensor is each for each in tensors):
                 ctx.mark_dirty(tensor)
                 if not any(tensor is output for output in outputs):
                     outputs.append(tensor)
@@ -96,7 +96,7 @@ def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     """The saved tensors, one by one. Unless the graph is retained, nothing else holds a tensor once it was yielded."""
     saved = list(reversed(_saved_tensors(ctx)))
     ctx.maybe_clear_saved_tensors()
-    yield from _popped(saved)
+    return _popped(saved)
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -172,8 +172,8 @@ def _gradients(
 
 
 def _popped(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    while tensors:
-        yield tensors.pop()
+    """From the last to the first. No generator: most passes take all at once, in one call."""
+    return map(tensors.pop, repeat(-1, len(tensors)))
 
 
 # -- a plan --------------------------------------------------------------------------------------------------------------------

@@ -72,8 +72,7 @@ class _Repeated:
         look = None if by or not programs.limit else _look(source)
         found = None if look is None else programs.get(look)
         if isinstance(found, RecordedValues):
-            with without_autocast(self.plan.key.env.device):
-                return found.values(found.program(given([source])))[0]
+            return found.values(without_autocast(self.plan.key.env.device, found.program, given([source])))[0]
         if look is None or found is REFUSED or programs.is_new(look) or is_capturing():
             return self.cast(source, *by)
         return self._recorded(source, look, programs)

@@ -25,6 +25,7 @@ from opfuse.recipes import (
     touch_backward,
     touch_forward,
 )
+from opfuse.recipes.delayed import LastUse
 from opfuse.recipes.passes import Pass, running
 from opfuse.recipes.pending import _update
 from tests.processes import printed
@@ -599,7 +600,7 @@ def test_an_update_that_is_prepared_is_of_the_tensors_that_states_have_now():
                 state.amax.fill_(float(2 * call + i + 1))
             wanted = [(state.amax_history.clone(), state.scale.clone(), state.left_out.clone()) for state in states]
             delayed_update(*zip(*wanted), [rule, rule])
-            _update(states, [rule, rule])
+            _update({state: LastUse(rule, None, False, "a cast") for state in states})
             for state, (history, scale, _) in zip(states, wanted):
                 assert torch.equal(state.amax_history, history)
                 assert torch.equal(state.scale, scale)

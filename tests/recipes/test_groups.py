@@ -1,5 +1,7 @@
 """Amaxes over processes: each state is reduced over the group of its forward, and as bits, so that no NaN is lost."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,12 @@ def test_gradients_are_reduced_over_the_group_of_their_forward_and_no_nan_is_los
 
 @pytest.fixture
 def _beside_another_rank(monkeypatch):
+    with beside_another_rank(monkeypatch):
+        yield
+
+
+@contextlib.contextmanager
+def beside_another_rank(monkeypatch):
     """A group whose other rank casts tensors of the same names, each with 8 as its largest element."""
 
     def largest(words, **_):
@@ -62,8 +70,10 @@ def _beside_another_rank(monkeypatch):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "all_reduce", largest)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_beside_another_rank")
@@ -75,3 +85,22 @@ def test_a_scale_follows_the_largest_element_on_any_rank_that_shares_it(shared, 
     y.backward(torch.full_like(y, 2.0))
     state = op.quantizer_states.to_dict()
     assert (state["input/scale"].item(), state["grad_output/scale"].item()) == (448.0 / amax, 57344.0 / amax)
+
+
+def test_updates_that_are_bound_ask_ranks_while_there_are_any(monkeypatch):
+    """Steps repeat what was bound for a plan, and whether there are ranks is in its key."""
+    op, recipe = ops.BasicLinear(16, 16), DelayedScaling(amax_history_len=1)
+
+    def steps():
+        for _ in range(6):
+            with autocast(recipe=recipe):
+                y = op(torch.full((16, 16), 2.0))
+            y.backward(torch.full_like(y, 2.0))
+        state = op.quantizer_states.to_dict()
+        return 448.0 / state["input/scale"].item(), 57344.0 / state["grad_output/scale"].item()
+
+    assert steps() == (2.0, 2.0)
+    for _ in range(2):
+        with beside_another_rank(monkeypatch):
+            assert steps() == (8.0, 8.0)
+        assert steps() == (2.0, 2.0)

@@ -434,6 +434,44 @@ def test_a_backward_pass_inside_a_checkpoint_is_seen_from_a_thread_of_autograd(r
     assert "inside the function of a checkpoint" in str(seen[1])
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_backward_pass_inside_a_checkpoint_is_seen_deep_in_others(reentrant: bool | None) -> None:
+    """Autograd runs passes that are 60 deep in others on a thread of its own, where no frame tells of the checkpoint."""
+    seen: list[int] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if ctx.depth:
+                nested(ctx.depth - 1)
+                return grad, None
+            seen.append(threading.get_ident())
+            recompute.check_once("a pipeline")
+            return grad, None
+
+    def nested(depth: int) -> None:
+        with torch.enable_grad():
+            Nested.apply(torch.ones(1, requires_grad=True), depth).backward()
+
+    def stepped(x: torch.Tensor) -> torch.Tensor:
+        nested(61)
+        return 2 * x
+
+    x = torch.ones(2, requires_grad=True)
+    if reentrant is None:
+        stepped(x)
+    else:
+        with pytest.raises(UnsupportedError, match="inside the function of a checkpoint"):
+            torch.utils.checkpoint.checkpoint(stepped, x, use_reentrant=reentrant)
+    assert threading.get_ident() not in seen
+    assert len(seen) == 1
+
+
 def test_validation_in_a_checkpoint_counts_no_amax() -> None:
     model = block().eval()
     x = torch.randn(32, 64, dtype=torch.bfloat16)

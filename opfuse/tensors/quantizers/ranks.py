@@ -11,9 +11,13 @@ AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...]
 """Processes that find an amax together: None is all of them, a tuple one group after the other."""
 
 
+HAS_RANKS = dist.is_available()
+"""Whether this torch has torch.distributed."""
+
+
 def in_distributed_run() -> bool:
     """Whether this process is one of a group of torch.distributed."""
-    return dist.is_available() and dist.is_initialized()
+    return HAS_RANKS and dist.is_initialized()
 
 
 def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:

@@ -7,7 +7,7 @@ device only emulates are measured at the first size. Of some layers it is also m
 waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
 
 Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured, and how long rows take from the tokens to
-FP8 blocks: read through their index by the cast, or copied and then cast.
+FP8: read through their index by the cast, or copied and then cast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from opfuse import ops, recipes
 from opfuse.compiler.registry import use_rules
 from opfuse.fusions import RULES
 from opfuse.recipes.policy import OVERRIDES
-from opfuse.tensors.quantizers import Float8BlockQuantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8RowQuantizer,
+    Quantizer,
+)
 from opfuse.tensors.ragged import cast_in_groups
 
 ROWS = (16384, 32768, 65536, 98304)
@@ -224,8 +230,29 @@ def mixture(problem: Mixture, device: str) -> ops.Sequential:
     return ops.Sequential(gate, up, act, down, combine)
 
 
+FP8 = torch.float8_e4m3fn
+
+
+class Read(NamedTuple):
+    """A recipe under which casts read rows through their index, and how it casts the inputs of a group."""
+
+    recipe: recipes.Recipe
+    quantizer: Callable[[str], Quantizer]
+
+
+READ = {
+    "fp8_block": Read(recipes.Float8BlockScaling(), lambda _: Float8BlockQuantizer(FP8, block_scaling_dim=1)),
+    "fp8_row": Read(recipes.CustomRecipe(qfactory="fp8_row_scaled"), lambda _: Float8RowQuantizer(FP8)),
+    "fp8_current": Read(recipes.Float8CurrentScaling(), lambda _: Float8CurrentScalingQuantizer(FP8)),
+    "delayed": Read(
+        recipes.DelayedScaling(),
+        lambda device: Float8Quantizer(torch.ones(1, device=device), torch.zeros(1, device=device), FP8),
+    ),
+}
+
+
 def steps(problem: Mixture, device: str) -> dict[str, Call]:
-    """A step of a mixture forward and back: in bf16, under blocks, and under blocks with rows copied before they are cast."""
+    """A step of a mixture forward and back: in bf16, under each recipe, and under it with rows copied before they are cast."""
     model = mixture(problem, device)
     x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16).requires_grad_()
     dy = torch.randn_like(x)
@@ -237,21 +264,27 @@ def steps(problem: Mixture, device: str) -> dict[str, Call]:
 
         return call
 
-    blocks = recipes.Float8BlockScaling()
-    return {"bf16": step(None), "fp8_block": step(blocks), "fp8_block, rows copied": step(blocks, "dispatch_cast")}
+    made = {"bf16": step(None)}
+    for name, (recipe, _) in READ.items():
+        made |= {name: step(recipe), f"{name}, {COPIED}": step(recipe, "dispatch_cast")}
+    return made
 
 
-def dispatches(problem: Mixture, device: str) -> tuple[Call, Call]:
+COPIED = "rows copied"
+"""Of a recipe, where rows are copied before they are cast."""
+
+
+def dispatches(problem: Mixture, quantizer: Callable[[str], Quantizer], device: str) -> tuple[Call, Call]:
     """Both planes of the rows of all experts: of copies of the rows, and straight from the tokens."""
     x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16)
     with torch.no_grad():
         _, splits, _, places = problem.gate(device)(x)
-    quantizer, places = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1), places.flatten()
+    each, places = [quantizer(device) for _ in range(problem.groups)], places.flatten()
     token = torch.arange(len(places), device=device) // problem.top_k
     index = torch.empty_like(places).scatter_(0, places, token)
     return (
-        lambda: cast_in_groups(quantizer, x.index_select(0, index), splits),
-        lambda: cast_in_groups(quantizer, x, splits, index),
+        lambda: cast_in_groups(each[0], x.index_select(0, index), splits, each=each),
+        lambda: cast_in_groups(each[0], x, splits, index, each=each),
     )
 
 
@@ -264,11 +297,14 @@ def mixtures(
 ) -> Iterator[Record]:
     """Milliseconds, and speeds as multiples of others'."""
     for problem in problems:
-        apart, fused, speed = turns(*dispatches(problem, device))
-        cast = {"rows copied": (apart, {}), "rows read": (fused, {APART: speed})}
+        cast: dict[str, tuple[float, dict[str, float]]] = {}
+        for name, (_, quantizer) in READ.items():
+            apart, fused, speed = turns(*dispatches(problem, quantizer, device))
+            cast |= {f"{name}, {COPIED}": (apart, {}), f"{name}, rows read": (fused, {APART: speed})}
         took = {name: timed(call) for name, call in steps(problem, device).items()}
         named = {name: (us, {SPEEDS[GROUPED]: took["bf16"] / us}) for name, us in took.items()}
-        named["fp8_block"][1][APART] = took["fp8_block, rows copied"] / took["fp8_block"]
+        for name in READ:
+            named[name][1][APART] = took[f"{name}, {COPIED}"] / took[name]
         for what, figures in (("dispatch and cast", cast), ("mixture forward + backward", named)):
             for name, (us, speeds) in figures.items():
                 for unit, value in {"ms": us / 1e3, **speeds}.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opfuse.compiler.rules import fusion, is_
+from opfuse.compiler.rules import fusion, one_of
 from opfuse.core.context import Context
 
 
@@ -20,7 +20,7 @@ def dispatch_cast(x: torch.Tensor, *, dispatch: Context, quantize: Context) -> A
 DISPATCH_CAST = fusion(
     "dispatch_cast",
     {"dispatch": "token_dispatch", "quantize": "quantize_groups"},
-    when=(is_("quantize.ragged.inputs.family", "block"),),
+    when=(one_of("quantize.ragged.inputs.family", "block", "row", "tensor"),),
     forward=dispatch_cast,
     extra_outputs=True,
 )

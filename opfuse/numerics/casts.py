@@ -25,7 +25,7 @@ from opfuse.numerics.checks import (
 from opfuse.numerics.hadamard import rotate
 from opfuse.numerics.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.numerics.philox import STREAMS, random_bytes
-from opfuse.numerics.row_groups import RowGroups, padded
+from opfuse.numerics.row_groups import RowGroups, padded, rows_read
 from opfuse.numerics.scalars import (
     FLT_MAX,
     decode,
@@ -168,7 +168,7 @@ def cast_block_groups(
     Rowwise planes do not depend on groups. Columnwise planes are those of the matrix in which each group begins on a tile
     (:func:`padded`). index: int64 (rows,), the matrix has the rows ``x[index]``; None: the matrix is ``x``.
     """
-    x = x if index is None else x.index_select(0, index)
+    x = rows_read(x, index)
     return [
         cast_block(padded(x, groups) if layout.usage == COLUMNWISE else x, [layout], eps=eps, pow2=pow2)[0] for layout in layouts
     ]

@@ -2,6 +2,8 @@
 
 Rowwise planes are of the matrix, columnwise ones of that in which each group begins on a tile, with codes 0 between the groups
 (row_groups.py). Every group has a scale of its own, or every column of every group. Nothing waits for a device.
+
+index: int64 (rows,), which row of ``x`` each row of the matrix is; None: the matrix is ``x``.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from opfuse.formats import COLUMNWISE, ROWWISE, Usage
 from opfuse.numerics.casts import Encoded, cast_delayed, cast_tensor, line_amaxes
 from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, lines_of, store_data
-from opfuse.numerics.row_groups import RowGroups, padded
+from opfuse.numerics.row_groups import RowGroups, padded, rows_read
 from opfuse.numerics.scalars import encode
 from opfuse.numerics.scales import decode_scale, reciprocal, scale_from_amax
 
 
-def group_amaxes(x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+def group_amaxes(x: torch.Tensor, groups: RowGroups, *, index: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 (groups,), the largest ``|x|`` of each; 0 of one without rows; inf and NaN propagate."""
     (rows,) = line_amaxes(x, [ROWWISE])
-    return _raised(rows.new_zeros(groups.number), groups.of_rows(), rows)
+    return _raised(rows.new_zeros(groups.number), groups.of_rows(), rows_read(rows, index))
 
 
 def _raised(numbers: torch.Tensor, index: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -32,20 +34,34 @@ def _raised(numbers: torch.Tensor, index: torch.Tensor, to: torch.Tensor) -> tor
 
 
 def cast_current_groups(
-    x: torch.Tensor, groups: RowGroups, amaxes: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+    x: torch.Tensor,
+    groups: RowGroups,
+    amaxes: torch.Tensor,
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pow2: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Data of per-tensor planes, each group under the scale of its amax, fp32 (groups,), and decode scales (groups, 1)."""
-    rowwise = check_group_cast(x, groups, layouts, family="tensor", where="cast_current_groups")
+    x = rows_read(x, index)
+    rowwise = check_group_cast(x.shape, x.dtype, groups, layouts, family="tensor", where="cast_current_groups")
     scale = scale_from_amax(amaxes, layouts[0].element.max, eps=eps, pow2=pow2)
     (codes,) = cast_tensor(x, scale[groups.of_rows(), None], [rowwise])
     return _placed(codes, groups, layouts), decode_scale(scale, amaxes)[:, None]
 
 
 def cast_recording_groups(
-    x: torch.Tensor, groups: RowGroups, states: Sequence[tuple[torch.Tensor, torch.Tensor]], layouts: Sequence[Layout]
+    x: torch.Tensor,
+    groups: RowGroups,
+    states: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Likewise under scales that are known. states: of each group its scale and an amax, fp32 (1,), which is raised in place."""
-    rowwise = check_group_cast(x, groups, layouts, family="tensor", where="cast_recording_groups")
+    x = rows_read(x, index)
+    rowwise = check_group_cast(x.shape, x.dtype, groups, layouts, family="tensor", where="cast_recording_groups")
     for (_, amax), found in zip(states, group_amaxes(x, groups).split(1), strict=True):
         amax.copy_(torch.maximum(amax, found))
     scale = torch.cat([scale for scale, _ in states])
@@ -53,8 +69,11 @@ def cast_recording_groups(
     return _placed(codes, groups, layouts), reciprocal(scale)[:, None]
 
 
-def group_line_amaxes(x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage]) -> list[torch.Tensor]:
+def group_line_amaxes(
+    x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage], *, index: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """fp32 for each usage, as :func:`line_amaxes`: (rows,) of rows, (groups, columns) of the columns of each group."""
+    x = rows_read(x, index)
     found = dict(zip(usages, line_amaxes(x, usages)))
     if COLUMNWISE in found:
         index = groups.of_rows()[:, None].expand(x.shape)
@@ -68,6 +87,7 @@ def cast_lines_groups(
     amaxes: Sequence[torch.Tensor],
     layouts: Sequence[Layout],
     *,
+    index: torch.Tensor | None = None,
     eps: float = 0.0,
     pow2: bool = False,
 ) -> list[Encoded]:
@@ -75,7 +95,8 @@ def cast_lines_groups(
 
     Columns of a group without rows have the scale 0.
     """
-    check_group_cast(x, groups, layouts, family="row", where="cast_lines_groups")
+    x = rows_read(x, index)
+    check_group_cast(x.shape, x.dtype, groups, layouts, family="row", where="cast_lines_groups")
 
     def plane(layout: Layout, amax: torch.Tensor) -> Encoded:
         scale = scale_from_amax(amax, layout.element.max, eps=eps, pow2=pow2)
@@ -90,16 +111,25 @@ def cast_lines_groups(
 
 
 def cast_row_groups(
-    x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+    x: torch.Tensor,
+    groups: RowGroups,
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pow2: bool = False,
 ) -> list[Encoded]:
     """:func:`cast_lines_groups` under the amaxes of ``x``. Rows know no groups: they are those of :func:`cast_row`."""
+    x = rows_read(x, index)
     amaxes = group_line_amaxes(x, groups, [layout.usage for layout in layouts])
     return cast_lines_groups(x, groups, amaxes, layouts, eps=eps, pow2=pow2)
 
 
-def check_group_cast(x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, family: str, where: str) -> Layout:
-    """The rowwise layout of ``x``; QuantizerError or DtypeError unless ``layouts`` are planes of it in these groups."""
-    return _check_group_cast(tuple(x.shape), x.dtype, groups.padded_rows, tuple(layouts), family=family, where=where)
+def check_group_cast(
+    shape: Sequence[int], dtype: torch.dtype, groups: RowGroups, layouts: Sequence[Layout], *, family: str, where: str
+) -> Layout:
+    """The rowwise layout of a matrix; QuantizerError or DtypeError unless ``layouts`` are planes of it in these groups."""
+    return _check_group_cast(tuple(shape), dtype, groups.padded_rows, tuple(layouts), family=family, where=where)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -99,6 +99,11 @@ def row_groups(splits: torch.Tensor, rows: int) -> torch.Tensor:
     return table.flatten().to(splits.device)
 
 
+def rows_read(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """The matrix that a cast of groups is of: rows ``index`` of ``x`` (tokens, columns), int64 (rows,); None: ``x``."""
+    return x if index is None else x.index_select(0, index)
+
+
 def padded(x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
     """``x`` (rows, columns) with each group on a tile, and zeros between them: (padded rows, columns)."""
     return x.new_zeros(groups.padded_rows, x.shape[1]).index_copy_(0, groups.places(), x)

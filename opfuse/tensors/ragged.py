@@ -106,7 +106,7 @@ def cast_in_groups(
 ) -> QuantizedStorage:
     """Planes of ``x`` (..., K), whose groups of ``splits`` rows are cast apart, by a quantizer of :func:`casts_in_groups`.
 
-    index: int64 (M,); then the planes are those of ``x[index]`` of a matrix ``x``; kernels that can read through an index do not
+    index: int64 (M,); then the planes are those of ``x[index]`` of a matrix ``x``; kernels read through the index, and do not
     make these rows. Splits on the CPU are copied. If they do not add up to the rows, the device stops with an assertion; nothing
     is read or written outside of ``x`` and its planes. each: the quantizers of the groups, if these have states of their own.
     """
@@ -116,10 +116,8 @@ def cast_in_groups(
     groups = RowGroups(row_groups(there, rows), rows, len(splits))
     formats = dict(zip(USAGES, quantizer.formats))
     layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]
-    matrix, made = x.detach().reshape(-1, columns), _CASTS[type(quantizer)]
-    options = {} if index is None or not made.indexed else {"index": index}
-    read = matrix if index is None or options else matrix.index_select(0, index)
-    encoded = made.cast(each or (quantizer,) * len(splits), read, groups, layouts, **options)
+    matrix = x.detach().reshape(-1, columns)
+    encoded = _CASTS[type(quantizer)].cast(each or (quantizer,) * len(splits), matrix, groups, layouts, index)
     planes = {
         layout.usage: RaggedPlane(usage=layout.usage, format=layout.format, shape=shape, data=data, scale=scale, groups=groups)
         for layout, (data, scale) in zip(layouts, encoded, strict=True)
@@ -128,23 +126,31 @@ def cast_in_groups(
     return QuantizedStorage(given, x.dtype, rowwise, columnwise, quantizer._why)
 
 
+_Index = torch.Tensor | None
+
+
 def _blocks(
-    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, index: torch.Tensor | None = None
+    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
 ) -> Sequence[Encoded]:
     return cast_block_groups(x, groups, layouts, index=index, **_options(each))
 
 
-def _rows(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
-    return cast_row_groups(x, groups, layouts, **_options(each))
+def _rows(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index) -> Sequence[Encoded]:
+    return cast_row_groups(x, groups, layouts, index=index, **_options(each))
 
 
-def _current(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
-    data, scales = cast_current_groups(x, groups, group_amaxes(x, groups), layouts, **_options(each))
+def _current(
+    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
+) -> Sequence[Encoded]:
+    amaxes = group_amaxes(x, groups, index=index)
+    data, scales = cast_current_groups(x, groups, amaxes, layouts, index=index, **_options(each))
     return [(plane, scales) for plane in data]
 
 
-def _delayed(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout]) -> Sequence[Encoded]:
-    data, scales = cast_recording_groups(x, groups, [(q.scale, q.amax) for q in each], layouts)
+def _delayed(
+    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
+) -> Sequence[Encoded]:
+    data, scales = cast_recording_groups(x, groups, [(q.scale, q.amax) for q in each], layouts, index=index)
     return [(plane, scales) for plane in data]
 
 
@@ -155,16 +161,15 @@ def _options(each: Sequence[Any]) -> Mapping[str, Any]:
 
 class _CastOfGroups(NamedTuple):
     """How kernels cast groups by quantizers of one class. cast: takes a quantizer for each group. takes: whether kernels cast by
-    the settings of a quantizer. indexed: whether they read rows through an index.
+    the settings of a quantizer.
     """
 
     cast: Callable[..., Sequence[Encoded]]
     takes: Callable[[Any], bool]
-    indexed: bool = False
 
 
 _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
-    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1, indexed=True),
+    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1),
     Float8RowQuantizer: _CastOfGroups(_rows, lambda q: not q.runs_in_torch),
     Float8CurrentScalingQuantizer: _CastOfGroups(_current, lambda q: not (q.runs_in_torch or q.with_amax_reduction)),
     Float8Quantizer: _CastOfGroups(_delayed, lambda _: True),

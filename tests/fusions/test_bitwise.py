@@ -112,10 +112,9 @@ def _no_quantized_gradient(recipe: Recipe | None) -> tuple[str, ...]:
 
 
 def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
-    casts = recipe is None or (recipe.kind == "fp8_block" and recipe.backward_override is None)
-    known = {"fp8_current": "'tensor'", "delayed": "'tensor'", "custom": "'row'"}
-    got = known.get(recipe.kind, "nothing") if recipe is not None and recipe.backward_override is None else "nothing"
-    return () if casts else ("quantize.ragged.inputs.family", "'block'", got)
+    known = ("fp8_block", "fp8_current", "delayed", "custom")
+    casts = recipe is None or (recipe.kind in known and recipe.backward_override is None)
+    return () if casts else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", "nothing")
 
 
 REFUSED = {"backward_activation_bias": _no_quantized_gradient, "dispatch_cast": _no_cast_in_groups}

@@ -23,6 +23,13 @@ from tests.compiler.harness import UNFUSED, Step, differences, randn, run
 
 BF16 = torch.bfloat16
 BLOCKS = recipes.Float8BlockScaling()
+ROWS = recipes.CustomRecipe(qfactory="fp8_row_scaled")
+RECIPES: dict[str, recipes.Recipe] = {
+    "blocks": BLOCKS,
+    "rows": ROWS,
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(amax_history_len=4),
+}
 TOKENS, K, GROUPS, TOP_K = 37, 128, 4, 2
 
 
@@ -71,11 +78,13 @@ SHAPES = [(37, 4, 2), (1, 4, 4), (5, 4, 1), (200, 2, 1), (300, 16, 3)]
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("tokens", "groups", "top_k"), SHAPES)
 @pytest.mark.parametrize("grad", [True, False])
-def test_r4_rows_cast_as_they_are_read_have_the_bits_of_copies(tokens, groups, top_k, grad):
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_r4_rows_cast_as_they_are_read_have_the_bits_of_copies(recipe, tokens, groups, top_k, grad):
     model, x = wired(layer(groups, single_grouped_weight=True), groups=groups, top_k=top_k), randn(tokens, K)
     for parameter in model.parameters():
         parameter.requires_grad_(grad)
-    fused, unfused = (run(model, x, step=Step(BLOCKS, rules, input_grad=grad)) for rules in (RULES, UNFUSED))
+    steps = 2 if recipe.kind == "delayed" else 1  # whose scales are those of the step before
+    fused, unfused = (run(model, x, step=Step(recipe, rules, input_grad=grad, steps=steps)) for rules in (RULES, UNFUSED))
     assert differences(fused.tensors, unfused.tensors) == []
     assert fused.outcomes("dispatch_cast")[0].status == "fused"
 
@@ -91,14 +100,29 @@ def test_a_cast_through_an_index_is_that_of_the_rows(usages):
     assert all(map(torch.equal, found.tensors(), wanted.tensors()))
 
 
+BOTH, ALONE = ("ROWWISE=1", "COLUMNWISE=1"), ("ROWWISE=1", "COLUMNWISE=0")
+THROUGH_AN_INDEX = {
+    ("blocks", True): [("cast_block_groups", *BOTH)],
+    ("blocks", False): [("cast_block_groups", *ALONE)],
+    ("rows", True): [("amax_lines", "GROUPED=1"), ("cast_lines", *BOTH)],
+    ("rows", False): [("cast_row",)],
+    ("current", True): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *BOTH)],
+    ("current", False): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *ALONE)],
+    ("delayed", True): [("cast_tensor_groups", "RECORD=1", *BOTH)],
+    ("delayed", False): [("cast_tensor_groups", "RECORD=1", *ALONE)],
+}
+"""What a GPU is asked for, by recipe and whether weights have gradients. Amaxes of tokens, under "current", need no index."""
+
+
 @pytest.mark.usefixtures("on_device")
-def test_rows_are_read_by_the_kernel_that_casts_them(monkeypatch):
-    """A GPU is asked for one cast through an index; the only copies of rows left are those of sums over the rows of a token."""
+@pytest.mark.parametrize(("recipe", "grad"), THROUGH_AN_INDEX)
+def test_rows_are_read_by_the_kernel_that_casts_them(recipe, grad, monkeypatch):
+    """The only copies of rows left are those of sums over the rows of a token."""
     launched = []
 
     def call(self, *args, **kwargs):
         if kwargs.get("index") is not None:
-            self.run(lambda variant, entry, *_, device: launched.append((entry, variant.defines)), *args, **kwargs)
+            self.run(lambda variant, entry, *_, device: launched.append((entry, *variant.defines)), *args, **kwargs)
             assert args[0].shape == (TOKENS, K)
         return self.reference(*args, **kwargs)
 
@@ -106,12 +130,14 @@ def test_rows_are_read_by_the_kernel_that_casts_them(monkeypatch):
     model, x = wired(layer()), randn(TOKENS, K)
     copies = {}
     for rules in (RULES, UNFUSED):
-        with Step(BLOCKS, rules).scope(), torch.no_grad(), _Copies() as seen:
+        with Step(RECIPES[recipe], rules).scope(), torch.set_grad_enabled(grad), _Copies() as seen:
             model(x)
         copies[rules] = seen.made
-    ((entry, defines),) = launched
-    assert entry == "cast_block_groups"
-    assert {"INDEXED=1", "ROWWISE=1", "COLUMNWISE=0"} <= {*defines}
+    found = [each for each in launched if "INDEXED=1" in each]
+    for (entry, *defines), (wanted, *among) in zip(found, THROUGH_AN_INDEX[recipe, grad], strict=True):
+        assert entry == wanted
+        assert {*among} <= {*defines}
+    assert [entry for entry, *defines in launched if "INDEXED=1" not in defines] == ["amax_lines"] * (recipe == "current")
     assert copies[UNFUSED].count((TOKENS * TOP_K, K)) == 1
     assert copies[RULES].count((TOKENS * TOP_K, K)) == 1  # that of the definition, which ran in place of the kernel
 
@@ -125,23 +151,24 @@ def told(model: torch.nn.Module, recipe: recipes.Recipe | None, *extras: torch.T
     return found.status, found.guard and f"{found.guard}: {found.wanted}", found.got
 
 
-NO_CAST, OTHER_CAST = (("missed", "quantize.ragged.inputs.family: 'block'", got) for got in ("nothing", "'tensor'"))
+NO_CAST = ("missed", "quantize.ragged.inputs.family: one of ('block', 'row', 'tensor')", "nothing")
 NO_PLACE = "pattern.quantize: quantize_groups"
 
 
 @pytest.mark.parametrize(
     ("make", "recipe", "wanted"),
     [
-        (lambda: wired(layer()), BLOCKS, ("fused", None, None)),
+        *((lambda: wired(layer()), recipe, ("fused", None, None)) for recipe in RECIPES.values()),
         (lambda: wired(layer()), None, ("absent", NO_PLACE, "grouped_linear")),
         (lambda: wired(layer()), recipes.MXFP8BlockScaling(), NO_CAST),
-        (lambda: wired(layer()), recipes.Float8CurrentScaling(), OTHER_CAST),
+        (lambda: wired(layer()), recipes.NVFP4BlockScaling(), NO_CAST),
+        (lambda: wired(layer()), recipes.Float8CurrentScaling(backward_override="high_precision"), NO_CAST),
         (lambda: wired(layer()), recipes.Float8BlockScaling(backward_override="dequantized"), NO_CAST),
         (lambda: wired(layer(bias=True)), BLOCKS, NO_CAST),
         (lambda: wired(layer(), ops.MakeExtraOutput()), BLOCKS, ("absent", NO_PLACE, "make_extra_output")),
         (lambda: wired(layer(), ops.GELU()), BLOCKS, ("absent", NO_PLACE, "gelu")),
     ],
-    ids=["fires", "no recipe", "mxfp8", "per tensor", "override", "bias", "another reader", "an op between"],
+    ids=[*RECIPES, "no recipe", "mxfp8", "nvfp4", "high precision", "override", "bias", "another reader", "an op between"],
 )
 def test_it_is_told_why_rows_are_copied(make, recipe, wanted):
     assert told(make(), recipe) == wanted

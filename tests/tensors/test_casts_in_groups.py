@@ -22,7 +22,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 @pytest.mark.parametrize("sizes", [(100, 0, 28, 1), (129,)], ids=str)
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_a_cast_through_an_index_is_that_of_the_rows(kind, sizes):
-    """Of every kind, whether kernels read through an index or rows are copied first; of a group alone as well."""
+    """Of every kind; of a group alone as well."""
     x, splits = randn(50, 144).to(BF16), torch.tensor(sizes)
     index = torch.randint(50, (129,), generator=torch.Generator().manual_seed(1))
     each, other = ([QUANTIZERS[kind](i) for i in range(len(sizes))] for _ in range(2))

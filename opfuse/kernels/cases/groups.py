@@ -59,6 +59,12 @@ def known_groups(sizes: str, device: torch.device) -> RowGroups:
     return RowGroups(row_groups.reference(splits, rows).to(device), rows, len(splits))
 
 
+def _index(groups: RowGroups, read: int) -> torch.Tensor:
+    """Which of so many rows each row of the groups is: most of them several times, some of them never."""
+    drawn = torch.randint(read, (groups.rows,), generator=torch.Generator().manual_seed(3))
+    return drawn.to(groups.table.device)
+
+
 def _table(sizes: str, dtype: torch.dtype, device: torch.device) -> Arguments:
     return Arguments((torch.tensor(SIZES[sizes], dtype=dtype, device=device), sum(SIZES[sizes])))
 
@@ -76,12 +82,11 @@ class _GroupsCast(NamedTuple):
         shape = groups.rows, self.columns
         read = 1 + groups.rows // 2 if self.indexed else groups.rows
         x = matrix(self.sizes, lambda draw, dtype: hard(read, self.columns, draw, dtype), DTYPES[self.dtype], device)
-        index = torch.randint(read, (groups.rows,), generator=torch.Generator().manual_seed(3)).to(device)
         shapes = {ROWWISE: shape, COLUMNWISE: (groups.padded_rows, self.columns)}
         fmt = fp8_block(E4M3 if self.pow2 else E5M2, 1)
         layouts = [Layout(fmt, usage, shapes[usage]) for usage in self.usages]
         options = {"eps": 0.0 if self.pow2 else 0.25, "pow2": self.pow2}
-        return Arguments((x, groups, layouts), {**options, "index": index} if self.indexed else options)
+        return Arguments((x, groups, layouts), {**options, "index": _index(groups, read)} if self.indexed else options)
 
 
 class _GroupsProduct(NamedTuple):
@@ -163,17 +168,21 @@ class _ScaledCast(NamedTuple):
     dtype: str
     usages: Sequence[Usage]
     pow2: bool
+    indexed: bool
 
-    def matrix(self, groups: RowGroups, device: torch.device) -> torch.Tensor:
-        """Hard values; if there are enough rows, one NaN and one infinity among them."""
+    def read(self, device: torch.device) -> tuple[torch.Tensor, RowGroups, dict[str, Any]]:
+        """A matrix of hard values, one NaN and one infinity among them if there are enough rows; its groups; an index, if any."""
+        groups = known_groups(self.sizes, device)
+        rows = 1 + groups.rows // 2 if self.indexed else groups.rows
 
         def made(draw: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-            x = hard(groups.rows, self.columns, draw, dtype)
-            if groups.rows > 40:
+            x = hard(rows, self.columns, draw, dtype)
+            if rows > 40:
                 x[-1, -1], x[40, self.columns // 2] = -torch.inf, torch.nan
             return x
 
-        return matrix(self.sizes, made, DTYPES[self.dtype], device)
+        x = matrix(self.sizes, made, DTYPES[self.dtype], device)
+        return x, groups, {"index": _index(groups, rows)} if self.indexed else {}
 
     def layouts(self, groups: RowGroups, of: Callable[[Element], NumberFormat]) -> list[Layout]:
         shapes = {ROWWISE: (groups.rows, self.columns), COLUMNWISE: (groups.padded_rows, self.columns)}
@@ -184,37 +193,41 @@ class _ScaledCast(NamedTuple):
         return {"eps": 0.0 if self.pow2 else 0.25, "pow2": self.pow2}
 
     def amaxes(self, device: torch.device) -> Arguments:
-        groups = known_groups(self.sizes, device)
-        return Arguments((self.matrix(groups, device), groups))
+        x, groups, index = self.read(device)
+        return Arguments((x, groups), index)
 
     def line_amaxes(self, device: torch.device) -> Arguments:
-        return Arguments((*self.amaxes(device).args, self.usages))
+        x, groups, index = self.read(device)
+        return Arguments((x, groups, self.usages), index)
 
     def current(self, device: torch.device) -> Arguments:
-        x, groups = self.amaxes(device).args
-        return Arguments((x, groups, group_casts.group_amaxes(x, groups), self.layouts(groups, fp8_tensor)), self.rule)
+        x, groups, index = self.read(device)
+        amaxes = group_casts.group_amaxes(x, groups, **index)
+        return Arguments((x, groups, amaxes, self.layouts(groups, fp8_tensor)), {**index, **self.rule})
 
     def recording(self, device: torch.device) -> Arguments:
-        x, groups = self.amaxes(device).args
+        x, groups, index = self.read(device)
         draw = torch.Generator().manual_seed(3)
         scales = [scale.to(device) for scale in torch.exp2(torch.randint(-20, 20, (groups.number,), generator=draw)).split(1)]
         amaxes = [torch.full((1,), 0.5 * (i % 2), device=device) for i in range(groups.number)]
-        return Arguments((x, groups, [*zip(scales, amaxes)], self.layouts(groups, fp8_tensor)))
+        return Arguments((x, groups, [*zip(scales, amaxes)], self.layouts(groups, fp8_tensor)), index)
 
     def lines(self, device: torch.device) -> Arguments:
-        x, groups = self.amaxes(device).args
-        amaxes = group_casts.group_line_amaxes(x, groups, self.usages)
-        return Arguments((x, groups, amaxes, self.layouts(groups, fp8_row)), self.rule)
+        x, groups, index = self.read(device)
+        amaxes = group_casts.group_line_amaxes(x, groups, self.usages, **index)
+        return Arguments((x, groups, amaxes, self.layouts(groups, fp8_row)), {**index, **self.rule})
 
     def row(self, device: torch.device) -> Arguments:
-        x, groups = self.amaxes(device).args
-        return Arguments((x, groups, self.layouts(groups, fp8_row)), self.rule)
+        x, groups, index = self.read(device)
+        return Arguments((x, groups, self.layouts(groups, fp8_row)), {**index, **self.rule})
 
 
 _SCALED_CASTS = {
-    f"{name}, {columns} columns, {dtype}, {'+'.join(usages)}, {pow2}": _ScaledCast(name, columns, dtype, usages, pow2)
-    for (name, dtype), columns, usages, pow2 in zip(
-        itertools.product(SIZES, DTYPES),
+    f"{name}, {columns} columns, {dtype}, {'+'.join(usages)}, {pow2}{', indexed' * indexed}": _ScaledCast(
+        name, columns, dtype, usages, pow2, indexed
+    )
+    for (indexed, name, dtype), columns, usages, pow2 in zip(
+        itertools.product((False, True), SIZES, DTYPES),
         itertools.cycle((200, 67, 256, 1120)),
         itertools.cycle(_USAGES),
         itertools.cycle((True, False)),

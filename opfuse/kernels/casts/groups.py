@@ -6,7 +6,9 @@ A launch has blocks for the most tiles that groups of any sizes can take, so it 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +28,52 @@ from opfuse.numerics.row_groups import MOST_GROUPS, TALL, TILE, RowGroups, most_
 
 _TABLE, _CAST = parameter_of("row_groups.cu"), parameter_of("cast_block_groups.cu")
 _SPLITS = {torch.int32: "int", torch.int64: "long long"}
-_THREADS, _FOUR_BYTES = 256, 16
+_THREADS = 256
+FOUR_BYTES = 16
+"""Bytes of an entry of a table of groups."""
+
+
+class Reading(NamedTuple):
+    """The rows that a launch reads: contiguous ``x`` (tokens, columns), or (tokens,) of one column, and the numbers of its rows.
+
+    rows: int64, contiguous; None: all rows, in order.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix that is cast."""
+        return len(self.x if self.rows is None else self.rows), *self.x.shape[1:]
+
+    @property
+    def is_indexed(self) -> bool:
+        return self.rows is not None
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.x.shape[1:])
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row is a number of whole vectors, each on a vector's alignment."""
+        return on_bytes(self.x, VECTOR) and self.columns % PACK == 0
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """The fields ``x`` and ``index`` of a kernel's parameter."""
+        return {"x": self.x.data_ptr(), "index": 0 if self.rows is None else self.rows.data_ptr()}
+
+
+def reading(x: torch.Tensor, index: torch.Tensor | None) -> Reading:
+    """Rows of ``x``, of any layout. The values of ``index`` must be numbers of rows of ``x``; nothing checks that."""
+    return Reading(x.contiguous(), None if index is None else index.contiguous())
+
+
+def tiles_of(groups: RowGroups) -> int:
+    """The address of the tiles in the table of groups."""
+    return groups.table.data_ptr() + groups.at(TILE) * FOUR_BYTES
 
 
 @kernel("row_groups.cu", reference=grouping.row_groups, tolerance=BITWISE)
@@ -55,19 +102,14 @@ def cast_block_groups(
     eps: float = 0.0,
     pow2: bool = True,
 ) -> list[definition.Encoded]:
-    """Reads each row that is cast once. Rowwise planes do not depend on groups: alone, :func:`cast_block` makes them.
-
-    The values of ``index`` must be numbers of rows of ``x``; nothing checks that.
-    """
+    """Reads each row that is cast once. Rowwise planes do not depend on groups: alone, :func:`cast_block` makes them."""
     if index is None and all(layout.usage == ROWWISE for layout in layouts):
         return cast_block.run(launch, x, layouts, eps=eps, pow2=pow2)
-    x, index = x.contiguous(), None if index is None else index.contiguous()
-    shape = len(x if index is None else index), *x.shape[1:]
-    variant = _variant(tuple(layouts), shape, x.dtype, on_bytes(x, VECTOR), index is not None)
+    read = reading(x, index)
+    variant = _variant(tuple(layouts), read.shape, x.dtype, on_bytes(read.x, VECTOR), read.is_indexed)
     planes, blocks = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
-    tiles = groups.table.data_ptr() + groups.at(TILE) * _FOUR_BYTES
-    read = {"x": x.data_ptr(), "tiles": tiles, "index": 0 if index is None else index.data_ptr()}
-    fields = _CAST(**read, blocks=BLOCKS(**{**blocks, "rows": groups.rows}), down=groups.tiles)
+    made = BLOCKS(**{**blocks, "rows": groups.rows})
+    fields = _CAST(**read.addresses, tiles=tiles_of(groups), blocks=made, down=groups.tiles)
     grid = Grid(groups.tiles * ceil_div(x.shape[1], TILE), _THREADS)
     launch(variant, "cast_block_groups", grid, _CAST.layout, *fields, device=x.get_device())
     return planes

@@ -44,7 +44,7 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
     variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % PACK == 0)
-    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width, tiles=0)
+    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width, tiles=0, index=0)
     launch(variant, "amax_lines", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[usage] for usage in usages]
 
@@ -61,21 +61,29 @@ def cast_row(
     usages = [layout.usage for layout in layouts]
     if COLUMNWISE in usages:
         return cast_lines.run(launch, x, line_amaxes.run(launch, x, usages), layouts, eps=eps, pow2=pow2)
-    variant = _row_variant(x.shape[1], x.dtype, on_bytes(x, VECTOR), layouts[0].element.name, bool(pow2))
-    ((data, scale),) = planes = [_new_plane(layouts[0], x.device)]
-    height, width = x.shape
+    return [launch_rows(launch, x, None, layouts[0], eps=eps, pow2=pow2)]
+
+
+def launch_rows(
+    launch: Launcher, x: torch.Tensor, index: torch.Tensor | None, layout: Layout, *, eps: float, pow2: bool
+) -> definition.Encoded:
+    """The rowwise plane of a contiguous matrix, or of its rows ``index``, int64 (rows,), contiguous."""
+    variant = _row_variant(x.shape[1], x.dtype, on_bytes(x, VECTOR), layout.element.name, bool(pow2), indexed=index is not None)
+    data, scale = plane = _new_plane(layout, x.device)
+    height, width = layout.shape
     addresses = {"x": x.data_ptr(), "codes": data.data_ptr(), "scale": scale.data_ptr()}
-    fields = _ROW(**addresses, rows=height, columns=width, eps=eps, packs=rows.packs(width))
+    read = 0 if index is None else index.data_ptr()
+    fields = _ROW(**addresses, rows=height, columns=width, eps=eps, packs=rows.packs(width), index=read)
     launch(variant, "cast_row", rows.grid(height, width), _ROW.layout, *fields, device=x.get_device())
-    return planes
+    return plane
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: str, pow2: bool) -> Variant:
+def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: str, pow2: bool, *, indexed: bool) -> Variant:
     """The variant that casts rows of ``columns`` elements of ``dtype``."""
     is_aligned = on_vectors and columns % PACK == 0
     shared = rows.defines(columns, rows.held(columns, dtype.itemsize), is_aligned=is_aligned)
-    own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned]}
+    own: dict[str, Any] = {"OUT": element.upper(), "POW2": pow2, "RESIDENT": _RESIDENT[is_aligned], "INDEXED": indexed}
     return variant_of("cast_row.cu", _ROW.layout, IN=C_TYPES[dtype], **own, **shared)
 
 
@@ -101,7 +109,7 @@ def cast_lines(
         _LINE(codes=planes[u][0].data_ptr(), amax=known[u].data_ptr(), scale=planes[u][1].data_ptr()) if u in planes else _NO_LINE
         for u in USAGES
     )
-    alone = {"down": 0, "tiles": 0, "groups": 0}
+    alone = {"down": 0, "tiles": 0, "groups": 0, "index": 0}
     fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=x.shape[0], columns=x.shape[1], eps=eps, **alone)
     launch(variant, "cast_lines", grid, _LINES.layout, *fields, device=x.get_device())
     return [planes[layout.usage] for layout in layouts]

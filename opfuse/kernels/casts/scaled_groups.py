@@ -1,59 +1,56 @@
 """Casts of groups of rows (groups.py) with a scale for each group, or for each column of a group: one launch for all groups.
 
-Where scales follow from amaxes that are not known, another launch finds these first.
+Where scales follow from amaxes that are not known, another launch finds these first. For scales of groups whose rows are read
+through an index, two do: the first finds the amax of each row that there is, once for all places to which it goes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
-from opfuse.kernels.casts.row import cast_row, line_amaxes
+from opfuse.kernels.casts.groups import FOUR_BYTES, Reading, reading, tiles_of
+from opfuse.kernels.casts.row import launch_rows, line_amaxes
 from opfuse.kernels.casts.tensor import TENSOR_SCALE
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, variant_of
 from opfuse.numerics import group_casts as definition
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.checks import check_matrix, check_number
 from opfuse.numerics.group_casts import check_group_cast
 from opfuse.numerics.layouts import Layout, ceil_div
-from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups
+from opfuse.numerics.row_groups import MOST_GROUPS, RowGroups
 
 _AMAX, _AMAX_LINES = parameter_of("amax_groups.cu"), parameter_of("amax_lines.cu")
 _LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
 _NO_LINE = _LINE(codes=0, amax=0, scale=0)
-_AMAX_COLUMNS, _CAST_COLUMNS, _THREADS, _FOUR_BYTES = 256, 64, 256, 16
+_AMAX_COLUMNS, _CAST_COLUMNS, _THREADS = 256, 64, 256
 _CAPACITIES = (8, 32, MOST_GROUPS)
 """Numbers of groups for which the kernel is compiled; a launch takes the least that is enough."""
-
-
-def _tiles(groups: RowGroups) -> int:
-    """The address of the tiles in the table of groups."""
-    return groups.table.data_ptr() + groups.at(TILE) * _FOUR_BYTES
 
 
 def _grid(groups: RowGroups, columns: int, width: int) -> Grid:
     return Grid(groups.tiles * ceil_div(columns, width), _THREADS)
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
-    return on_bytes(x, VECTOR) and x.shape[1] % PACK == 0
-
-
 @kernel("amax_groups.cu", reference=definition.group_amaxes, tolerance=BITWISE)
-def group_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """Reads ``x`` once."""
+def group_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups, *, index: torch.Tensor | None = None) -> torch.Tensor:
+    """Reads ``x`` once. With an index, the amaxes of its rows are then read in the order of the index."""
     check_matrix(x.shape, x.dtype, where="group_amaxes")
-    x = x.contiguous()
     amaxes = torch.zeros(groups.number, dtype=torch.float32, device=x.device)
-    variant = variant_of("amax_groups.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=_is_aligned(x))
-    fields = _AMAX(x=x.data_ptr(), tiles=_tiles(groups), amax=amaxes.data_ptr(), columns=x.shape[1])
+    if index is not None:
+        (of_rows,) = line_amaxes.run(launch, x, [ROWWISE])
+        _raise_amaxes(launch, reading(of_rows, index), groups, {COLUMNWISE: amaxes})
+        return amaxes
+    read = reading(x, None)
+    variant = variant_of("amax_groups.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=read.is_aligned)
+    fields = _AMAX(x=read.x.data_ptr(), tiles=tiles_of(groups), amax=amaxes.data_ptr(), columns=x.shape[1])
     launch(variant, "amax_groups", _grid(groups, x.shape[1], _AMAX_COLUMNS), _AMAX.layout, *fields, device=x.get_device())
     return amaxes
 
@@ -66,12 +63,13 @@ def cast_current_groups(
     amaxes: torch.Tensor,
     layouts: Sequence[Layout],
     *,
+    index: torch.Tensor | None = None,
     eps: float = 0.0,
     pow2: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Reads ``x`` once."""
+    """Reads each row that is cast once."""
     scaling = [(0, amaxes.data_ptr() + i * amaxes.itemsize) for i in range(groups.number)]
-    return _cast(launch, x, groups, layouts, scaling, eps=eps, pow2=pow2)
+    return _cast(launch, reading(x, index), groups, layouts, scaling, eps=eps, pow2=pow2)
 
 
 @kernel("cast_tensor_groups.cu", reference=definition.cast_recording_groups, tolerance=BITWISE)
@@ -81,19 +79,21 @@ def cast_recording_groups(
     groups: RowGroups,
     states: Sequence[tuple[torch.Tensor, torch.Tensor]],
     layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Reads ``x`` once, and finds the amaxes on the way."""
+    """Reads each row that is cast once, and finds the amaxes on the way."""
     where = "cast_recording_groups"
     scaling = [
         (check_number(scale, x.device, where=f"{where} scale"), check_number(amax, x.device, where=f"{where} amax"))
         for scale, amax in states
     ]
-    return _cast(launch, x, groups, layouts, scaling, record=True)
+    return _cast(launch, reading(x, index), groups, layouts, scaling, record=True)
 
 
 def _cast(
     launch: Launcher,
-    x: torch.Tensor,
+    read: Reading,
     groups: RowGroups,
     layouts: Sequence[Layout],
     scaling: Sequence[tuple[int, int]],
@@ -106,23 +106,24 @@ def _cast(
 
     scaling: for each group the addresses of its scale, 0 if that is computed from its amax, and of its amax.
     """
-    check_group_cast(x, groups, layouts, family="tensor", where="cast_tensor_groups")
-    x = x.contiguous()
+    dtype, device = read.x.dtype, read.x.device
+    check_group_cast(read.shape, dtype, groups, layouts, family="tensor", where="cast_tensor_groups")
     usages = frozenset(layout.usage for layout in layouts)
-    types = {"IN": C_TYPES[x.dtype], "OUT": layouts[0].element.name.upper()}
-    variant, parameter = _tensor_work(usages, *types.items(), number=groups.number, ALIGNED=_is_aligned(x), RECORD=record)
-    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
-    decode = torch.empty(groups.number, 1, dtype=torch.float32, device=x.device)
+    types = {"IN": C_TYPES[dtype], "OUT": layouts[0].element.name.upper()}
+    how = {"ALIGNED": read.is_aligned, "RECORD": record, "INDEXED": read.is_indexed}
+    variant, parameter = _tensor_work(usages, *types.items(), number=groups.number, **how)
+    data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=device) for layout in layouts}
+    decode = torch.empty(groups.number, 1, dtype=torch.float32, device=device)
     rule, first = {"eps": eps, "pow2": pow2}, decode.data_ptr()
     each = [
         TENSOR_SCALE(scale=scale, amax=amax, decode_scale=first + i * decode.itemsize, **rule)
         for i, (scale, amax) in enumerate(scaling)
     ]
     out = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
-    lies = {"tiles": _tiles(groups), "columns": x.shape[1], "down": groups.tiles, "count": groups.number}
-    fields = parameter(x=x.data_ptr(), **out, **lies, groups=each)
-    grid = _grid(groups, x.shape[1], _CAST_COLUMNS)
-    launch(variant, "cast_tensor_groups", grid, parameter.layout, *fields, device=x.get_device())
+    lies = {"tiles": tiles_of(groups), "columns": read.columns, "down": groups.tiles, "count": groups.number}
+    fields = parameter(**read.addresses, **out, **lies, groups=each)
+    grid = _grid(groups, read.columns, _CAST_COLUMNS)
+    launch(variant, "cast_tensor_groups", grid, parameter.layout, *fields, device=read.x.get_device())
     return [data[layout.usage] for layout in layouts], decode
 
 
@@ -136,20 +137,29 @@ def _tensor_work(usages: frozenset[Usage], *types: tuple[str, str], number: int,
 
 
 @kernel("amax_lines.cu", reference=definition.group_line_amaxes, tolerance=BITWISE)
-def group_line_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage]) -> list[torch.Tensor]:
-    """Reads ``x`` once. Amaxes of rows do not depend on groups."""
-    if COLUMNWISE not in usages:
+def group_line_amaxes(
+    launch: Launcher, x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage], *, index: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Reads each row once. Amaxes of rows do not depend on groups."""
+    if index is None and COLUMNWISE not in usages:
         return line_amaxes.run(launch, x, usages)
     check_matrix(x.shape, x.dtype, where="group_line_amaxes")
-    x = x.contiguous()
-    rows, columns = x.shape
+    read = reading(x, index)
+    rows, columns = read.shape
     shapes = {ROWWISE: (rows,), COLUMNWISE: (groups.number, columns)}
     amaxes = {usage: torch.zeros(shapes[usage], dtype=torch.float32, device=x.device) for usage in usages}
-    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
-    variant = variant_of("amax_lines.cu", _AMAX_LINES.layout, IN=C_TYPES[x.dtype], ALIGNED=_is_aligned(x), GROUPED=True)
-    fields = _AMAX_LINES(x=x.data_ptr(), **addresses, rows=rows, columns=columns, tiles=_tiles(groups))
-    launch(variant, "amax_lines", _grid(groups, columns, _AMAX_COLUMNS), _AMAX_LINES.layout, *fields, device=x.get_device())
+    _raise_amaxes(launch, read, groups, amaxes)
     return [amaxes[usage] for usage in usages]
+
+
+def _raise_amaxes(launch: Launcher, read: Reading, groups: RowGroups, amaxes: Mapping[Usage, torch.Tensor]) -> None:
+    """Raise amaxes of rows (rows,) and of the columns of groups (groups, columns), fp32, in one launch."""
+    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
+    how = {"ALIGNED": read.is_aligned, "GROUPED": True, "INDEXED": read.is_indexed}
+    variant = variant_of("amax_lines.cu", _AMAX_LINES.layout, IN=C_TYPES[read.x.dtype], **how)
+    fields = _AMAX_LINES(**read.addresses, **addresses, rows=groups.rows, columns=read.columns, tiles=tiles_of(groups))
+    grid = _grid(groups, read.columns, _AMAX_COLUMNS)
+    launch(variant, "amax_lines", grid, _AMAX_LINES.layout, *fields, device=read.x.get_device())
 
 
 @kernel("cast_lines.cu", reference=definition.cast_lines_groups, tolerance=BITWISE)
@@ -160,13 +170,14 @@ def cast_lines_groups(
     amaxes: Sequence[torch.Tensor],
     layouts: Sequence[Layout],
     *,
+    index: torch.Tensor | None = None,
     eps: float = 0.0,
     pow2: bool = False,
 ) -> list[Encoded]:
-    """Reads ``x`` once."""
-    check_group_cast(x, groups, layouts, family="row", where="cast_lines_groups")
-    x = x.contiguous()
-    rows, columns = x.shape
+    """Reads each row that is cast once."""
+    read = reading(x, index)
+    check_group_cast(read.shape, x.dtype, groups, layouts, family="row", where="cast_lines_groups")
+    rows, columns = read.shape
     shapes = {ROWWISE: (rows,), COLUMNWISE: (groups.number, columns)}
     planes = {
         layout.usage: (
@@ -188,21 +199,31 @@ def cast_lines_groups(
         ROWWISE=ROWWISE in planes,
         COLUMNWISE=COLUMNWISE in planes,
         POW2=pow2,
-        ALIGNED=_is_aligned(x),
+        ALIGNED=read.is_aligned,
         GROUPED=True,
+        INDEXED=read.is_indexed,
     )
-    lies = {"tiles": _tiles(groups), "groups": groups.table.data_ptr() + _FOUR_BYTES, "down": groups.tiles}
-    fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=rows, columns=columns, eps=eps, **lies)
+    lies = {"tiles": tiles_of(groups), "groups": groups.table.data_ptr() + FOUR_BYTES, "down": groups.tiles}
+    fields = _LINES(**read.addresses, row=row, column=column, rows=rows, columns=columns, eps=eps, **lies)
     launch(variant, "cast_lines", _grid(groups, columns, _CAST_COLUMNS), _LINES.layout, *fields, device=x.get_device())
     return [planes[layout.usage] for layout in layouts]
 
 
 @kernel("cast_lines.cu", reference=definition.cast_row_groups, tolerance=BITWISE)
 def cast_row_groups(
-    launch: Launcher, x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
+    launch: Launcher,
+    x: torch.Tensor,
+    groups: RowGroups,
+    layouts: Sequence[Layout],
+    *,
+    index: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pow2: bool = False,
 ) -> list[Encoded]:
-    """Reads ``x`` twice. Rowwise planes do not depend on groups: alone, :func:`cast_row` makes them, and reads ``x`` once."""
+    """Reads each row that is cast twice; for a rowwise plane alone, which depends on no groups, once as :func:`cast_row` does."""
     if all(layout.usage == ROWWISE for layout in layouts):
-        return cast_row.run(launch, x, layouts, eps=eps, pow2=pow2)
-    amaxes = group_line_amaxes.run(launch, x, groups, [layout.usage for layout in layouts])
-    return cast_lines_groups.run(launch, x, groups, amaxes, layouts, eps=eps, pow2=pow2)
+        read = reading(x, index)
+        check_group_cast(read.shape, x.dtype, groups, layouts, family="row", where="cast_row_groups")
+        return [launch_rows(launch, *read, layout, eps=eps, pow2=pow2) for layout in layouts]
+    amaxes = group_line_amaxes.run(launch, x, groups, [layout.usage for layout in layouts], index=index)
+    return cast_lines_groups.run(launch, x, groups, amaxes, layouts, index=index, eps=eps, pow2=pow2)

@@ -5,10 +5,12 @@
 // rowwise        fp32 [rows], not negative, or null; columnwise [columns] likewise
 // Grid           one block of 256 threads for each 128 rows x 256 columns, of which a warp has 16 rows
 // GROUPED        rows come in groups, in the tiles of row_groups.cu; columnwise is [groups, columns], the amaxes of each group's columns
+// index          if INDEXED, with GROUPED: for each row of the matrix, the number of a row of x; x then has any number of rows
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, and columns % 8 == 0; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, line_amaxes; GROUPED: opfuse/numerics/group_casts.py, group_line_amaxes.
 #include "vectors.cuh"
+#include "row_index.cuh"
 #include "row_tiles.cuh"
 
 struct Parameters {
@@ -16,6 +18,7 @@ struct Parameters {
     float *rowwise, *columnwise;
     long long rows, columns;
     const RowTile* tiles;
+    const long long* index;
 };
 #include "joined.cuh"
 
@@ -59,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_lines(const __grid_co
         Eight<IN> v[STEP];
 #pragma unroll
         for (int i = 0; i < STEP; ++i) {
-            const IN* x = p.x + (row + start + i) * p.columns + column;
+            const IN* x = p.x + row_read(p.index, row + start + i, row + start + i < end) * p.columns + column;
             if constexpr (ALIGNED)
                 v[i] = row + start + i < end && there > 0 ? load_eight(x) : Eight<IN>{};
             else

@@ -10,6 +10,7 @@
 // GROUPED        rows come in groups, in the tables of row_groups.cu. column has codes [columns, 128 * down]; a group begins on a tile of
 //                128 rows, with zeros behind its rows, and in tiles behind the last one. amax and scale are [groups, columns]; scales
 //                of a group without rows are not written. A block has 256 threads and a tile of 128 x 64
+// index          if INDEXED, with GROUPED: for each row of the matrix, the number of a row of x; x then has any number of rows
 // JOINED         as joined.cuh has it
 // ALIGNED        x is on 16 bytes, columns % 8 == 0, and rows % 16 == 0 if COLUMNWISE and not GROUPED; without it, anything goes
 // Defined by     opfuse/numerics/casts.py, cast_lines; GROUPED: opfuse/numerics/group_casts.py, cast_lines_groups.
@@ -18,6 +19,7 @@
 #endif
 constexpr int TILE_ROWS = GROUPED ? 128 : 256, TILE_COLUMNS = 64, TILE_THREADS = 2 * TILE_ROWS;
 #include "tile.cuh"
+#include "row_index.cuh"
 #include "row_tiles.cuh"
 
 struct Lines {
@@ -34,6 +36,7 @@ struct Parameters {
     u32 down;
     const RowTile* tiles;
     const RowGroup* groups;
+    const long long* index;
 };
 #include "joined.cuh"
 
@@ -64,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, ALIGNED ? 1024 / TILE
     Eight<IN> v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const IN* x = p.x + (row + i) * p.columns + column;
+        const IN* x = p.x + row_read(p.index, row + i, row + i < end) * p.columns + column;
         if constexpr (ALIGNED)
             v[i] = row + i < end && there > 0 ? load_eight(x) : Eight<IN>{};
         else

@@ -1,6 +1,7 @@
 // cast_tensor_groups: FP8 codes of groups of rows, each group under a scale of its own, from one read of the matrix.
 //
 // x              [rows, columns] of IN, contiguous
+// index          if INDEXED: for each row of the matrix, the number of a row of x; x then has any number of rows
 // tiles          the tiles of 128 rows of row_groups.cu
 // rowwise        [rows, columns] codes of OUT, if ROWWISE
 // columnwise     [columns, 128 * down] codes, if COLUMNWISE; a group begins on a tile, with zeros behind its rows, and in tiles behind the
@@ -12,6 +13,7 @@
 // Defined by     opfuse/numerics/group_casts.py, cast_current_groups and cast_recording_groups.
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_THREADS = 256;
 #include "tile.cuh"
+#include "row_index.cuh"
 #include "row_tiles.cuh"
 #include "tensor_scale.cuh"
 #include "tensor_codes.cuh"
@@ -23,6 +25,7 @@ struct Parameters {
     long long columns;
     u32 down, count;
     TensorScale groups[GROUPS];
+    const long long* index;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES && TILE_ROWS == ROW_TILE, "the fields that the host packs");
 
@@ -39,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 4) cast_tensor_groups
     Eight<IN> v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const IN* x = p.x + (row + i) * p.columns + column;
+        const IN* x = p.x + row_read(p.index, row + i, row + i < rows.end) * p.columns + column;
         if constexpr (ALIGNED)
             v[i] = row + i < rows.end && there > 0 ? load_eight(x) : Eight<IN>{};
         else

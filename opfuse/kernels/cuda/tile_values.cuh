@@ -1,12 +1,8 @@
 // tile_values: loads a tile of a matrix, as the values that a block of threads casts.
 //
 // Compiled       after blocks.cuh
-// INDEXED        whether row i of the matrix is row index[i] of the array that is read
 #pragma once
-
-#ifndef INDEXED
-#define INDEXED 0
-#endif
+#include "row_index.cuh"
 
 // Loads a thread's values; 0 outside of the matrix of p.
 OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Tile& tile, const long long* index = nullptr) {
@@ -14,7 +10,7 @@ OPFUSE_FN void load_values(Values& v, const IN* from, const Blocks& p, const Til
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
         long long row = tile.row + own_row(tile, i);
-        const IN* x = from + (INDEXED && row < p.rows ? index[row] : row) * p.columns + column;
+        const IN* x = from + row_read(index, row, row < p.rows) * p.columns + column;
         if constexpr (ALIGNED)
             v[i] = row < p.rows && there > 0 ? load_eight(x) : Eight<IN>{};
         else

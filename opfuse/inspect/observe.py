@@ -148,11 +148,11 @@ def copied_call(model: nn.Module, given: CallInputs) -> Iterator[Callable[[], An
 def _other_main_grads(model: nn.Module) -> Iterator[None]:
     """Afterwards the caller's buffers and flags are those that there were."""
     kept = [(p, {name: vars(p)[name] for name in _OF_MAIN_GRAD if name in vars(p)}) for p in model.parameters()]
-    for parameter, had in kept:
-        if "main_grad" in had:
-            vars(parameter)["main_grad"] = torch.zeros_like(had["main_grad"])
-        vars(parameter).pop("grad_added_to_main_grad", None)  # so that autograd gets nothing that stands for the gradient
     try:
+        for parameter, had in kept:
+            if "main_grad" in had:
+                vars(parameter)["main_grad"] = torch.zeros_like(had["main_grad"])
+            vars(parameter).pop("grad_added_to_main_grad", None)  # so that autograd gets nothing that stands for the gradient
         yield
     finally:
         for parameter, had in kept:

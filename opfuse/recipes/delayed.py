@@ -202,6 +202,14 @@ class DelayedScalingState:
                 self._hold(self.scale, old.new_zeros(length), self.left_out, self.rule)
                 self.amax_history[: len(old)] = old[:length]
 
+    def take(self, other: DelayedScalingState) -> None:
+        """Take over the values of ``other``, converted to this state's rule and length, in the memory that this state has."""
+        with torch.no_grad():
+            self.scale.copy_(other._scale_for(self.rule))
+            length = min(len(self.amax_history), len(other.amax_history))
+            self.amax_history.zero_()[:length] = other.amax_history[:length]
+            self.left_out.copy_(other.left_out)
+
     def to(self, device: torch.device) -> None:
         """Move all tensors, if they are elsewhere; from the meta device, which has no values, to a new state."""
         if self.scale.device == device:

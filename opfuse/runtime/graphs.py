@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import all_enrolled
@@ -30,10 +32,16 @@ def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: R
 
     It is ``torch.cuda.make_graphed_callables``, with three differences. Each call enters ``autocast(recipe=recipe)`` itself, so
     that the update of delayed scaling is a part of the graphs; None enters no region, for models that ``fuse_`` has converted.
-    What warm-up does to scales, histories, buffers and ``main_grad`` is undone. If the host waits for the device in a call, or
-    reads tensors on a CPU, whose values graphs would keep, an UnsupportedError names the op before anything is captured.
+    What warm-up does to scales, histories, buffers, ``main_grad`` and random state is undone, also if it fails. If the host waits
+    for the device in a call, or reads tensors on a CPU, whose values graphs would keep, an UnsupportedError names the op before
+    anything is captured.
 
-    Graphs and their memory live as long as the result.
+    A call writes where the call before it wrote: results, and what is saved for the backward pass. So run one backward before the
+    next call, and copy results that are needed longer. Gradients are added up as without graphs. While the module is in another
+    mode than at the capture (``train``, ``eval``), calls run without graphs.
+
+    The graphs hold the memory of everything that a step computes, and ``sample_args``, into which inputs are copied. Python's
+    collector frees them: ``del`` the result, then ``gc.collect()``, since torch's autograd functions are in reference cycles.
     """
     _check(module, sample_args)
     call = _Call(module, recipe)
@@ -46,7 +54,7 @@ def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: R
         torch.cuda.make_graphed_callables(
             call, tuple(sample_args), allow_unused_input=True
         )  # which gives the module a new forward
-    return call
+    return _Graphed(call, vars(call).pop("forward"))
 
 
 class _Call(nn.Module):
@@ -55,12 +63,42 @@ class _Call(nn.Module):
     def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
         super().__init__()
         self.module, self.recipe = module, recipe
-        self.train(module.training)
+        self.training = module.training  # not by train(), which parts of the module in another mode would follow
 
     def forward(self, *args: torch.Tensor) -> Any:
         region: AbstractContextManager[Any] = nullcontext() if self.recipe is None else autocast(recipe=self.recipe)
         with region:
             return self.module(*args)
+
+
+class _Graphed(_Call):
+    """A call by graphs, in the mode in which they were captured."""
+
+    def __init__(self, call: _Call, replay: Callable[..., Any]) -> None:
+        super().__init__(call.module, call.recipe)
+        self._replay, self._mode = replay, call.training
+        self._written: list[int | None] = []
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        if self.module.training != self._mode:
+            return super().forward(*args)
+        result = self._replay(*args)
+        node = next((leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        if node is not None:
+            leaves = [getattr(each, "variable", None) for each, _ in node.next_functions]
+            node.register_prehook(lambda _: self._keep(leaves))
+            node.register_hook(self._note)
+        return result
+
+    def _note(self, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        """Note where the backward pass writes."""
+        self._written = [None if each is None else each.data_ptr() for each in gradients]
+
+    def _keep(self, leaves: Sequence[torch.Tensor | None]) -> None:
+        """Copy each ``grad`` that lies where the backward pass is about to write: autograd copies no first gradient."""
+        for leaf, address in zip(leaves, self._written):
+            if leaf is not None and leaf.grad is not None and leaf.grad.data_ptr() == address:
+                leaf.grad = leaf.grad.clone()
 
 
 def _check(module: object, sample_args: Sequence[Any]) -> None:
@@ -122,31 +160,31 @@ def _op_of(traceback: TracebackType | None) -> str:
 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
-    """Restore, at the end, the values of buffers, ``main_grad`` and states that were used inside, in the same memory.
+    """Restore, at the end, the values of buffers, ``main_grad``, its flags and states that were used inside, in the same memory.
 
-    Ops of converted models are no submodules, so all states of the process are saved.
+    Ops of converted models are no submodules, so all states of the process are saved. A state that serves another recipe than
+    before has its values converted to that.
     """
     held = [*module.buffers(), *(p.main_grad for p in module.parameters() if hasattr(p, "main_grad"))]
     copies = [tensor.detach().clone() for tensor in held]
-    before = {state: (state.turn, [tensor.clone() for tensor in _tensors(state)]) for state in _states()}
-    yield
-    with torch.no_grad():
-        for tensor, copy in zip(held, copies):
-            tensor.copy_(copy)
-        for state in _states():
-            turn, values = before.get(state, (None, None))
-            if turn == state.turn:
-                continue
-            fresh = _tensors(DelayedScalingState(len(state.amax_history), device=state.scale.device))
-            for tensor, value in zip(_tensors(state), values or fresh):
-                tensor.copy_(value)
+    flags = [(p, p.grad_added_to_main_grad) for p in module.parameters() if hasattr(p, "grad_added_to_main_grad")]
+    before = {state: (deepcopy(state), state.turn) for state in _states()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(held, copies):
+                tensor.copy_(copy)
+            for parameter, flag in flags:
+                parameter.grad_added_to_main_grad = flag
+            for state in _states():
+                state.drop_unfinished()
+                kept, turn = before.get(state, (DelayedScalingState(device=state.scale.device), None))
+                if turn != state.turn:
+                    state.take(kept)
 
 
 def _states() -> Iterator[DelayedScalingState]:
     """The states of all ops that are alive, each once."""
     held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
     yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
-
-
-def _tensors(state: DelayedScalingState) -> tuple[torch.Tensor, ...]:
-    return state.scale, state.amax_history, state.left_out

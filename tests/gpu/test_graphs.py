@@ -33,6 +33,11 @@ def eager(model, x, dy, recipe):
     return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
 
 
+def eager_call(model, x, recipe):
+    with opfuse.autocast(recipe=recipe):
+        return model(x)
+
+
 def states(model):
     held = {id(state): state for op in model.modules() for state in getattr(op, "quantizer_states", ())}
     return [tensor for state in held.values() for tensor in (state.scale, state.amax_history, state.left_out)]
@@ -91,6 +96,29 @@ def test_r12_torchs_own_graphed_callables(stored, device):
         y = graph(given)
         got = [y.detach().clone(), *torch.autograd.grad(y, [given, *model.parameters()], dy)]
         assert same(got, eager(other, given, dy, recipe))
+
+
+@pytest.mark.row("R12")
+def test_r12_graphs_add_up_gradients_and_are_freed(device):
+    """Gradients lie in memory of the graphs, which a second backward pass writes again; `del` and the collector free it."""
+    recipe = RECIPES["current"]()
+    model, other, _ = twins("swiglu", recipe, device)
+    x = torch.randn(8192, WIDTH, device=device, dtype=next(model.parameters()).dtype)
+    graph = opfuse.graphed(model, (torch.empty_like(x).requires_grad_(),), recipe=recipe)
+    given = x.clone().requires_grad_()
+    wanted = x.clone().requires_grad_()
+    for step in range(1, 4):
+        for call, value in ((graph, given), (lambda v: eager_call(other, v, recipe), wanted)):
+            call(value).backward(x * step)
+        assert same([given.grad, *(p.grad for p in model.parameters())], [wanted.grad, *(p.grad for p in other.parameters())])
+    del call
+    given.grad = None
+    model.zero_grad()
+    gc.collect()
+    held = torch.cuda.memory_allocated(device)
+    del graph
+    gc.collect()
+    assert held - torch.cuda.memory_allocated(device) >= 4 * x.nbytes  # at least the input, the result and their gradients
 
 
 class ReadsHost(ops.BasicOperation):

@@ -90,8 +90,11 @@ class Program:
     """Runs a recording again, for tensors that look like those of the recorded run.
 
     Small tensors that only kernels read lie in one slab; others are tensors of their own: large ones, those that torch reads, and
-    results. Threads may run a program at the same time: each call has a frame of its own. recording: what it was made of. text:
-    the function that runs it, as Python. Nothing that a call allocates is held between calls.
+    results. Threads may run a program at the same time: each call has a frame of its own. Nothing that a call allocates is held
+    between calls.
+
+    recording: what it was made of. launches, products: its steps of these kinds, in order. text: the function that runs it, as
+    Python.
     """
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
@@ -106,10 +109,10 @@ class Program:
 
     def _make(self, recording: Recording) -> None:
         self.recording = recording
-        self._launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
-        self._products = [step for step in recording.steps if isinstance(step, ProductStep)]
+        self.launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
+        self.products = [step for step in recording.steps if isinstance(step, ProductStep)]
         self._device = recording.device
-        workspace = max((step.workspace for step in self._products), default=0)
+        workspace = max((step.workspace for step in self.products), default=0)
         empty, zeros = MAKES_ROOM
         zeroed = slab_of(recording.steps, recording.sizes, zeros, recording.results, reuses=False)
         slab = slab_of(recording.steps, recording.sizes, empty, recording.results, reserved=zeroed.size + workspace)
@@ -139,11 +142,11 @@ class Program:
             readers.setdefault(base, Readers([], []))
             return base, places.get(place.number, 0) + place.offset
 
-        for index, launch in enumerate(self._launches):
+        for index, launch in enumerate(self.launches):
             for hole in launch.holes:
                 base, offset = base_of(hole.place)
                 readers[base].launches.append(Reader(index, hole.word, offset))
-        for index, product in enumerate(self._products):
+        for index, product in enumerate(self.products):
             operands = {**product.places, "workspace": Place(SLAB, workspace)}
             for at, operand in enumerate(OPERANDS):
                 base, offset = base_of(operands[operand])
@@ -151,7 +154,7 @@ class Program:
         return readers
 
     def _new_frame(self) -> Frame:
-        return Frame([step.parameter for step in self._launches], [step.form for step in self._products], self._readers)
+        return Frame([step.parameter for step in self.launches], [step.form for step in self.products], self._readers)
 
     @property
     def block_bytes(self) -> int:

@@ -10,7 +10,6 @@ from opfuse import ops, recipes
 from opfuse.kernels.engine.joining import READ_WORDS
 from opfuse.program import cublaslt
 from opfuse.program.cublaslt import Product, ProductForm
-from opfuse.program.steps import LaunchStep, ProductStep
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded
 
@@ -60,10 +59,10 @@ def test_repeated_steps_equal_interpreted_ones(device, name):
         with interpreted():
             wanted = step(other, recipe, x, dy)
         assert all(map(torch.equal, got, wanted)), call
-    steps = [step for made in recorded_in(model) for step in made.program.recording.steps]
-    assert any(isinstance(step, LaunchStep) for step in steps)
+    programs = [made.program for made in recorded_in(model)]
+    assert any(program.launches for program in programs)
     native = name in ("delayed", "current", "block", "row") and torch.cuda.get_device_capability(device)[0] == 9
-    assert any(isinstance(step, ProductStep) for step in steps) == (native and cublaslt.library() is not None)
+    assert any(program.products for program in programs) == (native and cublaslt.library() is not None)
 
 
 @pytest.mark.row("R12")
@@ -176,7 +175,6 @@ def test_casts_of_experts_are_joined_with_the_same_bits(device, splits, name, mo
         assert all(map(torch.equal, step(model, recipe, x, dy, sizes), wanted))
     (made,) = recorded_in(model)
     for program in made.programs():
-        launches = [each for each in program.recording.steps if isinstance(each, LaunchStep)]
-        casts = [each.entry for each in launches if each.variant.source in READ_WORDS]
+        casts = [each.entry for each in program.launches if each.variant.source in READ_WORDS]
         assert casts
         assert all(casts.count(entry) <= 4 for entry in casts), casts

@@ -48,7 +48,7 @@ def program_of(run, x: Tensor) -> Program:
 
 
 def launches(program: Program) -> list[LaunchStep]:
-    return [step for step in program.recording.steps if isinstance(step, LaunchStep)]
+    return program.launches
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ slow: install
 fuzz: install
 	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0 tests/compiler/test_graphs.py
 
-# 200 changes of compiler, core and recipes, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
+# 200 changes of compiler, core, inspect, recipes and runtime, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
 mutants: install
 	$(BIN)/python -m tests.mutants -j $(JOBS) --count 200
 

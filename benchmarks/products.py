@@ -1,6 +1,9 @@
 """The package's own FP8 product beside cuBLASLt's, same process, operands and bits: ``python -m benchmarks.products``.
 
 Needs compute capability 9.0. Operands are random codes; scales differ from line to line, as those of activations do.
+
+A product is limited by the chip's power, so its speed depends on what ran before. Kernels that take turns back to back share
+that power; some products are also timed cool, after a pause, and alone.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.timing import Call, compared
+from benchmarks.timing import Call, alone, compared, cool
 from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
@@ -42,6 +45,10 @@ SIZES = ((8192, 2048, 8192), (8192, 4096, 14336), (4096, 7168, 4096), (16384, 71
 
 WEIGHT_GRADIENT, FORWARD, LEAST_OF_FORWARD = "1x128 by 1x128", "1x128 by 128x128", 0.92
 """The own product of a weight's gradient under blocks beside the library's forward product of the same work, at least."""
+
+STATES = {"cool": cool, "alone": alone}
+STATED, STATED_SIZES = ("per tensor, fast", "1x128 by 128x128"), SIZES[1:3]
+"""What is timed in these states as well."""
 
 GROUPS = ((8, 2048), (64, 256))
 """Groups and lines of each."""
@@ -83,6 +90,17 @@ def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
             yield {"kind": name, "problem": problem, **speeds, "least": kind.least}
 
 
+def in_states(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Some products, cool and alone: TFLOP/s of the own product, and its speed in the library's."""
+    for name in STATED:
+        for sizes in STATED_SIZES:
+            library, own = calls(KINDS[name], 1, sizes, device)
+            for state, timed in STATES.items():
+                took = timed(own)
+                speeds = {"own": 2e-6 * sizes[0] * sizes[1] * sizes[2] / took, "ratio": timed(library) / took}
+                yield {"kind": name, "problem": "x".join(map(str, sizes)), "state": state, **speeds}
+
+
 def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Figures for the record."""
     forward = {}
@@ -94,6 +112,10 @@ def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
             forward[row["problem"]] = row["library"]
         if row["kind"] == WEIGHT_GRADIENT and "groups" not in row["problem"]:
             yield figure(name, row["own"] / forward[row["problem"]], "x cuBLASLt 1x128 by 128x128", LEAST_OF_FORWARD)
+    for row in in_states(device):
+        name = f"{row['kind']}: {row['problem']}"
+        yield figure(name, row["own"], f"TFLOP/s {row['state']}")
+        yield figure(name, row["ratio"], f"x cuBLASLt {row['state']}")
 
 
 def figure(name: str, value: float, unit: str, least: float | None = None) -> dict[str, Any]:
@@ -106,6 +128,9 @@ def main() -> None:
     for row in measure():
         print(f"{row['kind']:20s}{row['problem']:32s}", end="")
         print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x cuBLASLt", flush=True)
+    for row in in_states():
+        print(f"{row['kind']:20s}{row['problem']:32s}", end="")
+        print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x cuBLASLt {row['state']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,36 @@ def compared(one: Call, other: Call, *, rounds: int = 10, launches: int = 6) -> 
     return Compared(*map(statistics.median, zip(*times)), statistics.median(first / second for first, second in times))
 
 
+def cool(call: Call, *, launches: int = 4, repeats: int = 3, idle: float = 0.08) -> float:
+    """Microseconds of a call in a few launches after ``idle`` seconds, before power limits the clock: the median of repeats."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        time.sleep(idle)
+        times.append(_launched(call, launches))
+    return statistics.median(times)
+
+
+def alone(call: Call, *, seconds: float = 0.9) -> float:
+    """Microseconds of a call that alone runs for so many ``seconds``, of which the last two thirds count."""
+    launches = max(3, round(seconds * 1e6 / cool(call, repeats=1, idle=0.0)))
+    return _launched(call, launches - launches // 3, before=launches // 3)
+
+
+def _launched(call: Call, launches: int, *, before: int = 0) -> float:
+    """Microseconds of a call, in so many launches after ``before`` others. The device sleeps until the first of them are queued."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(500 * _cycles()))
+    for i in range(before + launches):
+        if i == before:
+            start.record()
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / launches * 1e3
+
+
 @functools.cache
 def _cycles() -> float:
     """Cycles of ``torch.cuda._sleep`` in a microsecond."""

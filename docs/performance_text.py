@@ -35,13 +35,16 @@ PEERS = "How many times as long PyTorch takes for the same result.\n\n"
 PRODUCTS = """\
 TFLOP/s, and in parentheses the speed relative to bf16, of operands that are already cast, with a result in bf16. fprop uses
 the FP8 units' fast accumulation, dgrad and wgrad promote partial sums to fp32 (`split_accumulator`). MXFP8 and NVFP4 are
-emulated.
+emulated. Each is timed by itself, for a few milliseconds; in the next section products run back to back for longer, and the
+chip's power limits the same product to a lower speed.
 
 """
 
 OWN = """\
 Columns are problem sizes: rows x length of each sum x columns. A cell has the time or speed of opfuse's kernel, and how many
-times as fast it is as what follows the `x`; the limit is a minimum.
+times as fast it is as what follows the `x`; the limit is a minimum. The two kernels take turns back to back, at the chip's power
+limit. Where a figure says so, a kernel was timed *cool*, four launches after a pause of 80 ms, or *alone*, the last two thirds
+of 0.9 s in which nothing else ran.
 
 """
 

@@ -336,10 +336,14 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "SIZES", ((128, 128, 16),))
     monkeypatch.setattr(products, "GROUPS", ((2, 16),))
     monkeypatch.setattr(products, "FEATURES", (128, 16))
+    monkeypatch.setattr(products, "STATED_SIZES", products.SIZES)
     monkeypatch.setattr(products, "compared", lambda *_: timing.Compared(2.0, 1.0, 2.0))
+    monkeypatch.setattr(products, "STATES", {state: lambda call: 1.0 for state in products.STATES})
     found = [*products.records("cpu")]
     assert {each["value"] for each in found if each["limit"]} == {2.0}
-    assert len(found) == 2 * 2 * len(products.KINDS) + 1  # a weight's gradient stands beside a forward product as well
+    forward = 1  # a weight's gradient stands beside a forward product as well
+    assert len(found) == 2 * 2 * len(products.KINDS) + forward + 2 * 2 * len(products.STATED)
+    assert len({(each["name"], each["unit"]) for each in found}) == len(found)
 
 
 @pytest.mark.usefixtures("_no_device")

@@ -67,7 +67,9 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in products.KINDS
     ]
     one = [{"chain": name, "problem": "8x16x32", "one": 1.0, "ratio": 1.1, "least": 1.05} for name in chained.CHAINS]
+    cool = {"kind": next(iter(products.KINDS)), "problem": "8x16x32", "state": "cool", "own": 1490.0, "ratio": 1.01}
     monkeypatch.setattr(products, "measure", lambda _: iter(plain))
+    monkeypatch.setattr(products, "in_states", lambda _: iter([cool]))
     monkeypatch.setattr(chained, "measure", lambda _: iter(one))
     scripts = {"products": products.records, "chained": chained.records}
     made = [{**figure, "script": script} for script, records in scripts.items() for figure in records()]
@@ -75,6 +77,7 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, text), (_, together) = performance.sections({"results": made, "measured": dict.fromkeys(scripts, stamp.moment())})
     assert "990 TFLOP/s; 0.99 (0.98) x cuBLASLt" in text
     assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
+    assert "1490 TFLOP/s cool; 1.01 x cuBLASLt cool" in text
     assert "1.10 (1.05) x apart" in together
 
 

@@ -98,7 +98,7 @@ def alone(call: Call, *, seconds: float = 0.9) -> float:
 
 
 def _launched(call: Call, launches: int, *, before: int = 0) -> float:
-    """Microseconds of a call, in so many launches after ``before`` others. The device sleeps until the first of them are queued."""
+    """Microseconds of a call, in so many launches after ``before`` others. The device sleeps until the first are queued."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(500 * _cycles()))
     for i in range(before + launches):

@@ -246,6 +246,11 @@ def others(record: Mapping[str, Any], *scripts: str) -> str:
     return table(("what", "figure (at most)", "unit"), rows)
 
 
+def choices(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Each choice, and the speed of the package's own way."""
+    return [(name, shown(figure, 2)) for name, units in of_script(record, "choices").items() for figure in units.values()]
+
+
 def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     """(heading, text) of each section whose script has run."""
     made = {
@@ -259,6 +264,10 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "chained": (
             "FP8 products with elementwise ops and cast in one kernel",
             lambda record: prose.CHAINED + own_products(record, "chained"),
+        ),
+        "choices": (
+            "Thresholds between kernels",
+            lambda record: prose.CHOICES + table(("choice", "x alternative (at least)"), choices(record)),
         ),
         "pipelines": ("Pipelines compared with their products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
         "invariance": ("Batch-invariant forward passes", lambda record: prose.INVARIANCE + others(record, "invariance")),

@@ -63,6 +63,13 @@ other.
 
 """
 
+CHOICES = """\
+opfuse chooses by size between its own product and cuBLASLt's (`FASTER`, and `ADDED` for sums that are added to a gradient in
+fp32), and between a product with its chain in one launch and two launches (`CHEAPER`). Each figure is the speed of the package's
+own way, relative to the alternative, on one side of a threshold; where it has a limit, the package's own way is chosen.
+
+"""
+
 PIPELINES = """\
 `x products`: the GPU's time for the pipeline, relative to its matrix products alone; both take turns in one process. Forward
 products are in the recipe's format, backward products too, or in bf16 under an override. *forward* is inference; *training*

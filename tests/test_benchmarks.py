@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import opfuse
 from benchmarks import (
     bandwidth,
     calls,
+    choices,
     compiling,
     converted,
     distributed,
@@ -37,6 +39,7 @@ from opfuse import ops
 from opfuse.config import Config, load
 from opfuse.errors import UnsupportedError
 from opfuse.kernels.catalogue import CASES
+from opfuse.kernels.products.runs import products_into
 from opfuse.recipes import Recipe, Support, recipe_of
 from opfuse.train import Comparison, compare
 
@@ -344,6 +347,40 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     forward = 1  # a weight's gradient stands beside a forward product as well
     assert len(found) == 2 * 2 * len(products.KINDS) + forward + 2 * 2 * len(products.STATED)
     assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+
+
+def test_choices_are_measured_on_both_sides_of_each_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, where nothing is computed: operands are large."""
+    monkeypatch.setattr(choices, "row_groups", lambda splits, rows: splits)
+    monkeypatch.setattr(choices, "compared", lambda *_, **__: timing.Compared(2.0, 1.0, 2.0))
+    found = {each["name"]: each["limit"] for each in choices.records("meta")}
+    assert len(found) == 36
+    alone = {name for name in found if "groups of" in name}
+    threshold = {name: re.sub(r"\d+", "n", name) for name in found if name not in alone}
+    for kind in set(threshold.values()):
+        limits = [found[name] for name, of in threshold.items() if of == kind]
+        assert sorted(limits, key=str) == [choices.LEAST, None]
+    page = performance.choices({"results": [{**each, "script": "choices"} for each in choices.records("meta")]})
+    assert ("product, per tensor, fast: 32 tiles", "2.00 (0.97)") in page
+
+
+def test_gradients_of_groups_are_added_in_the_launch_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "SPLIT", (2, 128))
+    monkeypatch.setattr(choices, "FEATURES", (256, 128))
+    given: list[dict[int, torch.Tensor]] = []
+
+    def kept(*arguments: Any) -> None:
+        given.append(arguments[-1])
+        products_into(*arguments)
+
+    monkeypatch.setattr(choices, "products_into", kept)
+    for name in ("per tensor, split", "1x128 by 1x128"):
+        choice = choices._groups(name, products.KINDS[name], "cpu")
+        choice.own()
+        totals = given[-1].values()
+        once = [total.clone() for total in totals]
+        choice.other()
+        assert all(one.any() and torch.equal(total, 2 * one) for total, one in zip(totals, once))
 
 
 @pytest.mark.usefixtures("_no_device")

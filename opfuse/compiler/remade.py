@@ -92,11 +92,11 @@ def _of_reader(
     for role, name in ops[reader.op].remade_as.items():
         value = values.get(role)
         source = graph.nodes[graph.producer[value]] if value is not None and value in graph.producer else None
-        if source is None or not source.is_cast or source.spec.groups or graph.consumers[source.outputs[0]] != (reader.index,):
+        if source is None or not source.is_cast or graph.consumers[source.outputs[0]] != (reader.index,):
             continue
-        needed = "weight" if role == "input" else "input"  # whose gradient reads it
+        readers = ops[reader.op].remade_as.keys() - {"input"} if role == "input" else {"input"}  # whose gradients read it
         cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
-        if needed not in reader.needs or source.outputs[0] in graph.outputs or not _can_repeat(cast.quantizer):
+        if readers.isdisjoint(reader.needs) or source.outputs[0] in graph.outputs or not _can_repeat(cast.quantizer):
             continue
         chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
         if chain is None or (source.side and _keeps_itself(cast.quantizer, saved)):

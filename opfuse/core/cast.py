@@ -112,11 +112,7 @@ class Cast:
 
     def under(self, scale: torch.Tensor) -> Cast:
         """The same cast with a given scale, fp32 (1,); it counts no amax."""
-        wanted = cast(Float8Quantizer, self.quantizer)
-        made = Float8Quantizer(
-            scale, torch.zeros_like(scale), wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise
-        )
-        return replace(self, quantizer=made, state=None)
+        return replace(self, quantizer=fixed(cast(Float8Quantizer, self.quantizer), scale), state=None)
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""
@@ -175,6 +171,12 @@ class Cast:
     def _delayed_scaling(self) -> DelayedScaling:
         """The recipe of the role, which has a state."""
         return cast(DelayedScaling, cast(Recipe, self.env.recipe).delayed_scaling(self.op.quantizer_role(self.role)))
+
+
+def fixed(quantizer: Float8Quantizer, scale: torch.Tensor) -> Float8Quantizer:
+    """``quantizer`` with another scale, fp32 (1,), and an amax that nobody reads."""
+    usages = {"rowwise": quantizer.rowwise, "columnwise": quantizer.columnwise}
+    return Float8Quantizer(scale, torch.zeros_like(scale), quantizer.fp8_dtype, **usages)
 
 
 class _Live:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
-from opfuse.core.cast import Cast
+from opfuse.core.cast import Cast, fixed
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
-from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
+from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
 from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
@@ -24,13 +25,16 @@ class GroupedCast(Cast):
     """Quantizes each of ``groups`` groups of rows as a tensor of its own. A tensor that is quantized as a whole is cast again.
 
     states: delayed-scaling states of the groups, or none. padded: whether rows of zeros fill the last blocks of a group. ragged:
-    the products of the op, if with its casts the sizes of groups may stay on the device; else None.
+    the products of the op, if with its casts the sizes of groups may stay on the device; else None. each: quantizers of the
+    groups, or none, where a backward pass repeats a cast under its scales. splits: by which a call that passes none casts.
     """
 
     groups: int = 1
     states: tuple[DelayedScalingState, ...] = ()
     padded: bool = False
     ragged: RaggedProducts | None = None
+    each: tuple[Quantizer, ...] = ()
+    splits: torch.Tensor | Sizes | None = None
 
     @property
     def live_states(self) -> tuple[DelayedScalingState, ...]:
@@ -41,14 +45,16 @@ class GroupedCast(Cast):
     ) -> QuantizedStorage:
         """Planes of ``x`` (..., K), or of the rows ``x[index]`` of ``x`` (M, K).
 
-        splits: how many rows each group has; None: all the same. index: int64. The host reads a tensor of splits, unless sizes
-        stay on the device. There, a kernel reads rows through ``index``; elsewhere they are copied first.
+        splits: how many rows each group has; None: those of the cast, and without any all the same. index: int64. The host reads
+        a tensor of splits, unless sizes stay on the device. There, a kernel reads rows through ``index``; elsewhere they are
+        copied first.
         """
         if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
             return x
         x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
         shape = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
         rows = matrix_shape(shape)[0]
+        splits = self.splits if splits is None else splits
         if isinstance(splits, torch.Tensor):
             check_splits(splits, self.groups, where=self.op.label)
             if self.stays(splits, shape):
@@ -61,6 +67,23 @@ class GroupedCast(Cast):
         self._check(quantizer, shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
+
+    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        """No kernel that computes a tensor casts its groups."""
+
+    def scale_of_call(self) -> torch.Tensor:
+        """A copy of the delayed scales of the groups that the running call casts with, fp32 (G,)."""
+        scales = [cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale for state in self.states]
+        return torch.cat(scales)
+
+    def under(self, scale: torch.Tensor) -> GroupedCast:
+        """The same cast with given scales, fp32 (G,); it counts no amax."""
+        each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in scale.split(1))
+        return replace(self, each=each, states=())
+
+    def _each(self, device: torch.device) -> tuple[Quantizer, ...]:
+        """The quantizers of the groups, if these have scales of their own."""
+        return self.each or tuple(self._delayed(state, device) for state in self.states)
 
     def stays(self, splits: torch.Tensor, shape: Sequence[int]) -> bool:
         """Whether the sizes in ``splits`` may stay on the device; not without rows. shape: of the tensor that is cast."""
@@ -75,12 +98,11 @@ class GroupedCast(Cast):
         dtype = self.op.compute_dtype(self.env, x)
         self._check(self.quantizer, shape, dtype)
         check_copied(splits, matrix_shape(shape)[0], where=self.op.label)
-        each = tuple(self._delayed(state, x.device) for state in self.states)
-        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=each)
+        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._each(x.device))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:
-        each = tuple(self._delayed(state, device) for state in self.states) or (self.quantizer,) * self.groups
+        each = self._each(device) or (self.quantizer,) * self.groups
         usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
         quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)
         multiple = self.quantizer.formats[1].multiple if self.quantizer.columnwise and not self.padded else 1

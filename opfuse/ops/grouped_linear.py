@@ -117,8 +117,8 @@ class GroupedLinear(BasicOperation):
         weights = _names("weight", num_groups, single=single_grouped_weight)
         biases = _names("bias", num_groups, single=single_grouped_bias) if bias else ()
         self.__dict__.update(weight_names=weights, bias_names=biases, borrows=(*weights, *biases))
-        self.__dict__["saves"] = ("x", *weights, *biases, "splits", "scales")
-        made = {"device": device, "dtype": dtype}
+        saves, made = ("x", *weights, *biases, "splits", "scales"), {"device": device, "dtype": dtype}
+        self.__dict__.update(saves=saves, remade_as={"input": "x", **dict(zip(weights, weights))})
         for name in weights:
             setattr(self, name, new_weight(self, name, self.parameter_shape(name), **made))
         for name in biases:
@@ -267,9 +267,7 @@ class GroupedLinear(BasicOperation):
     def _held(self, ctx: Context, name: str) -> Value:
         """A weight as it is multiplied: its quantized copy, or the parameter."""
         weight = self.parameter(name)
-        if name in ctx.operands:
-            return ctx.operands[name]
-        return ctx.cast(name, weight)
+        return ctx.operands[name] if name in ctx.operands else ctx.cast(name, weight)
 
     def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> Weights:
         """The weight of each group as a product reads it beside ``other``; plain weights in one tensor stay in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -142,6 +143,8 @@ class Runner:
             anew = each.anew
             if anew is not None and anew.is_delayed:
                 anew = anew.under(contexts[each.source].saved.scale)
+            if isinstance(anew, GroupedCast) and each.chain:
+                anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
             chain, parameter = [contexts[i] for i in each.chain], cast(torch.Tensor, context._saved[each.name])
             context._saved[each.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
 

@@ -110,6 +110,58 @@ def test_b35_kept_casts_of_weights_have_both_planes_and_are_not_made_anew(kind):
     assert equal(steps(model, recipe, around=opfuse.kept_weights), steps(model, recipe_for(kind)))
 
 
+def experts(*, single, bias):
+    """Two layers of three experts with a gated activation between them."""
+    options = {"bias": bias, "single_grouped_weight": single}
+    first, second = ops.GroupedLinear(3, WIDTH, 128, **options), ops.GroupedLinear(3, WIDTH, 96, **options)
+    return to(ops.Sequential(first, ops.SwiGLU(), second), torch.bfloat16)
+
+
+SPLITS = torch.tensor([128, 0, 256])
+
+
+def expert_steps(model, recipe, around=nullcontext):
+    model, found = copy.deepcopy(model), []
+    with around(model) if around is not nullcontext else nullcontext():
+        for step in range(3):
+            x = randn(int(SPLITS.sum()), WIDTH, seed=step).requires_grad_()
+            with opfuse.autocast(recipe=recipe):
+                y = model(x, SPLITS, SPLITS)
+            found += [y, *torch.autograd.grad(y, [x, *model.parameters()], randn(*y.shape, seed=9))]
+    return found
+
+
+def expert_bytes(model, recipe):
+    with opfuse.autocast(recipe=recipe):
+        return opfuse.saved(model, randn(int(SPLITS.sum()), WIDTH).requires_grad_(), SPLITS, SPLITS)
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(("kind", "override"), SETTINGS)
+def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, single):
+    """No weight and no result of the activation is saved, and no bit changes, under scales of the groups that move too."""
+    model = experts(single=single, bias=kind == "fp8_block")
+    default = recipe_for(kind, override, **({"disable_stochastic_rounding": True} if kind == "nvfp4" else {}))
+    assert equal(expert_steps(model, default.replace(keep="recompute")), expert_steps(model, default))
+    values = expert_bytes(model, default.replace(keep="recompute")).values
+    read = [value for value in values if value.op.endswith("grouped_linear") and value.usages]
+    assert [value.name for value in read if override != "high_precision"] == ["x"] * (override != "high_precision")
+    if override is None:  # whose gradients follow from codes
+        got = expert_bytes(model, default.replace(keep="quantized")).totals.own
+        assert got < expert_bytes(model, default.replace(keep="recompute")).totals.own < expert_bytes(model, default).totals.own
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block"])
+def test_b35_casts_of_experts_run_as_interpreted_and_beside_kept_weights(kind):
+    model, recipe = experts(single=False, bias=False), recipe_for(kind, keep="quantized")
+    wanted = expert_steps(model, recipe)
+    with interpreted():
+        assert equal(expert_steps(model, recipe), wanted)
+    assert equal(expert_steps(model, recipe, around=opfuse.kept_weights), wanted)
+
+
 @pytest.mark.row("B35")
 def test_b35_quantized_is_the_reference_in_plain_torch():
     """Linear, squared ReLU, linear under MXFP8: everything behind the kept input follows from its E4M3 codes."""

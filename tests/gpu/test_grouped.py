@@ -200,6 +200,31 @@ def test_a_captured_step_sees_new_splits(kind, added, device):
             assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(op.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.row("B35")
+@pytest.mark.skipif(not native_groups, reason="no kernel multiplies groups of unknown sizes here")
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+@every_form
+@pytest.mark.parametrize("kind", SCALED)
+def test_b35_casts_of_experts_are_made_anew_in_groups(kind, form, place, device):
+    """Of sizes that the device or the host has, interpreted and repeated, without a wait."""
+    torch.manual_seed(0)
+    options = {"bias": False, "dtype": BF16, "device": device, **form}
+    model = ops.Sequential(ops.GroupedLinear(4, K, 2 * N, **options), ops.SwiGLU(), ops.GroupedLinear(4, N, K, **options))
+    steps = {None: [], "recompute": []}
+    for keep, found in steps.items():
+        own, recipe = copy.deepcopy(model), SCALED[kind].replace(keep=keep)
+        for splits in (*SPLITS, *SPLITS[:2]):
+            x = tensors(splits, device)[0]
+            given = torch.tensor(splits, device=place)
+            with opfuse.autocast(recipe=recipe):
+                y = own(x, given, given)
+            found += [y, *torch.autograd.grad(y, [x, *own.parameters()], 2 * x.detach())]
+    assert all(map(torch.equal, steps[None], steps["recompute"]))
+    with opfuse.autocast(recipe=SCALED[kind].replace(keep="recompute")):
+        held = opfuse.saved(model, x, given, given).values
+    assert [value.name for value in held if value.usages] == ["x"]
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_programs_of_emulated_groups_have_the_bits_of_the_interpreter(kind, device):
     """Casts, which a program joins, and the random bits of gradients."""
